@@ -1,0 +1,263 @@
+-- The typed half: every span and evaluation lean, and every choice of every policy call with its token ids,
+-- ordered by rollout so that reading a batch of rollouts never scans.
+--
+-- A span delivered twice has the same sorting key twice: ReplacingMergeTree keeps the row with the highest
+-- Earliness, that is the first delivery, so that reading the past (IngestedAt <= T) never changes its answer.
+-- Read with FINAL, or through the views of 0004.
+--
+-- RolloutKey is the best name that the span itself gives for its rollout: ours, else session, conversation, trace.
+-- trace_rollouts resolves the spans of a trace of which only one (the root, say) knew the rollout.
+
+CREATE TABLE IF NOT EXISTS otel.rollout_spans (
+    RunId LowCardinality(String) CODEC(ZSTD(1)),
+    Mode LowCardinality(String) CODEC(ZSTD(1)),
+    RolloutKey String CODEC(ZSTD(1)),
+    RolloutKeySource LowCardinality(String) CODEC(ZSTD(1)),
+    SessionId String CODEC(ZSTD(1)),
+    ConversationId String CODEC(ZSTD(1)),
+    Attempt UInt16 CODEC(ZSTD(1)),
+    Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
+    TraceId String CODEC(ZSTD(1)),
+    SpanId String CODEC(ZSTD(1)),
+    Choice UInt16 CODEC(ZSTD(1)),
+    RowKind LowCardinality(String) CODEC(ZSTD(1)),
+    ParentSpanId String CODEC(ZSTD(1)),
+    ProcessId LowCardinality(String) CODEC(ZSTD(1)),
+    Seq UInt64 CODEC(ZSTD(1)),
+    SpanName LowCardinality(String) CODEC(ZSTD(1)),
+    SpanKind LowCardinality(String) CODEC(ZSTD(1)),
+    ServiceName LowCardinality(String) CODEC(ZSTD(1)),
+    ScopeName LowCardinality(String) CODEC(ZSTD(1)),
+    Duration UInt64 CODEC(ZSTD(1)),
+    StatusCode LowCardinality(String) CODEC(ZSTD(1)),
+    StatusMessage String CODEC(ZSTD(1)),
+    Attributes Map(LowCardinality(String), String) CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
+    INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
+    INDEX idx_trace_id TraceId TYPE bloom_filter(0.001) GRANULARITY 1
+) ENGINE = ReplacingMergeTree(Earliness)
+PARTITION BY toYYYYMM(Timestamp)
+ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
+SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_spans_mv TO otel.rollout_spans AS
+SELECT
+    SpanAttributes['spangrad.run.id'] AS RunId,
+    SpanAttributes['spangrad.rollout.mode'] AS Mode,
+    multiIf(SpanAttributes['spangrad.rollout.id'] != '', SpanAttributes['spangrad.rollout.id'],
+            SpanAttributes['session.id'] != '', SpanAttributes['session.id'],
+            SpanAttributes['gen_ai.conversation.id'] != '', SpanAttributes['gen_ai.conversation.id'],
+            TraceId) AS RolloutKey,
+    multiIf(SpanAttributes['spangrad.rollout.id'] != '', 'rollout',
+            SpanAttributes['session.id'] != '', 'session',
+            SpanAttributes['gen_ai.conversation.id'] != '', 'conversation',
+            'trace') AS RolloutKeySource,
+    SpanAttributes['session.id'] AS SessionId,
+    SpanAttributes['gen_ai.conversation.id'] AS ConversationId,
+    toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
+    Timestamp, TraceId, SpanId,
+    0 AS Choice,
+    'span' AS RowKind,
+    ParentSpanId,
+    SpanAttributes['spangrad.process.id'] AS ProcessId,
+    toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
+    SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode,
+    substringUTF8(StatusMessage, 1, 1024) AS StatusMessage,
+    -- Lean: long values stay in otel_traces, token ids and logprobs in calls.
+    mapFilter((k, v) -> length(v) <= 1024 AND k NOT IN (
+        'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
+        'spangrad.request.json', 'spangrad.response.json'), SpanAttributes) AS Attributes
+FROM otel.otel_traces;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_evaluation_events_mv TO otel.rollout_spans AS
+SELECT
+    SpanAttributes['spangrad.run.id'] AS RunId,
+    SpanAttributes['spangrad.rollout.mode'] AS Mode,
+    multiIf(SpanAttributes['spangrad.rollout.id'] != '', SpanAttributes['spangrad.rollout.id'],
+            SpanAttributes['session.id'] != '', SpanAttributes['session.id'],
+            SpanAttributes['gen_ai.conversation.id'] != '', SpanAttributes['gen_ai.conversation.id'],
+            TraceId) AS RolloutKey,
+    multiIf(SpanAttributes['spangrad.rollout.id'] != '', 'rollout',
+            SpanAttributes['session.id'] != '', 'session',
+            SpanAttributes['gen_ai.conversation.id'] != '', 'conversation',
+            'trace') AS RolloutKeySource,
+    SpanAttributes['session.id'] AS SessionId,
+    SpanAttributes['gen_ai.conversation.id'] AS ConversationId,
+    toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
+    Timestamp, TraceId, SpanId,
+    toUInt16(event_index) AS Choice,
+    'evaluation_event' AS RowKind,
+    ParentSpanId,
+    SpanAttributes['spangrad.process.id'] AS ProcessId,
+    toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
+    event_name AS SpanName, SpanKind, ServiceName, ScopeName, 0 AS Duration, StatusCode,
+    '' AS StatusMessage,
+    event_attributes AS Attributes
+FROM otel.otel_traces
+ARRAY JOIN
+    arrayEnumerate(Events.Name) AS event_index,
+    Events.Name AS event_name,
+    Events.Attributes AS event_attributes
+WHERE event_name = 'gen_ai.evaluation.result';
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_evaluation_logs_mv TO otel.rollout_spans AS
+SELECT
+    LogAttributes['spangrad.run.id'] AS RunId,
+    LogAttributes['spangrad.rollout.mode'] AS Mode,
+    multiIf(LogAttributes['spangrad.rollout.id'] != '', LogAttributes['spangrad.rollout.id'],
+            LogAttributes['session.id'] != '', LogAttributes['session.id'],
+            LogAttributes['gen_ai.conversation.id'] != '', LogAttributes['gen_ai.conversation.id'],
+            TraceId) AS RolloutKey,
+    multiIf(LogAttributes['spangrad.rollout.id'] != '', 'rollout',
+            LogAttributes['session.id'] != '', 'session',
+            LogAttributes['gen_ai.conversation.id'] != '', 'conversation',
+            'trace') AS RolloutKeySource,
+    LogAttributes['session.id'] AS SessionId,
+    LogAttributes['gen_ai.conversation.id'] AS ConversationId,
+    toUInt16OrZero(LogAttributes['spangrad.rollout.attempt']) AS Attempt,
+    Timestamp, TraceId, SpanId,
+    -- Several evaluations may share a span and a nanosecond: their content tells them apart.
+    toUInt16(32768 + cityHash64(mapKeys(LogAttributes), mapValues(LogAttributes)) % 32768) AS Choice,
+    'evaluation_log' AS RowKind,
+    '' AS ParentSpanId,
+    LogAttributes['spangrad.process.id'] AS ProcessId,
+    toUInt64OrZero(LogAttributes['spangrad.seq']) AS Seq,
+    EventName AS SpanName, '' AS SpanKind, ServiceName, ScopeName, 0 AS Duration, '' AS StatusCode,
+    '' AS StatusMessage,
+    mapFilter((k, v) -> length(v) <= 1024, LogAttributes) AS Attributes
+FROM otel.otel_logs
+WHERE EventName = 'gen_ai.evaluation.result' OR LogAttributes['event.name'] = 'gen_ai.evaluation.result';
+
+CREATE TABLE IF NOT EXISTS otel.calls (
+    RunId LowCardinality(String) CODEC(ZSTD(1)),
+    Mode LowCardinality(String) CODEC(ZSTD(1)),
+    RolloutKey String CODEC(ZSTD(1)),
+    RolloutKeySource LowCardinality(String) CODEC(ZSTD(1)),
+    Attempt UInt16 CODEC(ZSTD(1)),
+    Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
+    TraceId String CODEC(ZSTD(1)),
+    SpanId String CODEC(ZSTD(1)),
+    Choice UInt16 CODEC(ZSTD(1)),
+    CallId String MATERIALIZED lower(hex(substring(SHA256(concat(TraceId, ':', SpanId, ':', toString(Choice))), 1, 16))),
+    ParentSpanId String CODEC(ZSTD(1)),
+    ProcessId LowCardinality(String) CODEC(ZSTD(1)),
+    Seq UInt64 CODEC(ZSTD(1)),
+    Duration UInt64 CODEC(ZSTD(1)),
+    Policy LowCardinality(String) CODEC(ZSTD(1)),
+    VersionStart Nullable(UInt64) CODEC(ZSTD(1)),
+    VersionEnd Nullable(UInt64) CODEC(ZSTD(1)),
+    Model LowCardinality(String) CODEC(ZSTD(1)),
+    ResponseId String CODEC(ZSTD(1)),
+    TokenizerHash LowCardinality(String) CODEC(ZSTD(1)),
+    IdsSource LowCardinality(String) CODEC(ZSTD(1)),
+    PromptIds Array(UInt32) CODEC(ZSTD(1)),
+    ResponseIds Array(UInt32) CODEC(ZSTD(1)),
+    Logprobs Array(Float32) CODEC(ZSTD(1)),
+    Temperature Nullable(Float64) CODEC(ZSTD(1)),
+    TopP Nullable(Float64) CODEC(ZSTD(1)),
+    TopK Nullable(Int64) CODEC(ZSTD(1)),
+    MinP Nullable(Float64) CODEC(ZSTD(1)),
+    PresencePenalty Nullable(Float64) CODEC(ZSTD(1)),
+    FrequencyPenalty Nullable(Float64) CODEC(ZSTD(1)),
+    RepetitionPenalty Nullable(Float64) CODEC(ZSTD(1)),
+    Constrained Bool CODEC(ZSTD(1)),
+    FinishReason LowCardinality(String) CODEC(ZSTD(1)),
+    ErrorType LowCardinality(String) CODEC(ZSTD(1)),
+    HttpStatus UInt16 CODEC(ZSTD(1)),
+    Aborted Bool CODEC(ZSTD(1)),
+    Redacted Bool CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
+    INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
+    INDEX idx_trace_id TraceId TYPE bloom_filter(0.001) GRANULARITY 1
+) ENGINE = ReplacingMergeTree(Earliness)
+PARTITION BY toYYYYMM(Timestamp)
+ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
+SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.calls_mv TO otel.calls AS
+WITH
+    reinterpret(base64Decode(SpanAttributes['spangrad.prompt.token_ids']), 'Array(UInt32)') AS prompt_ids,
+    reinterpret(base64Decode(SpanAttributes['spangrad.response.token_ids']), 'Array(UInt32)') AS response_ids,
+    reinterpret(base64Decode(SpanAttributes['spangrad.response.logprobs']), 'Array(Float32)') AS logprobs,
+    JSONExtract(SpanAttributes['spangrad.prompt.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
+    JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)') AS stated_response_lengths,
+    JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,
+    if(empty(stated_prompt_lengths), [toUInt32(length(prompt_ids))], stated_prompt_lengths) AS prompt_lengths,
+    if(empty(stated_response_lengths), [toUInt32(length(response_ids))], stated_response_lengths) AS response_lengths,
+    -- n choices of p prompts: choice i answers prompt i / (n / p)
+    intDiv((choice_index - 1) * length(prompt_lengths), length(response_lengths)) + 1 AS prompt_index,
+    arraySum(arraySlice(response_lengths, 1, choice_index - 1)) + 1 AS response_start,
+    arraySum(arraySlice(prompt_lengths, 1, prompt_index - 1)) + 1 AS prompt_start
+SELECT
+    SpanAttributes['spangrad.run.id'] AS RunId,
+    SpanAttributes['spangrad.rollout.mode'] AS Mode,
+    if(SpanAttributes['spangrad.rollout.id'] != '', SpanAttributes['spangrad.rollout.id'], TraceId) AS RolloutKey,
+    if(SpanAttributes['spangrad.rollout.id'] != '', 'rollout', 'trace') AS RolloutKeySource,
+    toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
+    Timestamp, TraceId, SpanId,
+    toUInt16(choice_index - 1) AS Choice,
+    ParentSpanId,
+    SpanAttributes['spangrad.process.id'] AS ProcessId,
+    toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
+    Duration,
+    SpanAttributes['spangrad.policy.name'] AS Policy,
+    toUInt64OrNull(SpanAttributes['spangrad.policy.version.start']) AS VersionStart,
+    toUInt64OrNull(SpanAttributes['spangrad.policy.version.end']) AS VersionEnd,
+    SpanAttributes['gen_ai.request.model'] AS Model,
+    SpanAttributes['gen_ai.response.id'] AS ResponseId,
+    SpanAttributes['spangrad.tokenizer.hash'] AS TokenizerHash,
+    if(empty(response_ids), 'none', 'engine') AS IdsSource,
+    arraySlice(prompt_ids, prompt_start, prompt_lengths[prompt_index]) AS PromptIds,
+    arraySlice(response_ids, response_start, response_lengths[choice_index]) AS ResponseIds,
+    arraySlice(logprobs, response_start, response_lengths[choice_index]) AS Logprobs,
+    toFloat64OrNull(SpanAttributes['spangrad.sampling.temperature']) AS Temperature,
+    toFloat64OrNull(SpanAttributes['spangrad.sampling.top_p']) AS TopP,
+    toInt64OrNull(SpanAttributes['spangrad.sampling.top_k']) AS TopK,
+    toFloat64OrNull(SpanAttributes['spangrad.sampling.min_p']) AS MinP,
+    toFloat64OrNull(SpanAttributes['spangrad.sampling.presence_penalty']) AS PresencePenalty,
+    toFloat64OrNull(SpanAttributes['spangrad.sampling.frequency_penalty']) AS FrequencyPenalty,
+    toFloat64OrNull(SpanAttributes['spangrad.sampling.repetition_penalty']) AS RepetitionPenalty,
+    SpanAttributes['spangrad.sampling.constrained'] = 'true' AS Constrained,
+    finish_reasons[choice_index] AS FinishReason,
+    SpanAttributes['error.type'] AS ErrorType,
+    toUInt16OrZero(SpanAttributes['http.response.status_code']) AS HttpStatus,
+    SpanAttributes['spangrad.aborted'] = 'true' AS Aborted,
+    SpanAttributes['spangrad.redacted'] = 'true' AS Redacted
+FROM otel.otel_traces
+ARRAY JOIN arrayEnumerate(
+    if(empty(JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)')), [toUInt32(0)],
+       JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)'))) AS choice_index
+WHERE ScopeName = 'spangrad.gateway';
+
+CREATE TABLE IF NOT EXISTS otel.trace_rollouts (
+    TraceId String CODEC(ZSTD(1)),
+    RolloutId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
+    SessionId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
+    ConversationId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
+    RunId SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
+    Mode SimpleAggregateFunction(max, String) CODEC(ZSTD(1)),
+    Attempt SimpleAggregateFunction(max, UInt16) CODEC(ZSTD(1)),
+    FirstSeen SimpleAggregateFunction(min, DateTime64(9)) CODEC(ZSTD(1)),
+    LastSeen SimpleAggregateFunction(max, DateTime64(9)) CODEC(ZSTD(1)),
+    IngestedAt SimpleAggregateFunction(max, DateTime64(6)) CODEC(ZSTD(1))
+) ENGINE = AggregatingMergeTree
+ORDER BY (TraceId)
+SETTINGS index_granularity = 1024;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.trace_rollouts_mv TO otel.trace_rollouts AS
+SELECT
+    TraceId,
+    max(SpanAttributes['spangrad.rollout.id']) AS RolloutId,
+    max(SpanAttributes['session.id']) AS SessionId,
+    max(SpanAttributes['gen_ai.conversation.id']) AS ConversationId,
+    max(SpanAttributes['spangrad.run.id']) AS RunId,
+    max(SpanAttributes['spangrad.rollout.mode']) AS Mode,
+    max(toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt'])) AS Attempt,
+    min(Timestamp) AS FirstSeen,
+    max(Timestamp) AS LastSeen,
+    max(now64(6)) AS IngestedAt
+FROM otel.otel_traces
+WHERE TraceId != ''
+GROUP BY TraceId;

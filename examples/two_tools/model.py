@@ -1,0 +1,121 @@
+"""A tiny model that knows the form of the task's replies and nothing of their meaning.
+
+In: a directory and a seed. Out: there, a Hugging Face model (Llama, 117k parameters, float32) and tokenizer (15 words)
+after a short supervised warm start on replies with a random tool and a random city. What is left to learn is which tool
+a city needs, and to repeat the city that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+TOOLS = ("weather", "clock")
+CITIES = ("paris", "rome", "oslo", "lima")
+WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "tool", "say", "error", *TOOLS, *CITIES)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+)
+MAX_TURNS = 3
+WARM_UP_STEPS = 60
+WARM_UP_ROWS = 64
+
+
+def build_model(directory: Path, seed: int) -> None:
+    """Make the model and write it to `directory`; the same seed gives the same weights on the same machine."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer, model = _tokenizer(), _random_model()
+    _warm_up(model, tokenizer, random.Random(seed))
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _random_model() -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,  # the least that vLLM's attention takes
+            max_position_embeddings=256,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            tie_word_embeddings=False,
+            initializer_range=0.15,
+            bos_token_id=None,
+            eos_token_id=WORDS.index("<|im_end|>"),
+            pad_token_id=WORDS.index("<|endoftext|>"),
+            dtype="float32",
+        )
+    )
+
+
+def _warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, dice: random.Random) -> None:
+    """Supervised steps on well-formed replies: tool and city are drawn blindly, so that only the form is taught."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(WARM_UP_STEPS):
+        rows = [_demonstration(tokenizer, dice) for _ in range(WARM_UP_ROWS)]
+        width = max(len(prompt) + len(reply) for prompt, reply in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        labels = torch.full_like(ids, -100)
+        for i, (prompt, reply) in enumerate(rows):
+            end = len(prompt) + len(reply)
+            ids[i, :end] = torch.tensor(prompt + reply)
+            mask[i, :end] = 1
+            labels[i, len(prompt) : end] = torch.tensor(reply)
+        loss = model(ids, labels=labels, attention_mask=mask).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _demonstration(tokenizer: PreTrainedTokenizerFast, dice: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids of a dialogue with up to two failed turns, and of a well-formed reply to it."""
+    messages = [{"role": "user", "content": f"say {dice.choice(CITIES)}"}]
+    for _ in range(dice.randrange(MAX_TURNS)):
+        messages += [{"role": "assistant", "content": _reply(dice)}, {"role": "tool", "content": "error"}]
+    prompt = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    return tokenizer.encode(prompt), tokenizer.encode(f"{_reply(dice)} <|im_end|>")
+
+
+def _reply(dice: random.Random) -> str:
+    return f"{dice.choice(TOOLS)} {dice.choice(CITIES)}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make the two-tools model.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(sys.argv[1:])
+    build_model(arguments.directory, arguments.seed)

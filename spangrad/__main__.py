@@ -1,0 +1,5 @@
+"""`python -m spangrad` is `spangrad`."""
+
+from spangrad.cli import main
+
+main()

@@ -1,0 +1,41 @@
+"""`spangrad`: parses the command line first, and imports what a command needs only once it is known.
+
+In: argv. Out: an exit code. Invariant: `spangrad --help` loads nothing heavy, and an error that a user can mend is one
+sentence on stderr, never a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cyclopts import App
+
+from spangrad import __version__
+from spangrad.errors import SpangradError
+
+COMMANDS = {
+    "store": "Run the embedded span store: OTLP in, ClickHouse's HTTP interface out.",
+    "engine": "Run vLLM in its own environment, ready to take new weights.",
+    "gateway": "Run the recording gateway in front of the engine.",
+    "build": "Build transitions from complete rollouts, once or as they finish.",
+    "train": "Train on finished groups of rollouts, once or as they finish.",
+    "run": "Run an agent on tasks, several rollouts a task.",
+    "demo": "See the whole loop learn, on this machine.",
+    "sql": "Ask the span store a question in SQL.",
+    "config": "Print the resolved settings and where each value came from.",
+}
+
+app = App(name="spangrad", version=__version__, help="Train the language model inside any agent, from the spans that it already emits.")
+for _name, _help in COMMANDS.items():
+    app.command(f"spangrad.commands.{_name}:{_name}", name=_name, help=_help)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except SpangradError as error:
+        print(f"spangrad: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

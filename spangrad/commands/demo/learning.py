@@ -1,0 +1,156 @@
+"""The demo's loop: run a batch of rollouts, wait for the version that they made, look, go on.
+
+In: a plan. Out: what `report.py` shows and writes. Invariant: the loop reads what the services wrote in the span store; it
+hands nothing to the trainer itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from runner.outcome import Outcome
+from runner.runner import AgentSpec, Runner
+from spangrad import semconv
+from spangrad.commands.demo.report import Step, conclude
+from spangrad.commands.demo.services import Services, clean_directory, demo_settings, write_settings
+from spangrad.errors import SpangradError
+from spangrad.settings import Settings, load_settings
+from spangrad.types import Mode, Task
+
+STEP_TIMEOUT_SECONDS = 120
+BATCHES_THAT_STAND = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the demo was asked to do."""
+
+    example: Path
+    directory: Path
+    seed: int
+    max_steps: int
+    target: float
+    group_size: int
+
+
+@dataclass
+class History:
+    """What has happened so far."""
+
+    started: float = field(default_factory=time.monotonic)
+    steps: list[Step] = field(default_factory=list)
+
+    def stands(self, target: float) -> bool:
+        """Whether the success rate has reached the target and stayed there."""
+        last = self.steps[-BATCHES_THAT_STAND:]
+        return len(last) == BATCHES_THAT_STAND and sum(step.success for step in last) / len(last) >= target
+
+
+def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
+    """Run the demo from start to report."""
+    console = Console(highlight=False)
+    task = _load_task(plan.example)
+    clean_directory(plan.directory)
+    values = {**demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size), **flags}
+    settings = load_settings(values, file=config)
+    write_settings(plan.directory / "spangrad.toml", values)
+    (plan.directory / "logs").mkdir()
+    history = History()
+    with Services(plan.directory, settings, lambda text: console.print(f"[dim]{_clock(history)} {text}[/dim]")) as services:
+        make_model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
+        services.start(make_model)
+        held_out = asyncio.run(_loop(plan, settings, services, history, task.tasks(), console))
+        conclude(plan.directory, settings, services, history.steps, held_out, plan.seed, history.started, console)
+
+
+async def _loop(
+    plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console
+) -> float:
+    """Train until success stands, then measure the last version on rollouts that are never trained."""
+    agent = AgentSpec(callable="agent:agent", evaluator="task:evaluate", path=plan.example)
+    async with Runner(settings, agent) as runner:
+        with _progress(console) as progress:
+            bar = progress.add_task("training", total=plan.max_steps)
+            while len(history.steps) < plan.max_steps and not history.stands(plan.target):
+                version = served_version(settings)
+                began = time.monotonic()
+                outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=plan.group_size)
+                rolled_out = time.monotonic()
+                await _wait_for_version(settings, services, version + 1)
+                step = Step(
+                    number=len(history.steps),
+                    version=version,
+                    success=success_rate(outcomes),
+                    mean_return=_mean([sum(outcome.rewards.values()) for outcome in outcomes if outcome.rewards]),
+                    rollouts=len(outcomes),
+                    calls=sum(outcome.calls or 0 for outcome in outcomes),
+                    seconds_rollout=rolled_out - began,
+                    seconds_until_served=time.monotonic() - rolled_out,
+                )
+                history.steps.append(step)
+                progress.console.print(step.line(_clock(history)))
+                progress.update(bar, advance=1, description=f"success {step.success:.2f}")
+        if not history.steps:
+            raise SpangradError(f"--max-steps {plan.max_steps} leaves nothing to do. Give at least 1.")
+        return success_rate(await runner.run(tasks, mode=Mode.VALIDATE, group_size=plan.group_size))
+
+
+async def _wait_for_version(settings: Settings, services: Services, version: int) -> None:
+    """Wait until the gateway serves what the batch made.
+
+    Raises:
+        SpangradError: a service died, or nothing came in time.
+    """
+    end = time.monotonic() + STEP_TIMEOUT_SECONDS
+    while served_version(settings) < version:
+        services.check()
+        if time.monotonic() > end:
+            logs = services.directory / "logs"
+            raise SpangradError(f"version {version} was not served within {STEP_TIMEOUT_SECONDS} s. Look into {logs}/build.log and train.log.")
+        await asyncio.sleep(0.05)
+
+
+def served_version(settings: Settings) -> int:
+    """The policy version that the gateway's engine serves."""
+    with urllib.request.urlopen(f"{settings.gateway.url}/admin/policies/{settings.gateway.policy}", timeout=10) as response:
+        return int(json.load(response)["version"])
+
+
+def success_rate(outcomes: Sequence[Outcome]) -> float:
+    """Share of rollouts whose final reward is 1; failed ones count as not successful."""
+    return _mean([float(bool(outcome.rewards) and outcome.rewards.get(semconv.REWARD_NAME) == 1.0) for outcome in outcomes])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _clock(history: History) -> str:
+    return f"{time.monotonic() - history.started:6.1f} s"
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def _load_task(example: Path) -> ModuleType:
+    path = example / "task.py"
+    spec = importlib.util.spec_from_file_location("example_task", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise SpangradError(f"{path} cannot be loaded: an example needs task.py with tasks() and evaluate().")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

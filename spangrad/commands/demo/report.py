@@ -1,0 +1,192 @@
+"""What the demo shows at its end: a table, a curve, three questions to ask, and `report.json` with the same facts.
+
+In: the steps as the demo saw them, and the span store. Out: files and text. Invariant: every count is a query's answer over
+what was stored, never a tally kept beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from spangrad.clickhouse import connect, store_errors
+from spangrad.errors import SpangradError
+from spangrad.settings import Settings
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.commands.demo.services import Services
+
+BUILD_TIMEOUT_SECONDS = 60
+
+COUNTS = {
+    "spans": "SELECT count() FROM otel.v_spans WHERE RunId = {run:String}",
+    "calls": "SELECT count() FROM otel.v_calls WHERE RunId = {run:String}",
+    "transitions": "SELECT count() FROM otel.v_transitions WHERE RunId = {run:String}",
+    "rollouts": "SELECT count() FROM otel.v_rollouts WHERE RunId = {run:String} AND Final",
+    "policy_versions": "SELECT count() FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed'",
+}
+DROPS = "SELECT Reason, count() FROM otel.v_drops WHERE RunId = {run:String} AND CallId != '' GROUP BY Reason ORDER BY Reason"
+UNBUILT = """
+SELECT count() FROM otel.v_rollouts
+WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM otel.v_builds WHERE RunId = {run:String})"""
+STEP_METRICS = """
+SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap_max'])
+FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND Parent IS NOT NULL"""
+BUILD_SECONDS = """
+SELECT sum(seconds) FROM (
+    SELECT b.Version, (max(t.IngestedAt) - max(r.IngestedAt))::Float64 AS seconds
+    FROM otel.v_batches AS b
+    INNER JOIN otel.v_transitions AS t ON t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
+    INNER JOIN otel.v_rollouts AS r ON r.RolloutId = b.RolloutId AND r.Attempt = b.Attempt
+    WHERE b.RunId = {run:String}
+    GROUP BY b.Version)"""
+
+QUESTIONS = {
+    "which spans made the last policy version": (
+        "SELECT Version, RolloutId, TraceId, SpanId FROM otel.v_lineage"
+        " WHERE Version = (SELECT max(Version) FROM otel.v_policy_versions) LIMIT 10"
+    ),
+    "how the mean return rose, version by version": (
+        "SELECT Version, round(avg(Return), 3) AS MeanReturn FROM"
+        " (SELECT RolloutId, max(Version) AS Version, sum(arraySum(Rewards.Value)) AS Return FROM otel.v_transitions GROUP BY RolloutId)"
+        " GROUP BY Version ORDER BY Version"
+    ),
+    "which tools failed, and how often": (
+        "SELECT SpanName, StatusCode, count() AS Spans FROM otel.v_spans"
+        " WHERE Attributes['openinference.span.kind'] = 'TOOL' GROUP BY SpanName, StatusCode ORDER BY SpanName, StatusCode"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch: rollouts by one version, and the version that they made."""
+
+    number: int
+    version: int
+    """The version that sampled the batch."""
+    success: float
+    """Share of rollouts with final reward 1."""
+    mean_return: float
+    rollouts: int
+    calls: int
+    seconds_rollout: float
+    seconds_until_served: float
+    """From the last rollout's end until the gateway served the new version: build, train, reload."""
+
+    def line(self, clock: str) -> str:
+        """The step in one line."""
+        return (
+            f"{clock} step {self.number:3d}  success {self.success:.2f}  return {self.mean_return:+.2f}  rollouts {self.rollouts}"
+            f"  calls {self.calls}  rollout {self.seconds_rollout:.1f} s  build, train, reload {self.seconds_until_served:.1f} s"
+        )
+
+
+def conclude(
+    directory: Path,
+    settings: Settings,
+    services: Services,
+    steps: Sequence[Step],
+    held_out: float,
+    seed: int,
+    started: float,
+    console: Console,
+) -> None:
+    """Wait until every rollout is built, then write the report and the curve and show both."""
+    client = connect(settings.store)
+    _wait_until_built(client, settings, services)
+    services.stop("train")
+    report = measure(client, settings, steps, held_out, seed)
+    report["seconds"]["total"] = round(time.monotonic() - started, 1)
+    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    plot(directory / "curve.png", steps, held_out)
+    console.print()
+    console.print(table(report))
+    console.print(f"\nreport  {directory / 'report.json'}\ncurve   {directory / 'curve.png'}\n\nQuestions to ask, now or later:")
+    for title, query in QUESTIONS.items():
+        console.print(f"\n  # {title}\n  .venv/bin/spangrad sql --config {directory / 'spangrad.toml'} \"{query}\"", soft_wrap=True, markup=False)
+
+
+def measure(client: Client, settings: Settings, steps: Sequence[Step], held_out: float, seed: int) -> dict[str, Any]:
+    """The facts of the run, from the store's answers."""
+
+    def ask(query: str) -> Sequence[Sequence[Any]]:
+        with store_errors(settings.store.url):
+            return client.query(query, parameters={"run": settings.runner.run_id}).result_rows
+
+    seconds_train, seconds_reload, gap = ask(STEP_METRICS)[0]
+    drops = {str(reason): int(count) for reason, count in ask(DROPS)}
+    return {
+        "seed": seed,
+        "success_first": round(steps[0].success, 4),
+        "success_last": round(held_out, 4),
+        "steps": len(steps),
+        **{name: int(ask(query)[0][0]) for name, query in COUNTS.items()},
+        "drops": drops,
+        "dropped_calls": sum(drops.values()),
+        "max_logprob_gap": float(gap),
+        "seconds": {
+            "rollout": round(sum(step.seconds_rollout for step in steps), 1),
+            "build": round(float(ask(BUILD_SECONDS)[0][0]), 1),
+            "train": round(float(seconds_train), 1),
+            "reload": round(float(seconds_reload), 1),
+        },
+        "curve": [asdict(step) for step in steps],
+    }
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The report for eyes."""
+    out = Table("what", "value", title="The demo in figures", title_justify="left")
+    out.add_row("success, first batch", f"{report['success_first']:.2f}")
+    out.add_row("success, last version, held-out rollouts", f"{report['success_last']:.2f}")
+    for name in ("steps", "rollouts", "spans", "calls", "transitions", "policy_versions"):
+        out.add_row(name.replace("_", " "), f"{report[name]:,}")
+    for reason, count in report["drops"].items() or {"none": 0}.items():
+        out.add_row(f"drops: {reason}", f"{count:,}")
+    out.add_row("largest |rollout logprob - trainer logprob|", f"{report['max_logprob_gap']:.1e}")
+    for name, seconds in report["seconds"].items():
+        out.add_row(f"seconds: {name}", f"{seconds:,.1f}")
+    return out
+
+
+def plot(path: Path, steps: Sequence[Step], held_out: float) -> None:
+    """Draw success and mean return by step."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    numbers = [step.number for step in steps]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(numbers, [step.success for step in steps], color="#1f6feb", label="success rate")
+    axes.plot(numbers, [step.mean_return for step in steps], color="#8b949e", linewidth=1, label="mean return")
+    axes.axhline(held_out, color="#2da44e", linestyle="--", linewidth=1, label=f"last version, held-out rollouts: {held_out:.2f}")
+    axes.set(xlabel="training step", ylim=(min(-1.0, *(step.mean_return for step in steps)), 1.05), title="From spans to gradients")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _wait_until_built(client: Client, settings: Settings, services: Services) -> None:
+    """The held-out rollouts are built as well, so that every call of the run is accounted for."""
+    end = time.monotonic() + BUILD_TIMEOUT_SECONDS
+    while True:
+        with store_errors(settings.store.url):
+            missing = client.query(UNBUILT, parameters={"run": settings.runner.run_id}).result_rows[0][0]
+        if not missing:
+            return
+        services.check()
+        if time.monotonic() > end:
+            raise SpangradError(f"{missing} rollouts are not built after {BUILD_TIMEOUT_SECONDS} s. Look into {services.directory}/logs/build.log.")
+        time.sleep(0.2)

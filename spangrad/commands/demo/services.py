@@ -1,0 +1,152 @@
+"""The demo's processes: store, engine, gateway, builder and trainer, started, watched and stopped together.
+
+In: a run directory and settings. Out: running services. Invariant: leaving the context leaves no process and no port.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from spangrad.errors import SpangradError
+from spangrad.processes import Child, die_with_parent, free_ports, wait_until
+from spangrad.settings import Settings
+
+MARKER = ".spangrad-run"
+MODEL_TIMEOUT_SECONDS = 300
+
+
+def clean_directory(directory: Path) -> None:
+    """Empty a run directory of ours; anything else is left alone.
+
+    Raises:
+        SpangradError: the directory holds something that no run of ours made.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / MARKER).exists():
+            raise SpangradError(f"{directory} is not empty and no earlier run made it. Name another --directory.")
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER).touch()
+
+
+def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, object]:
+    """The settings of the demo, by dotted key: free ports, everything under `directory`, and the task's hyperparameters."""
+    grpc, http, sql, gateway, engine = free_ports(5)
+    return {
+        "store.path": str(directory / "store"),
+        "store.otlp_grpc_port": grpc,
+        "store.otlp_http_port": http,
+        "store.clickhouse_port": sql,
+        "store.url": f"http://127.0.0.1:{sql}",
+        "store.otlp_endpoint": f"http://127.0.0.1:{http}",
+        "gateway.port": gateway,
+        "gateway.url": f"http://127.0.0.1:{gateway}",
+        "gateway.engine_url": f"http://127.0.0.1:{engine}",
+        "engine.port": engine,
+        "engine.model": str(directory / "model"),
+        "engine.dtype": "float32",
+        "engine.max_model_len": 128,
+        "engine.kv_cache_bytes": 64 * 2**20,
+        "engine.enforce_eager": True,
+        "engine.cache_dir": str(directory.parent / ".vllm-cache"),
+        "engine.extra_args": ["--seed", str(seed)],
+        "builder.poll_seconds": 0.1,
+        "builder.policy": "policy",
+        "builder.tool_error_reward": -0.2,
+        "builder.tool_error_tools": ["weather", "clock"],
+        "trainer.run_id": "demo",
+        "trainer.model": str(directory / "model"),
+        "trainer.directory": str(directory / "policies"),
+        "trainer.groups_per_batch": 4,
+        "trainer.credit": "reward_to_go",
+        "trainer.baseline": "turn",
+        "trainer.learning_rate": 1e-3,
+        "trainer.logprob_gap_alarm": 1e-3,
+        "trainer.poll_seconds": 0.05,
+        "runner.run_id": "demo",
+        "runner.group_size": group_size,
+        "runner.workers": 1,
+        "runner.concurrency": 64,
+    }
+
+
+def write_settings(path: Path, values: Mapping[str, object]) -> None:
+    """Write settings as TOML (whose strings, numbers, booleans and arrays are JSON's), so that any command can use them later."""
+    sections: dict[str, list[str]] = {}
+    for key, value in values.items():
+        section, name = key.split(".", 1)
+        sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+    path.write_text("\n".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()))
+
+
+class Services:
+    """The running services of one demo."""
+
+    def __init__(self, directory: Path, settings: Settings, say: Callable[[str], None]) -> None:
+        """`directory` holds `spangrad.toml` already; `say` is told what is being waited for."""
+        self.directory = directory
+        self.settings = settings
+        self.say = say
+        self.children: list[Child] = []
+
+    def __enter__(self) -> Services:
+        """Start nothing yet: `start` may then fail without losing track of what runs."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop everything, the last started first."""
+        for child in reversed(self.children):
+            child.stop()
+
+    def start(self, make_model: list[str]) -> None:
+        """Make the model, start every service and wait until the gateway admitted the engine."""
+        self.say("starting the span store")
+        store = self._spawn("store")
+        wait_until(lambda: answers(f"{self.settings.store.url}/ping"), 60, "the span store", [store])
+        self.say("making the tiny model")
+        with (self.directory / "logs" / "model.log").open("wb") as log:
+            made = subprocess.run(
+                make_model, stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, preexec_fn=die_with_parent, check=False
+            )
+        if made.returncode:
+            raise SpangradError(f"the model could not be made; see {self.directory / 'logs' / 'model.log'}")
+        self.say("starting vLLM, the gateway, the builder and the trainer")
+        for name, arguments in (("engine", []), ("gateway", []), ("build", ["--follow"]), ("train", ["--follow"])):
+            self._spawn(name, *arguments)
+        url = f"{self.settings.gateway.url}/readyz"
+        wait_until(lambda: answers(url), self.settings.engine.start_timeout_seconds, "the gateway's engine", self.children)
+
+    def check(self) -> None:
+        """Raise when a service has died."""
+        for child in self.children:
+            child.check()
+
+    def stop(self, name: str) -> None:
+        """Stop one service in order."""
+        for child in self.children:
+            if child.name == f"spangrad {name}":
+                child.stop()
+
+    def _spawn(self, name: str, *arguments: str) -> Child:
+        config = str(self.directory / "spangrad.toml")
+        command = [sys.executable, "-m", "spangrad", name, "--config", config, *arguments]
+        child = Child(f"spangrad {name}", command, self.directory / "logs" / f"{name}.log", {"OMP_NUM_THREADS": "1"} if name == "train" else None)
+        self.children.append(child)
+        return child
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False

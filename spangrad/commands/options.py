@@ -1,0 +1,57 @@
+"""Options that every command shares, and how they become settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from spangrad.errors import SettingsError
+from spangrad.settings import Settings, load_settings
+
+ConfigFile = Annotated[Path | None, Parameter("--config", help="Settings file (TOML); default: SPANGRAD_CONFIG, else ./spangrad.toml.")]
+Overrides = Annotated[
+    list[str] | None, Parameter("--set", help="Any setting, as SECTION.KEY=VALUE (a JSON value, or plain text).", negative=())
+]
+
+
+def resolve(config: Path | None, overrides: list[str] | None, flags: Mapping[str, object] | None = None) -> Settings:
+    """Resolve the settings of a command: its own flags are the strongest, then --set, then the rest."""
+    return load_settings(flag_values(overrides, flags), file=config)
+
+
+def flag_values(overrides: list[str] | None, flags: Mapping[str, object] | None = None) -> dict[str, object]:
+    """What the command line says, by dotted key.
+
+    Raises:
+        SettingsError: an override is not KEY=VALUE.
+    """
+    values: dict[str, object] = {}
+    for item in overrides or ():
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {item!r} is not SECTION.KEY=VALUE.")
+        values[key.strip()] = _value(text)
+    return {**values, **{key: value for key, value in (flags or {}).items() if value is not None}}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def log_to_stderr() -> None:
+    """Servers log a line an event."""
+    logging.basicConfig(
+        level=os.environ.get("LOG_LEVEL", "INFO").upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )

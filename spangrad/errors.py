@@ -1,0 +1,50 @@
+"""One flat family of errors, named by the boundary that was crossed.
+
+Every message names the value, the place and the remedy. Bad rollouts are data (`drops`), not errors.
+"""
+
+from __future__ import annotations
+
+
+class SpangradError(Exception):
+    """Base of all errors that a user can mend; the command line prints the sentence and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class SettingsError(SpangradError):
+    """A setting is unknown, malformed or contradicts another."""
+
+    exit_code = 2
+
+
+class StoreError(SpangradError):
+    """The span store refused, failed or could not be reached."""
+
+
+class GatewayError(SpangradError):
+    """The gateway refused, failed or could not be reached."""
+
+
+class EngineError(SpangradError):
+    """The inference engine did not start, died, or did not take the weights it was given."""
+
+
+class AgentError(SpangradError):
+    """An agent could not be loaded or started at all (a failed attempt is data, not an error)."""
+
+
+class BuilderError(SpangradError):
+    """The transition builder was asked for something it cannot build."""
+
+
+class TrainerError(SpangradError):
+    """A batch could not be trained."""
+
+
+class LedgerError(SpangradError):
+    """The ledger's facts contradict each other, or a lease was lost."""
+
+
+class CheckpointError(SpangradError):
+    """A checkpoint is missing, incomplete or does not match its checksum."""

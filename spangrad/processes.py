@@ -1,0 +1,140 @@
+"""Child processes that never outlive us: started in a group of their own, stopped whole, their logs kept.
+
+In: a command. Out: a `Child`. Invariant: when this process ends, however it ends, so do its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from spangrad.errors import SpangradError
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A running process group with a log file."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        """Start `command` in a session of its own, both outputs appended to `log`; env is added to ours."""
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is still there."""
+        return self.process.poll() is None
+
+    def check(self) -> None:
+        """Raise when the process has ended.
+
+        Raises:
+            SpangradError: with the end of its log.
+        """
+        if not self.running:
+            raise SpangradError(f"{self.name} ended with exit code {self.process.returncode}. The end of {self.log}:\n{self.tail()}")
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, grace_seconds: float = 15) -> None:
+        """Ask the process to end, then make its whole group end; idempotent."""
+        stop_group(self.process, grace_seconds)
+
+
+def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """SIGTERM to the leader, so that it may end its own children in order; SIGKILL to what is left of the group."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def die_with_parent() -> None:
+    """In a child, before exec: ask Linux for SIGTERM when the parent's thread dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody listens on, all different."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind((host, 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def require_free_port(host: str, port: int, setting: str) -> None:
+    """Fail early, in words, when somebody listens already.
+
+    Raises:
+        SpangradError: the port is in use.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SpangradError(
+                f"cannot listen on {host}:{port} ({error.strerror}). Stop what uses it, or set {setting} to another port."
+            ) from None
+
+
+def require_safe_bind(host: str, token: object | None, section: str) -> None:
+    """Refuse to bind beyond loopback without a token.
+
+    Raises:
+        SpangradError: `host` is not loopback and there is no token.
+    """
+    if host not in {"127.0.0.1", "::1", "localhost"} and token is None:
+        raise SpangradError(
+            f"{section}.host = {host!r} would listen beyond this machine without a token. Set {section}.token, or bind 127.0.0.1."
+        )
+
+
+def wait_until(
+    ready: Callable[[], bool], timeout_seconds: float, what: str, children: Sequence[Child] = (), poll_seconds: float = 0.1
+) -> None:
+    """Poll `ready()` until it is true, failing at once when a child dies.
+
+    Raises:
+        SpangradError: a child died, or the time is over.
+    """
+    end = time.monotonic() + timeout_seconds
+    while not ready():
+        for child in children:
+            child.check()
+        if time.monotonic() > end:
+            raise SpangradError(f"{what} is not ready after {timeout_seconds:g} s.")
+        time.sleep(poll_seconds)

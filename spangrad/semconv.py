@@ -1,0 +1,94 @@
+"""The only home, in code, of attribute names: ours, and those of the conventions that we read and write.
+
+Ours are described in docs/architecture.md. The gen_ai names are hard-coded because OpenTelemetry moved
+its constants to another repository and marks the old ones deprecated.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Every span of ours.
+RUN_ID: Final = "spangrad.run.id"
+ROLLOUT_ID: Final = "spangrad.rollout.id"
+ROLLOUT_MODE: Final = "spangrad.rollout.mode"
+ROLLOUT_ATTEMPT: Final = "spangrad.rollout.attempt"
+PROCESS_ID: Final = "spangrad.process.id"
+SEQ: Final = "spangrad.seq"
+
+CONTEXT_KEYS: Final = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT)
+"""What baggage carries and every span repeats."""
+
+# The root span of an attempt.
+ROOT_SPAN_NAME: Final = "rollout"
+TASK_ID: Final = "spangrad.task.id"
+GROUP_ID: Final = "spangrad.group.id"
+GROUP_SIZE: Final = "spangrad.group.size"
+ROLLOUT_CALLS: Final = "spangrad.rollout.calls"
+ROLLOUT_FINAL: Final = "spangrad.rollout.final"
+ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
+
+# The gateway's span.
+GATEWAY_SCOPE: Final = "spangrad.gateway"
+POLICY_NAME: Final = "spangrad.policy.name"
+VERSION_START: Final = "spangrad.policy.version.start"
+VERSION_END: Final = "spangrad.policy.version.end"
+PROMPT_TOKEN_IDS: Final = "spangrad.prompt.token_ids"
+PROMPT_LENGTHS: Final = "spangrad.prompt.lengths"
+RESPONSE_TOKEN_IDS: Final = "spangrad.response.token_ids"
+RESPONSE_LOGPROBS: Final = "spangrad.response.logprobs"
+RESPONSE_LENGTHS: Final = "spangrad.response.lengths"
+REQUEST_JSON: Final = "spangrad.request.json"
+RESPONSE_JSON: Final = "spangrad.response.json"
+TOKENIZER_HASH: Final = "spangrad.tokenizer.hash"
+REDACTED: Final = "spangrad.redacted"
+ABORTED: Final = "spangrad.aborted"
+SAMPLING_TEMPERATURE: Final = "spangrad.sampling.temperature"
+SAMPLING_TOP_P: Final = "spangrad.sampling.top_p"
+SAMPLING_TOP_K: Final = "spangrad.sampling.top_k"
+SAMPLING_MIN_P: Final = "spangrad.sampling.min_p"
+SAMPLING_PRESENCE_PENALTY: Final = "spangrad.sampling.presence_penalty"
+SAMPLING_FREQUENCY_PENALTY: Final = "spangrad.sampling.frequency_penalty"
+SAMPLING_REPETITION_PENALTY: Final = "spangrad.sampling.repetition_penalty"
+SAMPLING_CONSTRAINED: Final = "spangrad.sampling.constrained"
+"""True when a grammar, a JSON schema or a required tool masked tokens."""
+
+PROMPT_VERSION: Final = "spangrad.prompt.version"
+
+ANSWER_FIELD: Final = "spangrad"
+"""The extra field of an engine's answer: {"policy", "version_start", "version_end", "tokenizer_hash"}."""
+
+# OpenTelemetry's generative AI conventions.
+GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_AGENT_NAME: Final = "gen_ai.agent.name"
+GEN_AI_TOOL_NAME: Final = "gen_ai.tool.name"
+GEN_AI_CONVERSATION_ID: Final = "gen_ai.conversation.id"
+EVALUATION_EVENT: Final = "gen_ai.evaluation.result"
+EVALUATION_NAME: Final = "gen_ai.evaluation.name"
+EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
+EVALUATION_LABEL: Final = "gen_ai.evaluation.score.label"
+EVALUATION_EXPLANATION: Final = "gen_ai.evaluation.explanation"
+ERROR_TYPE: Final = "error.type"
+HTTP_STATUS: Final = "http.response.status_code"
+SESSION_ID: Final = "session.id"
+
+# OpenInference.
+OPENINFERENCE_KIND: Final = "openinference.span.kind"
+OPENINFERENCE_OUTPUT: Final = "output.value"
+OPENINFERENCE_INPUT: Final = "input.value"
+OPENINFERENCE_TOOL_NAME: Final = "tool.name"
+OPENINFERENCE_AGENT_NAME: Final = "agent.name"
+OPENINFERENCE_GRAPH_NODE: Final = "graph.node.id"
+
+REWARD_NAME: Final = "reward"
+"""The name of a rollout's final reward, as an evaluation result."""
