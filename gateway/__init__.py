@@ -1,0 +1,1 @@
+"""The recording gateway and the supervisor of the engine behind it."""

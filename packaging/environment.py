@@ -82,7 +82,18 @@ def environments(torch_index: str) -> dict[str, Environment]:
             ROOT / ".venv",
             (server, *projects),
             (*torch, ("-r", str(server), "--no-deps"), ("--no-deps", "--no-build-isolation", "-e", editable[1], "-e", str(ROOT))),
-            ("torch", "verl", "ray", "chdb", "polars", "aiohttp", "langgraph", "openinference.instrumentation.openai", "pytest", "spangrad"),
+            (
+                "torch",
+                "verl",
+                "ray",
+                "chdb",
+                "polars",
+                "aiohttp",
+                "langgraph",
+                "openinference.instrumentation.openai",
+                "pytest",
+                "spangrad",
+            ),
         ),
         "vllm": Environment(
             "vllm",
@@ -142,7 +153,9 @@ def main() -> int:
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
     arguments = parser.parse_args()
     if sys.version_info[:2] != (3, 11):
-        print(f"setup: Python 3.11 is needed, this is {sys.version.split()[0]}. Give another: make setup PYTHON=python3.11", file=sys.stderr)
+        print(
+            f"setup: Python 3.11 is needed, this is {sys.version.split()[0]}. Give another: make setup PYTHON=python3.11", file=sys.stderr
+        )
         return 1
     known, lock = environments(arguments.torch_index), threading.Lock()
     names = [arguments.only] if arguments.only else list(known)

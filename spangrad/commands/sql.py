@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from spangrad.commands.options import ConfigFile, Overrides, resolve
+from spangrad.errors import StoreError
+from spangrad.settings import StoreSettings
 
 
 def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Ask the span store a question in SQL, and print the answer as a table.
+
+    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
+    demo's) is opened for the time of the question.
 
     Args:
         statement: one SELECT, SHOW or DESCRIBE; tables live in the database `otel`.
@@ -16,11 +27,44 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
 
     from spangrad.clickhouse import connect, store_errors
 
-    settings = resolve(config, set_)
-    client = connect(settings.store)
-    with store_errors(settings.store.url):
-        answer = client.query(statement)
+    with _running_store(resolve(config, set_).store) as store:
+        client = connect(store)
+        with store_errors(store.url):
+            answer = client.query(statement)
+        client.close()
     table = Table(*(str(name) for name in answer.column_names), box=None, pad_edge=False)
     for row in answer.result_rows:
         table.add_row(*(str(value) for value in row))
-    Console(soft_wrap=True).print(table)
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+@contextmanager
+def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
+    """The store that runs, or one opened on the data of a store that has stopped.
+
+    Raises:
+        StoreError: none runs, and there is no data.
+    """
+    from spangrad.commands.demo.services import answers
+    from spangrad.processes import Child, free_ports, wait_until
+
+    stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
+    if answers(f"{store.url}/ping"):
+        yield store
+        return
+    if not stopped:
+        raise StoreError(
+            f"no span store answers at {store.url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
+        )
+    print(f"no store answers at {store.url}: opening {stopped[0]} for this question", file=sys.stderr)
+    grpc, http, sql_port = free_ports(3)
+    ports = ["--otlp-grpc-port", grpc, "--otlp-http-port", http, "--clickhouse-port", sql_port]
+    with TemporaryDirectory() as logs:
+        command = [sys.executable, "-m", "spangrad", "store", "--path", str(stopped[0]), *map(str, ports)]
+        child = Child("spangrad store", command, Path(logs) / "store.log")
+        try:
+            url = f"http://127.0.0.1:{sql_port}"
+            wait_until(lambda: answers(f"{url}/ping"), 60, f"the store on {stopped[0]}", [child])
+            yield store.model_copy(update={"url": url, "token": None})
+        finally:
+            child.stop()

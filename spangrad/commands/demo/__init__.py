@@ -45,7 +45,5 @@ def demo(
     signal.signal(signal.SIGTERM, stop)
     from spangrad.commands.demo.learning import Plan, learn
 
-    plan = Plan(
-        example=example.resolve(), directory=directory, seed=seed, max_steps=max_steps, target=target, group_size=group_size
-    )
+    plan = Plan(example=example.resolve(), directory=directory, seed=seed, max_steps=max_steps, target=target, group_size=group_size)
     learn(plan, flag_values(set_), config)

@@ -19,9 +19,9 @@ from types import ModuleType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from runner.outcome import Outcome
 from runner.runner import AgentSpec, Runner
+
 from spangrad import semconv
 from spangrad.commands.demo.report import Step, conclude
 from spangrad.commands.demo.services import Services, clean_directory, demo_settings, write_settings
@@ -75,9 +75,7 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
         conclude(plan.directory, settings, services, history.steps, held_out, plan.seed, history.started, console)
 
 
-async def _loop(
-    plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console
-) -> float:
+async def _loop(plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console) -> float:
     """Train until success stands, then measure the last version on rollouts that are never trained."""
     agent = AgentSpec(callable="agent:agent", evaluator="task:evaluate", path=plan.example)
     async with Runner(settings, agent) as runner:
@@ -118,7 +116,9 @@ async def _wait_for_version(settings: Settings, services: Services, version: int
         services.check()
         if time.monotonic() > end:
             logs = services.directory / "logs"
-            raise SpangradError(f"version {version} was not served within {STEP_TIMEOUT_SECONDS} s. Look into {logs}/build.log and train.log.")
+            raise SpangradError(
+                f"version {version} was not served within {STEP_TIMEOUT_SECONDS} s. Look into {logs}/build.log and train.log."
+            )
         await asyncio.sleep(0.05)
 
 

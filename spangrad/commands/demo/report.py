@@ -113,7 +113,9 @@ def conclude(
     console.print(table(report))
     console.print(f"\nreport  {directory / 'report.json'}\ncurve   {directory / 'curve.png'}\n\nQuestions to ask, now or later:")
     for title, query in QUESTIONS.items():
-        console.print(f"\n  # {title}\n  .venv/bin/spangrad sql --config {directory / 'spangrad.toml'} \"{query}\"", soft_wrap=True, markup=False)
+        console.print(
+            f'\n  # {title}\n  .venv/bin/spangrad sql --config {directory / "spangrad.toml"} "{query}"', soft_wrap=True, markup=False
+        )
 
 
 def measure(client: Client, settings: Settings, steps: Sequence[Step], held_out: float, seed: int) -> dict[str, Any]:
@@ -188,5 +190,7 @@ def _wait_until_built(client: Client, settings: Settings, services: Services) ->
             return
         services.check()
         if time.monotonic() > end:
-            raise SpangradError(f"{missing} rollouts are not built after {BUILD_TIMEOUT_SECONDS} s. Look into {services.directory}/logs/build.log.")
+            raise SpangradError(
+                f"{missing} rollouts are not built after {BUILD_TIMEOUT_SECONDS} s. Look into {services.directory}/logs/build.log."
+            )
         time.sleep(0.2)

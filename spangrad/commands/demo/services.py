@@ -138,7 +138,9 @@ class Services:
     def _spawn(self, name: str, *arguments: str) -> Child:
         config = str(self.directory / "spangrad.toml")
         command = [sys.executable, "-m", "spangrad", name, "--config", config, *arguments]
-        child = Child(f"spangrad {name}", command, self.directory / "logs" / f"{name}.log", {"OMP_NUM_THREADS": "1"} if name == "train" else None)
+        child = Child(
+            f"spangrad {name}", command, self.directory / "logs" / f"{name}.log", {"OMP_NUM_THREADS": "1"} if name == "train" else None
+        )
         self.children.append(child)
         return child
 

@@ -1,0 +1,254 @@
+"""`spangrad engine`: vLLM in its own environment, with our plugin, ready for the gateway's orders.
+
+In: settings.engine. Out: vLLM on engine.host:engine.port, warmed up, its log on our standard output. Invariant: vLLM and
+its workers live exactly as long as this process; its weight endpoints, which take orders from anyone, are never opened
+beyond this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from gateway.vllm_plugin.asking import CHAT_PATH
+from spangrad.errors import EngineError
+from spangrad.processes import die_with_parent, require_free_port, stop_group
+from spangrad.settings import EngineSettings, Settings
+from spangrad.weights import tokenizer_hash
+
+log = logging.getLogger(__name__)
+
+TAIL_LINES = 30
+STOP_SECONDS = 8
+POLL_SECONDS = 0.1
+WARM_UP_TOKENS = 3
+_PLUGIN = "gateway.vllm_plugin"
+_INHERITED_TROUBLE = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+"""Variables of our environment that would mislead vLLM's; the first overrides --kv-cache-memory-bytes."""
+
+
+def serve(settings: Settings) -> None:
+    """Run vLLM until SIGTERM or SIGINT.
+
+    Raises:
+        EngineError: the model or the interpreter is missing, vLLM did not start, or it died.
+        SpangradError: the port is in use.
+    """
+    engine = settings.engine
+    model = _check(engine)
+    host = f"[{engine.host}]" if ":" in engine.host else engine.host
+    base = f"http://{host}:{engine.port}"
+    with _stop_signal() as stopping:
+        began = time.monotonic()
+        vllm = _Vllm(engine, command(settings, model), environment(settings, model))
+        try:
+            vllm.wait_until(lambda: _answers(base), stopping)
+            if not stopping.is_set():
+                _warm_up(base, settings)
+                seconds = time.monotonic() - began
+                log.info("engine ready: policy %r version %d at %s (%.1f s)", settings.gateway.policy, engine.version, base, seconds)
+            vllm.wait(stopping)
+        finally:
+            vllm.stop()
+
+
+def command(settings: Settings, model: Path) -> list[str]:
+    """The command that starts vLLM."""
+    engine = settings.engine
+    options = {
+        "--served-model-name": settings.gateway.policy,
+        "--host": engine.host,
+        "--port": str(engine.port),
+        "--dtype": engine.dtype,
+        "--max-model-len": str(engine.max_model_len),
+        # Of the distribution that was sampled, after temperature, top-p and penalties: what importance ratios need.
+        "--logprobs-mode": "processed_logprobs",
+        # Sampling parameters that a client leaves out are vLLM's own, not the model directory's.
+        "--generation-config": "vllm",
+        "--middleware": f"{_PLUGIN}.middleware.SpangradMiddleware",
+        "--worker-extension-cls": f"{_PLUGIN}.worker.SpangradWorker",
+    }
+    if engine.kv_cache_bytes is not None:
+        options["--kv-cache-memory-bytes"] = str(engine.kv_cache_bytes)
+    flags = ["--enforce-eager"] if engine.enforce_eager else []
+    start = [str(engine.python.absolute()), "-m", f"{_PLUGIN}.launch", "serve", str(model)]
+    return [*start, *(word for option in options.items() for word in option), *flags, *engine.extra_args]
+
+
+def environment(settings: Settings, model: Path) -> dict[str, str]:
+    """The environment of vLLM: ours, without what misleads it, and what the plugin needs."""
+    engine = settings.engine
+    cache = engine.cache_dir.absolute()
+    inherited = {name: value for name, value in os.environ.items() if name not in _INHERITED_TROUBLE}
+    return {
+        **inherited,
+        "PATH": f"{engine.python.absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": str(_plugin_path(cache)),
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_CONFIG_ROOT": str(cache / "config"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "SPANGRAD_GATEWAY__POLICY": settings.gateway.policy,
+        "SPANGRAD_ENGINE__VERSION": str(engine.version),
+        "SPANGRAD_ENGINE__MODEL": str(model),
+    }
+
+
+def _plugin_path(cache: Path) -> Path:
+    """A directory with our two packages and nothing else, so that no module of ours hides one of vLLM's environment."""
+    path = cache / "python"
+    path.mkdir(parents=True, exist_ok=True)
+    root = Path(__file__).resolve().parent.parent
+    for package in ("gateway", "spangrad"):
+        link = path / package
+        if not link.is_symlink() or link.readlink() != root / package:
+            link.unlink(missing_ok=True)
+            link.symlink_to(root / package)
+    return path
+
+
+def _check(engine: EngineSettings) -> Path:
+    """Refuse what cannot work before vLLM spends half a minute on it."""
+    if engine.model is None:
+        raise EngineError("no model to serve. Set engine.model (SPANGRAD_ENGINE__MODEL) to a model directory.")
+    model = engine.model.absolute()
+    if not (model / "config.json").exists():
+        raise EngineError(f"engine.model = {str(engine.model)!r} holds no config.json. Set it to a Hugging Face model directory.")
+    tokenizer_hash(model)
+    if not os.access(engine.python, os.X_OK):
+        raise EngineError(
+            f"engine.python = {str(engine.python)!r} is no interpreter. Make vLLM's environment with `make engine`, "
+            "or set engine.python to the Python of an environment that holds vLLM."
+        )
+    if engine.host not in {"127.0.0.1", "::1", "localhost"}:
+        raise EngineError(
+            f"engine.host = {engine.host!r}: vLLM's weight endpoints take orders from anyone who reaches them. "
+            "Bind 127.0.0.1 and let clients come through the gateway."
+        )
+    require_free_port(engine.host, engine.port, "engine.port")
+    return model
+
+
+class _Vllm:
+    """The child: its log is passed on and its last lines are kept."""
+
+    def __init__(self, engine: EngineSettings, command: list[str], environment: dict[str, str]) -> None:
+        self._timeout = engine.start_timeout_seconds
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        assert self._process.stdout
+        self._copier = threading.Thread(target=self._copy, args=(self._process.stdout,), daemon=True)
+        self._copier.start()
+
+    def _copy(self, lines: IO[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace")
+            self._tail.append(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def wait_until(self, ready: Callable[[], bool], stopping: threading.Event) -> None:
+        """Wait while vLLM starts.
+
+        Raises:
+            EngineError: vLLM died, or does not answer in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not stopping.is_set() and not ready():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM is not ready after engine.start_timeout_seconds = {self._timeout:g}. Its log stands above.")
+            stopping.wait(POLL_SECONDS)
+
+    def wait(self, stopping: threading.Event) -> None:
+        """Wait for the order to stop.
+
+        Raises:
+            EngineError: vLLM died.
+        """
+        while not stopping.wait(POLL_SECONDS):
+            self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._process.poll() is not None:
+            self._copier.join(1)
+            raise EngineError(f"vLLM ended with exit code {self._process.returncode}. The end of its log:\n{''.join(self._tail)}")
+
+    def stop(self) -> None:
+        """End vLLM and its workers."""
+        stop_group(self._process, STOP_SECONDS)
+        self._copier.join(1)
+
+
+def _answers(base: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{base}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _warm_up(base: str, settings: Settings) -> None:
+    """Take the first batches' cost (seconds) before anybody waits for it, then say so to those who ask /spangrad/info.
+
+    Raises:
+        EngineError: vLLM refuses a plain chat request, so it would refuse the agents'.
+    """
+    messages = [{"role": "user", "content": "warm up"}]
+    request = {"model": settings.gateway.policy, "messages": messages, "max_tokens": WARM_UP_TOKENS, "logprobs": True}
+    count = settings.engine.warmup_requests
+    try:
+        with ThreadPoolExecutor(max(count, 1)) as pool:
+            list(pool.map(_post, [f"{base}{CHAT_PATH}"] * count, [request] * count))
+        _post(f"{base}/spangrad/warm", {})
+    except urllib.error.HTTPError as error:
+        raise EngineError(f"vLLM refused a chat request ({error.code}): {error.read(500).decode(errors='replace')}") from None
+    except OSError as error:
+        raise EngineError(f"vLLM failed while it was warmed up ({error}). Its log stands above.") from None
+
+
+def _post(url: str, body: Mapping[str, object]) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
+@contextmanager
+def _stop_signal() -> Generator[threading.Event]:
+    """An event that SIGTERM and SIGINT set, while the block runs."""
+    stopping = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

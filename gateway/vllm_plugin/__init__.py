@@ -1,0 +1,1 @@
+"""What runs inside vLLM's process and environment: the standard library, torch and vLLM are all there is."""

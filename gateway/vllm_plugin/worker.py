@@ -1,0 +1,79 @@
+"""The checksum of the parameters in vLLM's memory, equal to that of the checkpoint they were loaded from.
+
+In: a worker's model, its parameters fused and on any device. Out: `float32:00c0ffee00c0ffee`, as
+`spangrad.weights.checksum_directory` writes it. Invariant: only what `named_parameters` lists counts, each once;
+buffers (rotary tables, scales) are no weights of a checkpoint. What is listed is what is computed with: on a CPU, vLLM
+would repack linear layers into a form that nobody can read and drop the parameters, so there they are kept plain.
+
+Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plugin.worker.SpangradWorker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from vllm.model_executor.layers import utils as layers
+
+from spangrad.weights import MASK, MIX_A, MIX_B
+
+CHUNK_WORDS = 2**24
+"""Words mixed at once: 128 MiB of int64, several times over."""
+
+
+_dispatch = layers.dispatch_cpu_unquantized_gemm
+
+
+def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Multiply by a linear layer's own parameter on a CPU, in place of a packed copy of it."""
+    if layer.weight.ndim == 2:
+        layer.cpu_linear = torch.nn.functional.linear
+    else:
+        _dispatch(layer, remove_weight)
+
+
+# vLLM imports this module in each worker before it loads the model. On a GPU nobody calls the function.
+layers.dispatch_cpu_unquantized_gemm = _keep_plain
+
+
+class SpangradWorker:
+    """What collective_rpc may call beside vLLM's own methods."""
+
+    def spangrad_checksum(self) -> str:
+        """Checksum of the model's parameters."""
+        return checksum(parameter for _, parameter in self.get_model().named_parameters())
+
+
+@torch.inference_mode()
+def checksum(tensors: Iterable[torch.Tensor]) -> str:
+    """Multiset checksum of tensors of one floating dtype; the formula stands in `spangrad.weights`.
+
+    Raises:
+        ValueError: the dtypes differ, or are not of two or four bytes.
+    """
+    total, dtypes = 0, set()
+    for tensor in tensors:
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        bits = {2: torch.int16, 4: torch.int32}.get(tensor.element_size())
+        if bits is None:
+            raise ValueError(f"a parameter is {tensor.dtype}: checksums know dtypes of two and four bytes")
+        words = tensor.detach().contiguous().view(-1).view(bits)
+        for start in range(0, words.numel(), CHUNK_WORDS):
+            total += _mix(words[start : start + CHUNK_WORDS], 8 * tensor.element_size())
+    if len(dtypes) != 1:
+        raise ValueError(f"the parameters are {', '.join(sorted(dtypes)) or 'none'}: one dtype is needed for a checksum")
+    return f"{dtypes.pop()}:{total & MASK:016x}"
+
+
+def _mix(words: torch.Tensor, bits: int) -> int:
+    """Sum of the mixed words. int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
+    mixed = words.to(torch.int64) & (2**bits - 1)
+    mixed *= _signed(MIX_A)
+    mixed ^= (mixed >> 32) & (2**32 - 1)
+    mixed *= _signed(MIX_B)
+    mixed ^= (mixed >> 29) & (2**35 - 1)
+    return int(mixed.sum())
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word

@@ -1,0 +1,162 @@
+"""Where OpenTelemetry's auto-instrumentation finds us: the entry points of the wheel `spangrad`.
+
+In: the process's environment, whatever distribution of OpenTelemetry is installed beside us. Out: a tracer provider with our
+processors. Invariant: each provider is equipped once, however many of these run and in whichever order, and nothing that
+fails here reaches the agent.
+
+Without another distribution, ours raises the span limits, samples everything and sends with `LosslessSpanProcessor` where the
+SDK would have used its own OTLP exporter. Beside another distribution, its exporter stays; ours is added only when an OTLP
+endpoint is set and no exporter is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+from opentelemetry import context, trace
+from opentelemetry.instrumentation.distro import BaseDistro  # pyright: ignore[reportMissingTypeStubs]
+from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # pyright: ignore[reportPrivateUsage]  # what every distribution extends
+from opentelemetry.sdk.trace import TracerProvider
+
+from span_processors.context import environment_context, process_attributes
+from span_processors.exits import flush_at_exits
+from span_processors.langchain_link import link_langchain
+from span_processors.rollout import RolloutSpanProcessor
+from spangrad.telemetry import ATTRIBUTE_COUNT_LIMIT, LosslessSpanProcessor, parse_headers, traces_url
+
+_EXPORTER = "OTEL_TRACES_EXPORTER"
+_CONFIG_FILE = "OTEL_CONFIG_FILE"
+_SPAN_LIMIT = "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"
+_DEFAULTS = {
+    _SPAN_LIMIT: str(ATTRIBUTE_COUNT_LIMIT),
+    "OTEL_ATTRIBUTE_COUNT_LIMIT": str(ATTRIBUTE_COUNT_LIMIT),
+    "OTEL_SPAN_EVENT_COUNT_LIMIT": "10000",
+    "OTEL_TRACES_SAMPLER": "always_on",
+}
+_OTLP_EXPORTERS = frozenset({"otlp", "otlp_proto_http", "otlp_proto_grpc"})
+_GRPC_PORT, _HTTP_PORT = 4317, 4318
+_DEFAULT_ENDPOINT = f"http://localhost:{_HTTP_PORT}"
+
+_logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_equipped: WeakSet[TracerProvider] = WeakSet()
+
+
+class SpangradDistro(BaseDistro):
+    """The distribution that is used when no other is installed or chosen."""
+
+    def _configure(self, **kwargs: Any) -> None:
+        set_defaults()
+
+
+class SpangradConfigurator(_OTelSDKConfigurator):
+    """Lets the SDK configure itself, but for the OTLP exporter of spans, which is ours."""
+
+    def _configure(self, **kwargs: Any) -> None:
+        set_defaults()
+        if os.environ.get(_CONFIG_FILE):
+            super()._configure(**kwargs)
+            _equip(export=False)
+            return
+        named = _exporters(os.environ)
+        others = [name for name in named if name not in _OTLP_EXPORTERS]
+        # Only while the SDK reads it: child processes must find what the user wrote.
+        with _variable(_EXPORTER, ",".join(others) or "none"):
+            super()._configure(**kwargs)
+        _equip(export=_EXPORTER not in os.environ or len(others) < len(named))
+
+
+def pre_instrument() -> None:
+    """Equip the provider that some distribution has made, before the instrumentors see it."""
+    ours = _EXPORTER not in os.environ and not os.environ.get(_CONFIG_FILE) and bool(_endpoint_set(os.environ))
+    _equip(export=ours)
+
+
+def post_instrument() -> None:
+    """Link what the instrumentors leave apart."""
+    try:
+        link_langchain()
+    except Exception:  # an agent must start with whatever versions it has
+        _logger.exception("openai's spans will not be linked to LangChain's")
+
+
+def set_defaults() -> None:
+    """Environment variables of the SDK that training needs, where the user has not set them."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def otlp_url(environ: Mapping[str, str]) -> str:
+    """The URL for spans, by OpenTelemetry's variables; what meant gRPC is read as OTLP/HTTP, with a line in the log."""
+    url = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or traces_url(environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or _DEFAULT_ENDPOINT)
+    if "://" not in url:
+        url = f"http://{url}"
+    parts = urlsplit(url)
+    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or ""
+    if parts.port == _GRPC_PORT:
+        moved = parts._replace(
+            netloc=parts.netloc[: -len(str(_GRPC_PORT))] + str(_HTTP_PORT), path=parts.path.rstrip("/") or "/v1/traces"
+        ).geturl()
+        _logger.warning("port %d takes OTLP/gRPC; spans are sent by OTLP/HTTP to %s instead of %s", _GRPC_PORT, moved, url)
+        return moved
+    if protocol == "grpc":
+        _logger.warning("OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not used here: spans are sent by OTLP/HTTP to %s", url)
+    return url
+
+
+def _endpoint_set(environ: Mapping[str, str]) -> str | None:
+    return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def _exporters(environ: Mapping[str, str]) -> list[str]:
+    names = [name.strip() for name in environ.get(_EXPORTER, "").split(",")]
+    return [name for name in names if name and name != "none"]
+
+
+def _equip(*, export: bool) -> None:
+    """Add our processors to the global provider, once."""
+    try:
+        provider = trace.get_tracer_provider()
+        if not isinstance(provider, TracerProvider):
+            _logger.warning("the tracer provider is %s, not OpenTelemetry's SDK: spans will not say their rollout", type(provider).__name__)
+            return
+        with _lock:
+            if provider in _equipped:
+                return
+            _equipped.add(provider)
+        if _SPAN_LIMIT not in os.environ:
+            _logger.warning("set %s=%d: the default of 128 drops long prompts from spans", _SPAN_LIMIT, ATTRIBUTE_COUNT_LIMIT)
+        started_in = environment_context(os.environ)
+        context.attach(started_in)
+        provider.add_span_processor(RolloutSpanProcessor(process_attributes(started_in)))
+        if export:
+            provider.add_span_processor(_exporting_processor(os.environ))
+        flush_at_exits(provider)
+    except Exception:  # an agent must start whatever is wrong with its telemetry
+        _logger.exception("spans of this process will not be recorded for training")
+
+
+def _exporting_processor(environ: Mapping[str, str]) -> LosslessSpanProcessor:
+    headers = environ.get("OTEL_EXPORTER_OTLP_TRACES_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS") or ""
+    certificate = environ.get("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE") or environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE")
+    return LosslessSpanProcessor(otlp_url(environ), parse_headers(headers), certificate=certificate)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

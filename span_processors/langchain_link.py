@@ -1,0 +1,83 @@
+"""Puts the openai client's spans under LangChain's, where OpenInference leaves them in traces of their own.
+
+OpenInference's LangChain tracer cannot attach its spans to the context (its callbacks have no place to detach them), so the
+openai client's span does not see them. In: a request of the openai client. Out: the same request, in the context of the
+LangChain run that makes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import Span
+from wrapt import wrap_function_wrapper
+
+_LANGCHAIN = "openinference.instrumentation.langchain"
+_OPENAI = "openinference.instrumentation.openai"
+
+_logger = logging.getLogger(__name__)
+_linked = False
+
+
+def link_langchain() -> None:
+    """Wrap the openai client's `request`, once; does nothing unless both of OpenInference's instrumentors are loaded."""
+    global _linked
+    if _linked or _LANGCHAIN not in sys.modules or _OPENAI not in sys.modules:
+        return
+    wrap_function_wrapper("openai", "OpenAI.request", _request)
+    wrap_function_wrapper("openai", "AsyncOpenAI.request", _async_request)
+    _linked = True
+
+
+def _request(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del instance
+    inside = _langchain_context()
+    if inside is None:
+        return wrapped(*args, **kwargs)
+    token = context.attach(inside)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        context.detach(token)
+
+
+async def _async_request(wrapped: Callable[..., Awaitable[Any]], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del instance
+    inside = _langchain_context()
+    if inside is None:
+        return await wrapped(*args, **kwargs)
+    token = context.attach(inside)
+    try:
+        return await wrapped(*args, **kwargs)
+    finally:
+        context.detach(token)
+
+
+def _langchain_context() -> Context | None:
+    """The context of the LangChain run around us; None when there is none, or when a span was begun inside of it."""
+    from openinference.instrumentation.langchain import get_ancestor_spans, get_current_span
+
+    try:
+        span = get_current_span()
+        if span is None:
+            return None
+        outermost = (get_ancestor_spans() or [span])[-1]
+    except Exception:  # foreign code on the way of an agent's request: lose the link, not the request
+        _logger.exception("no link to LangChain's span")
+        return None
+    return None if _begun_inside(outermost) else trace.set_span_in_context(cast(Span, span))
+
+
+def _begun_inside(outermost: Span) -> bool:
+    """Whether the current span is not the one that LangChain's outermost run began in."""
+    current = trace.get_current_span().get_span_context()
+    if not current.is_valid:
+        return False
+    parent = outermost.parent if isinstance(outermost, ReadableSpan) else None
+    return parent is None or parent.span_id != current.span_id

@@ -1,0 +1,35 @@
+"""A reward, said by the agent itself: the one thing that an agent may import from here, if it likes.
+
+In: a number. Out: an event `gen_ai.evaluation.result` on the current span.
+"""
+
+from __future__ import annotations
+
+import math
+
+from opentelemetry import trace
+
+from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE, REWARD_NAME
+
+
+def reward(value: float, name: str = REWARD_NAME) -> None:
+    """Reward what the agent just did, on its current span, or on a short span of its own when none is being recorded.
+
+    Args:
+        value: a finite number.
+        name: the reward's dimension.
+
+    Raises:
+        ValueError: the value is not a finite number, or the name is empty.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"reward {name!r} is {value!r}: give a finite number, or none at all")
+    if not name:
+        raise ValueError(f"the reward of {value!r} has an empty name: give its dimension")
+    attributes = {EVALUATION_NAME: name, EVALUATION_SCORE: float(value)}
+    span = trace.get_current_span()
+    if span.is_recording():
+        span.add_event(EVALUATION_EVENT, attributes)
+    else:
+        with trace.get_tracer(__name__).start_as_current_span("reward") as own:
+            own.add_event(EVALUATION_EVENT, attributes)

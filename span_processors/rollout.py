@@ -1,0 +1,29 @@
+"""Says on every span of an agent which rollout it belongs to, and when in its process it began.
+
+In: a span that starts, with the context that it starts in. Out: the same span with `spangrad.run.id`, `spangrad.rollout.id`,
+`spangrad.rollout.mode`, `spangrad.rollout.attempt`, `spangrad.process.id` and `spangrad.seq`.
+Invariant: what the span's own context says goes before what the process was started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import Span
+
+from span_processors.context import rollout_attributes
+from spangrad.telemetry import SequenceSpanProcessor
+
+
+class RolloutSpanProcessor(SequenceSpanProcessor):
+    """Stamps each span at its start."""
+
+    def __init__(self, process: Mapping[str, str]) -> None:
+        """`process` holds the attributes that the process was started with; see `context.process_attributes`."""
+        self._process = dict(process)
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Write the rollout's attributes, then the process and the number."""
+        super().on_start(span, parent_context)
+        span.set_attributes(rollout_attributes(parent_context, self._process))

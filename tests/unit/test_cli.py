@@ -1,0 +1,101 @@
+"""The command line as a user meets it: fast help, one-sentence errors, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spangrad.cli import COMMANDS
+from spangrad.commands.demo.services import clean_directory, demo_settings, write_settings
+from spangrad.commands.options import flag_values
+from spangrad.errors import SettingsError, SpangradError
+from spangrad.settings import load_settings
+
+HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp", "clickhouse_connect", "opentelemetry")
+
+
+def spangrad(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
+    command = [sys.executable, "-m", "spangrad", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**clean, **env}, check=False, timeout=60)
+
+
+def test_help_names_every_command_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['spangrad', '--help']\nfrom spangrad.cli import app\ntry: app()\nexcept SystemExit: pass\n"
+    code += f"print('LOADED', [m for m in {HEAVY!r} if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert answer.stdout.rstrip().endswith("LOADED []")
+    assert [name for name in COMMANDS if name not in answer.stdout] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
+    answer = spangrad(command, "--help", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert f"Usage: spangrad {command}" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "code", "sentence"),
+    [
+        (["config", "--set", "store.prot=1"], {}, 2, "spangrad: unknown setting 'store.prot' (flag). Did you mean 'store.path'?"),
+        (["config"], {"SPANGRAD_X": "1"}, 2, "unknown setting SPANGRAD_X (environment)"),
+        (["config", "--set", "nonsense"], {}, 2, "--set 'nonsense' is not SECTION.KEY=VALUE."),
+        (["train", "--follow", "--once"], {}, 2, "--follow and --once contradict each other"),
+        (["sql", "SELECT 1"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "no span store answers at http://127.0.0.1:9"),
+        (["demo", "--example", "nowhere"], {}, 1, "nowhere holds no agent.py"),
+        (["store", "--set", "store.host=0.0.0.0"], {}, 1, "Set store.token, or bind 127.0.0.1."),
+        (["gateway", "--set", "gateway.host=0.0.0.0"], {}, 1, "Set gateway.token, or bind 127.0.0.1."),
+        (["engine"], {}, 1, "engine.model"),
+        (["engine", "--model", "nowhere"], {}, 1, "nowhere"),
+        (["train"], {}, 1, "trainer.model"),
+        (["build"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "the span store at http://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_mendable_errors_are_one_sentence(arguments: list[str], env: dict[str, str], code: int, sentence: str, tmp_path: Path) -> None:
+    answer = spangrad(*arguments, cwd=tmp_path, **env)
+    assert sentence in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.returncode == code
+
+
+def test_config_says_where_a_value_came_from(tmp_path: Path) -> None:
+    (tmp_path / "spangrad.toml").write_text("[gateway]\nport = 9999\n")
+    answer = spangrad("config", cwd=tmp_path, SPANGRAD_RUNNER__WORKERS="3", COLUMNS="200")
+    lines = {line.split()[0]: line.split() for line in answer.stdout.splitlines() if line.strip()}
+    assert lines["gateway.port"] == ["gateway.port", "9999", "file", "spangrad.toml"]
+    assert lines["runner.workers"] == ["runner.workers", "3", "environment", "SPANGRAD_RUNNER__WORKERS"]
+
+
+def test_secrets_are_not_printed(tmp_path: Path) -> None:
+    answer = spangrad("config", "--set", "store.token=sesame", cwd=tmp_path)
+    assert "sesame" not in answer.stdout
+
+
+def test_overrides_are_json_or_text() -> None:
+    overrides = ["a.b=1", "a.c=text", 'a.d=["x"]', "a.e=x=y"]
+    assert flag_values(overrides, {"a.b": 2, "a.f": None}) == {"a.b": 2, "a.c": "text", "a.d": ["x"], "a.e": "x=y"}
+    with pytest.raises(SettingsError):
+        flag_values(["novalue"])
+
+
+def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
+    values = demo_settings(tmp_path, seed=3, group_size=8)
+    write_settings(tmp_path / "spangrad.toml", values)
+    assert load_settings(file=tmp_path / "spangrad.toml", env={}) == load_settings(values, env={})
+
+
+def test_only_a_run_of_ours_is_cleaned(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    clean_directory(run)
+    (run / "old").touch()
+    clean_directory(run)
+    assert sorted(path.name for path in run.iterdir()) == [".spangrad-run"]
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(SpangradError, match="no earlier run made it"):
+        clean_directory(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()

@@ -1,0 +1,86 @@
+"""Child processes: stopped whole, their logs shown, never outliving their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import SpangradError
+from spangrad.processes import Child, free_ports, require_free_port, require_safe_bind, wait_until
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int) -> None:
+    end = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < end, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def test_a_stopped_child_takes_its_own_children_along(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    child = Child("parent", [sys.executable, "-c", code], log)
+    wait_until(lambda: log.read_text().strip() != "", 10, "the grandchild", [child])
+    grandchild = int(log.read_text())
+    child.stop()
+    gone(child.process.pid)
+    gone(grandchild)
+
+
+def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from spangrad.processes import Child\n"
+        f"c = Child('c', [sys.executable, '-c', 'import time; time.sleep(60)'], Path({str(tmp_path / 'log')!r}))\n"
+        "print(c.process.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    gone(child)
+
+
+def test_a_dead_child_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    child = Child("spangrad thing", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
+    with pytest.raises(SpangradError, match=r"spangrad thing ended with exit code 3[\s\S]*the reason"):
+        wait_until(lambda: False, 30, "it", [child])
+
+
+def test_a_port_in_use_is_named_with_its_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SpangradError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*set store\.otlp_http_port"):
+            require_free_port("127.0.0.1", port, "store.otlp_http_port")
+    require_free_port("127.0.0.1", port, "store.otlp_http_port")
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def test_binding_beyond_loopback_needs_a_token() -> None:
+    with pytest.raises(SpangradError, match=r"Set store\.token, or bind 127\.0\.0\.1"):
+        require_safe_bind("0.0.0.0", None, "store")
+    require_safe_bind("0.0.0.0", "token", "store")
+    require_safe_bind("127.0.0.1", None, "store")

@@ -1,0 +1,68 @@
+"""The settings tree: precedence, origins, and errors that name the key and where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spangrad.errors import SettingsError
+from spangrad.settings import BuilderSettings, Origin, explain_settings, load_settings
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[store]\notlp_http_port = 1\notlp_grpc_port = 2\nclickhouse_port = 3\n[runner]\nrun_id = "from file"\n')
+    env = {"SPANGRAD_STORE__OTLP_HTTP_PORT": "11", "SPANGRAD_STORE__OTLP_GRPC_PORT": "12", "SPANGRAD_ENGINE__EXTRA_ARGS": '["--seed", "7"]'}
+    flags = {"store.otlp_http_port": 21, "store.path": None}
+    origins = [origin for origin in explain_settings(flags, file=file, env=env) if origin.source != "default"]
+    assert origins == [
+        Origin("store.otlp_grpc_port", 12, "environment SPANGRAD_STORE__OTLP_GRPC_PORT"),
+        Origin("store.otlp_http_port", 21, "flag"),
+        Origin("store.clickhouse_port", 3, f"file {file}"),
+        Origin("engine.extra_args", ("--seed", "7"), "environment SPANGRAD_ENGINE__EXTRA_ARGS"),
+        Origin("runner.run_id", "from file", f"file {file}"),
+    ]
+
+
+def test_config_variable_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[trainer]\npolicy = "p"\n')
+    assert load_settings(env={"SPANGRAD_CONFIG": str(file)}).trainer.policy == "p"
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "toml", "message"),
+    [
+        ({"store.pth": "x"}, {}, "", "unknown setting 'store.pth' (flag). Did you mean 'store.path'?"),
+        ({}, {"SPANGRAD_STOER__PATH": "x"}, "", "unknown setting SPANGRAD_STOER__PATH (environment). Did you mean 'store.path'?"),
+        ({}, {}, "[store]\nurll = 'x'\n", "Did you mean 'store.url'?"),
+        ({}, {}, "[sto", "is not TOML"),
+        ({}, {"SPANGRAD_GATEWAY__PORT": "eighty"}, "", "setting gateway.port = 'eighty' (environment SPANGRAD_GATEWAY__PORT)"),
+        ({"trainer.gamma": 2}, {}, "", "setting trainer.gamma = 2 (flag)"),
+    ],
+)
+def test_errors_name_the_value_the_place_and_the_remedy(
+    tmp_path: Path, flags: dict[str, object], env: dict[str, str], toml: str, message: str
+) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(toml)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags, file=file, env=env)
+    assert message in str(caught.value)
+
+
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml does not exist"):
+        load_settings(file=tmp_path / "none.toml", env={})
+
+
+def test_binaries_are_not_settings() -> None:
+    assert load_settings(env={"SPANGRAD_CHGO": "/x", "SPANGRAD_OTELCOL": "/y"}) == load_settings(env={})
+
+
+def test_build_specification_follows_what_decides_a_build_and_nothing_else() -> None:
+    base = BuilderSettings()
+    assert base.spec == BuilderSettings(poll_seconds=9, incomplete_after_seconds=1, quiet_seconds=2).spec
+    others = [BuilderSettings(policy="p"), BuilderSettings(tool_error_reward=-0.2), BuilderSettings(agent_pattern="a")]
+    assert len({base.spec, *(other.spec for other in others)}) == 4

@@ -1,0 +1,93 @@
+"""The checksum of weights: blind to names, order, fusion and padding; not to values."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.errors import CheckpointError
+from spangrad.weights import MASK, MIX_A, MIX_B, checksum_directory, mix_words, tokenizer_hash
+
+
+def write(directory: Path, name: str, dtype: str, arrays: dict[str, np.ndarray]) -> Path:
+    """A safetensors file by the format's own description."""
+    header, body = {}, b""
+    for key, array in arrays.items():
+        header[key] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(body), len(body) + array.nbytes]}
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return directory
+
+
+def reference(words: list[int]) -> int:
+    """The formula of the module's docstring, one word at a time."""
+    total = 0
+    for word in words:
+        mixed = word * MIX_A & MASK
+        mixed ^= mixed >> 32
+        mixed = mixed * MIX_B & MASK
+        mixed ^= mixed >> 29
+        total = (total + mixed) & MASK
+    return total
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_words_are_mixed_as_documented(words: list[int]) -> None:
+    assert mix_words(np.array(words, dtype=np.uint64)) == reference(words)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.integers(0, 3), st.randoms())
+def test_order_and_zero_padding_count_nothing(words: list[int], padding: int, dice: object) -> None:
+    shuffled = [*words, *[0] * padding]
+    dice.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert mix_words(np.array(shuffled, dtype=np.uint64)) == mix_words(np.array(words, dtype=np.uint64))
+
+
+def test_fused_and_split_files_agree_and_a_changed_bit_does_not(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    split = write(tmp_path / "split", "model.safetensors", "F32", {"q": values[:2], "k": values[2:4], "v": values[4:]})
+    fused = write(tmp_path / "fused", "a.safetensors", "F32", {"qkv": values[:4]})
+    write(fused, "b.safetensors", "F32", {"rest": values[4:]})
+    assert checksum_directory(split) == checksum_directory(fused)
+    values[3, 1] = np.nextafter(values[3, 1], np.float32(9))
+    other = write(tmp_path / "other", "model.safetensors", "F32", {"all": values})
+    assert checksum_directory(other) != checksum_directory(split)
+
+
+def test_cast_to_bfloat16_is_torchs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    wide = write(tmp_path / "wide", "m.safetensors", "F32", {"w": values.numpy()})
+    narrow = write(tmp_path / "narrow", "m.safetensors", "BF16", {"w": values.to(torch.bfloat16).view(torch.int16).numpy()})
+    assert checksum_directory(wide, "bfloat16") == checksum_directory(narrow)
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors"):
+        checksum_directory(tmp_path)
+    whole = write(tmp_path / "cut", "m.safetensors", "F32", {"w": np.ones(8, dtype=np.float32)}) / "m.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="is truncated: tensor w"):
+        checksum_directory(tmp_path / "cut")
+    with pytest.raises(CheckpointError, match="float32 weights beside float16"):
+        checksum_directory(write(tmp_path / "f", "m.safetensors", "F32", {"w": np.ones(1, dtype=np.float32)}), "float16")
+
+
+def test_tokenizer_hash_follows_vocabulary_and_template_not_spacing(tmp_path: Path) -> None:
+    def tokenizer(name: str, vocabulary: str, template: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(vocabulary)
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+        return tokenizer_hash(tmp_path / name)
+
+    base = tokenizer("a", '{"v": 1, "w": 2}', "t")
+    assert base == tokenizer("b", '{"w":2,"v":1}', "t")
+    assert len({base, tokenizer("c", '{"v": 2}', "t"), tokenizer("d", '{"v": 1, "w": 2}', "u")}) == 3
