@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -150,7 +150,7 @@ def _exporting_processor(environ: Mapping[str, str]) -> LosslessSpanProcessor:
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
+def _variable(name: str, value: str) -> Generator[None]:
     before = os.environ.get(name)
     os.environ[name] = value
     try:

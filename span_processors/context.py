@@ -9,24 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opentelemetry import baggage
-from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from spangrad.propagation import context_from
 from spangrad.semconv import CONTEXT_KEYS, ROLLOUT_ATTEMPT, ROLLOUT_ID
 
 _NAMES = ("traceparent", "tracestate", "baggage")
-
-
-def context_from(carrier: Mapping[str, str], base: Context | None = None) -> Context:
-    """Extract W3C trace context and baggage, whatever propagators the process is configured with.
-
-    Args:
-        carrier: `traceparent`, `tracestate`, `baggage`, in lower case; what is missing or malformed is ignored.
-        base: the context to add to. None: the current one.
-    """
-    context = TraceContextTextMapPropagator().extract(carrier, base)
-    return W3CBaggagePropagator().extract(carrier, context)
 
 
 def environment_context(environ: Mapping[str, str]) -> Context:
@@ -49,7 +37,8 @@ def rollout_attributes(context: Context | None, process: Mapping[str, str]) -> d
         if value is None and not (key == ROLLOUT_ATTEMPT and ROLLOUT_ID in carried):
             value = process.get(key)
         if value is not None:
-            found[key] = int(value) if key == ROLLOUT_ATTEMPT and str(value).isdecimal() else str(value)
+            text = str(value)
+            found[key] = int(text) if key == ROLLOUT_ATTEMPT and text.isdecimal() else text
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 from opentelemetry import context, trace
 from opentelemetry.context import Context
@@ -71,7 +71,7 @@ def _langchain_context() -> Context | None:
     except Exception:  # foreign code on the way of an agent's request: lose the link, not the request
         _logger.exception("no link to LangChain's span")
         return None
-    return None if _begun_inside(outermost) else trace.set_span_in_context(cast(Span, span))
+    return None if _begun_inside(outermost) else trace.set_span_in_context(span)
 
 
 def _begun_inside(outermost: Span) -> bool:

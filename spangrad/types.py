@@ -53,8 +53,31 @@ class DropReason(StrEnum):
     """Sampled with another tokenizer or chat template than the policy's."""
     MIXED_VERSIONS = "mixed_versions"
     """A reload fell inside the call, so two policies wrote it."""
+    UNKNOWN_VERSION = "unknown_version"
+    """The engine did not say which weights answered."""
     NOT_SELECTED = "not_selected"
     """The build's selection leaves this agent, model or policy out."""
+
+
+class AttemptFailure(StrEnum):
+    """Why an attempt of a rollout gave no reward: `spangrad.rollout.failure` on its root span."""
+
+    CRASH = "crash"
+    """The process that ran the agent died."""
+    TIMEOUT = "timeout"
+    """The agent was not done in time."""
+    EXCEPTION = "exception"
+    """The agent raised."""
+    EXIT_CODE = "exit_code"
+    """The agent's command ended with an exit code other than 0."""
+    INVALID_OUTPUT = "invalid_output"
+    """What should be rewards are not finite numbers."""
+    NO_REWARD = "no_reward"
+    """The agent ended well, and nothing said what that is worth."""
+    EVALUATION = "evaluation"
+    """The evaluator raised."""
+    CANCELLED = "cancelled"
+    """The runner was stopped, or lost the gateway."""
 
 
 class RewardSource(StrEnum):

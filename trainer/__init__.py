@@ -1,0 +1,1 @@
+"""The trainer: finished groups of rollouts in, policy versions out."""

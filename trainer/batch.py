@@ -99,7 +99,8 @@ def layout(transitions: pl.DataFrame, advantages: pl.Series, *, version: int, ma
 def _check(name: str, prompt: int, response: int, logprobs: int, max_tokens: int) -> None:
     if not prompt or not response:
         raise TrainerError(
-            f"transition {name} has {prompt} prompt and {response} response tokens; both are needed. Rebuild its rollout with `spangrad build`."
+            f"transition {name} has {prompt} prompt and {response} response tokens; both are needed. Rebuild its rollout with "
+            "`spangrad build`."
         )
     if response != logprobs:
         raise TrainerError(
@@ -107,6 +108,6 @@ def _check(name: str, prompt: int, response: int, logprobs: int, max_tokens: int
         )
     if prompt + response > max_tokens:
         raise TrainerError(
-            f"transition {name} has {prompt + response} tokens and trainer.max_tokens_per_device = {max_tokens}. Raise the setting, or lower "
-            f"engine.max_model_len."
+            f"transition {name} has {prompt + response} tokens and trainer.max_tokens_per_device = {max_tokens}. Raise the setting, or "
+            "lower engine.max_model_len."
         )

@@ -63,7 +63,7 @@ class PlatformCpu(PlatformBase):
 
     @property
     def vendor_name(self) -> str:
-        """verl's name of the vendor."""
+        """What verl calls the vendor."""
         return "cpu"
 
     @property

@@ -41,7 +41,10 @@ def call_rewards(transitions: pl.DataFrame) -> pl.Series:
 def returns(transitions: pl.DataFrame) -> pl.DataFrame:
     """R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row a rollout, in order of first appearance."""
     return (
-        transitions.select(*KEY).with_columns(call_rewards(transitions)).group_by(*KEY, maintain_order=True).agg(Return=pl.col("Reward").sum())
+        transitions.select(*KEY)
+        .with_columns(call_rewards(transitions))
+        .group_by(*KEY, maintain_order=True)
+        .agg(Return=pl.col("Reward").sum())
     )
 
 

@@ -117,7 +117,9 @@ class Engine:
         try:
             state = torch.load(file, weights_only=False)  # our own file, beside weights whose checksum was verified
         except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}). Remove this version's directory, and restore it from a copy.") from error
+            raise CheckpointError(
+                f"{file} cannot be read ({error}). Remove this version's directory, and restore it from a copy."
+            ) from error
         inner = self._worker.engine
         inner.optimizer.load_state_dict(state["optimizer"])
         inner.lr_scheduler.load_state_dict(state["schedule"])
@@ -212,13 +214,12 @@ def _worker(model: Path, settings: TrainerSettings, device: str) -> Any:
 
 
 def _checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
-    """verl's PPO loss, once the logprobs of this forward pass agree with those the rows were sampled with.
+    """PPO's loss, by verl, once the logprobs of this forward pass agree with those the rows were sampled with.
 
     Raises:
         TrainerError: on every rank at once, before the backward pass.
     """
     import torch
-    from verl.trainer.ppo.core_algos import agg_loss
     from verl.utils.metric import AggregationType, Metric
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import no_padding_2_padding
@@ -231,12 +232,13 @@ def _checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, d
     if not largest.item() <= alarm:
         raise TrainerError(
             f"the logprobs that responses were sampled with differ from the trainer's by up to {largest.item():.3g} nats "
-            f"(trainer.logprob_gap_alarm = {alarm:g}), so no step was taken. Check that the engine served this very version and dropped its "
-            "prefix cache at the reload, that it gives processed logprobs (--logprobs-mode processed_logprobs) without top-p, top-k, "
-            "penalties or grammars, that its tokenizer is the trainer's, and that its dtype is (trainer.dtype, engine.dtype)."
+            f"(trainer.logprob_gap_alarm = {alarm:g}), so no step was taken. Check that the engine served this very version and dropped "
+            "its prefix cache at the reload, that it gives processed logprobs (--logprobs-mode processed_logprobs) without top-p, top-k, "
+            "penalties or grammars, that its tokenizer is the trainer's, and that its dtype is (trainer.dtype, engine.dtype). The groups "
+            "stay first in line: a new trainer.run_id leaves them behind."
         )
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    mean = agg_loss(loss_mat=gap, loss_mask=data["response_mask"].bool(), loss_agg_mode="token-mean", **config.global_batch_info)
+    mean = gap.sum() * data["dp_size"] / max(data["current_tokens"], 1)  # verl averages over ranks, and sums over micro-batches
     return loss, {
         **metrics,
         "logprob_gap": Metric(AggregationType.MAX, largest),
@@ -274,13 +276,14 @@ def _tensordict(batch: Batch) -> Any:
         calculate_entropy=False,
         global_batch_size=batch.real_rows,
         global_token_num=batch.token_counts,
+        current_tokens=int(batch.response_mask[batch.current].sum()),
         update_lr_scheduler=batch.trainable,
     )
     return jagged
 
 
 def _scalar(value: Any) -> float:
-    """verl's metrics come as numbers, or as one `Metric` of micro-batches a rank."""
+    """Metrics of verl come as numbers, or as one `Metric` of micro-batches a rank."""
     from verl.utils.metric import Metric
 
     if isinstance(value, list) and isinstance(value[0], Metric):

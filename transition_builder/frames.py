@@ -117,7 +117,7 @@ COUNTS: Schema = {
 """How many distinct gateway spans have arrived, a row for each trace."""
 
 ROLLOUTS: Schema = {
-    **{name: dtype for name, dtype in ROOTS.items() if name not in {"Calls", "Final"}},
+    **{name: dtype for name, dtype in ROOTS.items() if name != "Final"},
     "Verdict": _TEXT,
     "Detail": _TEXT,
 }

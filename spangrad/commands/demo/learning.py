@@ -19,9 +19,9 @@ from types import ModuleType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from runner.outcome import Outcome
-from runner.runner import AgentSpec, Runner
 
+from runner.agents import CallableAgent
+from runner.runner import Outcome, Runner
 from spangrad import semconv
 from spangrad.commands.demo.report import Step, conclude
 from spangrad.commands.demo.services import Services, clean_directory, demo_settings, write_settings
@@ -77,8 +77,8 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
 
 async def _loop(plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console) -> float:
     """Train until success stands, then measure the last version on rollouts that are never trained."""
-    agent = AgentSpec(callable="agent:agent", evaluator="task:evaluate", path=plan.example)
-    async with Runner(settings, agent) as runner:
+    agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)
+    async with Runner(settings, agent, logs=plan.directory / "logs") as runner:
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)
             while len(history.steps) < plan.max_steps and not history.stands(plan.target):
@@ -91,7 +91,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                     number=len(history.steps),
                     version=version,
                     success=success_rate(outcomes),
-                    mean_return=_mean([sum(outcome.rewards.values()) for outcome in outcomes if outcome.rewards]),
+                    mean_return=_mean([sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]),
                     rollouts=len(outcomes),
                     calls=sum(outcome.calls or 0 for outcome in outcomes),
                     seconds_rollout=rolled_out - began,
@@ -130,7 +130,7 @@ def served_version(settings: Settings) -> int:
 
 def success_rate(outcomes: Sequence[Outcome]) -> float:
     """Share of rollouts whose final reward is 1; failed ones count as not successful."""
-    return _mean([float(bool(outcome.rewards) and outcome.rewards.get(semconv.REWARD_NAME) == 1.0) for outcome in outcomes])
+    return _mean([float((outcome.reward or {}).get(semconv.REWARD_NAME) == 1.0) for outcome in outcomes])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,0 +1,85 @@
+"""OTLP bodies as messages: protobuf as it is, and OTLP/JSON.
+
+In: a body and its content type. Out: the same protobuf message by both roads.
+Invariant: whatever cannot be read raises `UndecodableError`, with a sentence for the sender.
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64encode
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+import msgspec
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+M = TypeVar("M", bound=Message)
+
+# OTLP/JSON writes ids in hex, against protobuf's own JSON, which would have base64.
+_IDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
+_DOWN = (
+    *("resourceSpans", "scopeSpans", "spans", "links", "resourceLogs", "scopeLogs", "logRecords"),
+    *("resource_spans", "scope_spans", "resource_logs", "scope_logs", "log_records"),
+)
+
+
+class UndecodableError(ValueError):
+    """A body is not what its content type says."""
+
+
+def decode(message: type[M], body: bytes, content_type: str) -> M:
+    """Read a body.
+
+    Args:
+        message: the request's type.
+        body: unpacked.
+        content_type: PROTOBUF or JSON.
+
+    Raises:
+        UndecodableError: the body is not such a message.
+    """
+    if content_type == JSON:
+        return _from_json(message, body)
+    try:
+        return message.FromString(body)
+    except DecodeError as error:
+        raise UndecodableError(f"the body is not a protobuf {message.DESCRIPTOR.name}: {error}") from None
+
+
+def _from_json(message: type[M], body: bytes) -> M:
+    try:
+        tree = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise UndecodableError(f"the body is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise UndecodableError(f"the body is not an OTLP/JSON {message.DESCRIPTOR.name}: it is no object")
+    for node in _nodes(cast(dict[str, Any], tree)):
+        for key in _IDS:
+            if isinstance(hexadecimal := node.get(key), str):
+                node[key] = _base64(key, hexadecimal)
+    try:
+        return json_format.ParseDict(tree, message(), ignore_unknown_fields=True)
+    # The parser lets other errors through where a value's type is quite wrong.
+    except (json_format.ParseError, ValueError, TypeError, AttributeError) as error:
+        raise UndecodableError(f"the body is not an OTLP/JSON {message.DESCRIPTOR.name}: {error}") from None
+
+
+def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
+    for key in _DOWN:
+        if isinstance(children := node.get(key), list):
+            for child in cast(list[Any], children):
+                if isinstance(child, dict):
+                    yield from _nodes(cast(dict[str, Any], child))
+
+
+def _base64(key: str, hexadecimal: str) -> str:
+    try:
+        return b64encode(binascii.unhexlify(hexadecimal)).decode()
+    except (binascii.Error, ValueError):
+        raise UndecodableError(f"{key} {hexadecimal[:64]!r} is not hexadecimal") from None

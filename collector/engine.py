@@ -1,0 +1,160 @@
+"""The embedded ClickHouse engine (chDB), and the only module that imports it.
+
+In: a directory. Out: handles that run statements and inserts, each usable by one thread at a time.
+Invariant: one process owns a directory; statements reach tables, never files, URLs or other servers (chdb_config/users.xml).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spangrad.errors import StoreError
+
+CONFIG = Path(__file__).parent / "chdb_config" / "config.xml"
+STATEMENT_MEMORY = 2 * 2**30
+"""Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml."""
+_CODE = re.compile(r"Code: (\d+)\.")
+
+
+class EngineRefusedError(StoreError):
+    """The engine refused a statement; `code` is ClickHouse's."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one statement gave."""
+
+    body: bytes
+    rows_read: int = 0
+    bytes_read: int = 0
+    rows_written: int = 0
+    """Rows written, those of materialized views included."""
+
+
+class Handle:
+    """One session of the engine: its current database, its settings and its temporary tables."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
+        """Run any statement; a FORMAT clause in it wins over `output_format`.
+
+        Raises:
+            EngineRefusedError: the engine did not run it.
+        """
+        try:
+            result = self._connection.query(sql, output_format, params=dict(parameters or {}))
+        except RuntimeError as error:
+            raise _refused(error) from None
+        return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
+
+    def insert(self, head: str, input_format: str, rows: bytes) -> Answer:
+        """Insert rows: `head` is the statement before its FORMAT clause. Returns after the commit.
+
+        Raises:
+            EngineRefusedError: nothing was inserted.
+        """
+        try:
+            stream = self._connection.send_insert(head, input_format)
+            try:
+                stream.append(rows)
+                result = stream.finish()
+            finally:
+                stream.cancel()
+        except RuntimeError as error:
+            raise _refused(error) from None
+        return Answer(b"", rows_written=result.rows_written)
+
+    def close(self) -> None:
+        """Forget the session; idempotent."""
+        self._connection.close()
+
+
+class Engine:
+    """The engine over one directory."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, creating it when it is not there.
+
+        Raises:
+            StoreError: another process owns the directory, or the engine does not start on it.
+        """
+        self.path = path.resolve()
+        if "?" in str(self.path):
+            raise StoreError(
+                f"store.path = {str(path)!r} has a question mark, which the engine takes for options. Choose another directory."
+            )
+        self._lock = _own(self.path)
+        _plain_default_database(self.path)
+        self._keeper = self.handle()
+        version, self.timezone = self._keeper.query("SELECT version(), timezone()").body.decode().split()
+        self.version = version
+
+    def handle(self) -> Handle:
+        """Open one more session; cheap.
+
+        Raises:
+            StoreError: the engine does not start.
+        """
+        import chdb
+
+        try:
+            return Handle(
+                chdb.connect(f"{self.path}?config-file={CONFIG}&max_memory_usage={STATEMENT_MEMORY}&max_partitions_per_insert_block=0")
+            )
+        except RuntimeError as error:
+            raise StoreError(f"the engine does not start on {self.path}: {error}") from None
+
+    def kill_queries(self) -> None:
+        """Cancel every statement that is still running."""
+        self._keeper.query("KILL QUERY WHERE query_id != queryID() ASYNC")
+
+    def close(self) -> None:
+        """Close the engine, when all other handles are closed, and give up the directory."""
+        self._keeper.close()
+        os.close(self._lock)
+
+
+def _own(path: Path) -> int:
+    """Lock the directory; the lock goes with the process, however it ends."""
+    path.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 32).decode().strip()
+        os.close(lock)
+        raise StoreError(
+            f"the store in {path} is in use by process {owner or 'unknown'}. Stop that process, or set store.path to another directory."
+        ) from None
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _plain_default_database(path: Path) -> None:
+    """Make `default` an ordinary database before the engine's first start: its own overlays this machine's files."""
+    metadata = path / "metadata" / "default.sql"
+    if not metadata.exists():
+        metadata.parent.mkdir(parents=True, exist_ok=True)
+        part = metadata.with_suffix(".part")
+        part.write_text(f"ATTACH DATABASE _ UUID '{uuid.uuid4()}'\nENGINE = Atomic\n")
+        part.rename(metadata)
+
+
+def _refused(error: Exception) -> EngineRefusedError:
+    message = str(error)
+    found = _CODE.search(message)
+    return EngineRefusedError(message[found.start() :] if found else message, int(found.group(1)) if found else 1002)

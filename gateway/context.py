@@ -1,0 +1,100 @@
+"""Whose call is it: the rollout, attempt, run and mode of a request, and the span that it continues.
+
+In: the URL's prefix, the W3C headers `baggage` and `traceparent`, and what the runner announced. Out: a `CallContext`.
+Invariant: the URL names the rollout before baggage does, and the request's own parent comes before the announced one;
+what is malformed counts as absent, so that odd headers never break an agent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from spangrad import semconv
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanContext:
+    """A span's place in its trace."""
+
+    trace_id: bytes
+    span_id: bytes
+
+    def header(self) -> str:
+        """As a `traceparent`, sampled."""
+        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-01"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt of a rollout, as the gateway counts it."""
+
+    rollout_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What the runner says of an attempt before it starts."""
+
+    run_id: str | None = None
+    """None: not said."""
+    mode: str | None = None
+    """None: not said."""
+    parent: SpanContext | None = None
+    """The attempt's root span. None: not said."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a call's span says of its rollout."""
+
+    attempt: Attempt | None
+    """None: the call belongs to no rollout that we know of."""
+    run_id: str | None
+    mode: str | None
+    parent: SpanContext | None
+    """None: the call's span is the root of a trace of its own."""
+    span: SpanContext
+    """The call's own span."""
+
+
+NOTHING_ANNOUNCED = Announcement()
+
+
+def parse_traceparent(text: str | None) -> SpanContext | None:
+    """Read a W3C `traceparent`; None when it is absent or malformed."""
+    match = _TRACEPARENT.fullmatch((text or "").strip().lower())
+    return SpanContext(bytes.fromhex(match[1]), bytes.fromhex(match[2])) if match else None
+
+
+def parse_baggage(text: str | None) -> dict[str, str]:
+    """Read our keys of a W3C `baggage` header."""
+    pairs = (member.split(";")[0].partition("=") for member in (text or "").split(","))
+    return {key.strip(): unquote(value.strip()) for key, _, value in pairs if key.strip() in semconv.CONTEXT_KEYS}
+
+
+def attempt_of(url: Attempt | None, baggage: Mapping[str, str]) -> Attempt | None:
+    """The attempt that a call belongs to."""
+    if url is not None:
+        return url
+    rollout = baggage.get(semconv.ROLLOUT_ID)
+    number = baggage.get(semconv.ROLLOUT_ATTEMPT, "0")
+    return Attempt(rollout, int(number) if number.isascii() and number.isdigit() else 0) if rollout else None
+
+
+def call_context(attempt: Attempt | None, announced: Announcement, baggage: Mapping[str, str], traceparent: str | None) -> CallContext:
+    """Put together what a call's span will say; the call's own span gets a fresh id."""
+    parent = parse_traceparent(traceparent) or announced.parent
+    return CallContext(
+        attempt=attempt,
+        run_id=announced.run_id or baggage.get(semconv.RUN_ID),
+        mode=announced.mode or baggage.get(semconv.ROLLOUT_MODE),
+        parent=parent,
+        span=SpanContext(parent.trace_id if parent else os.urandom(16), os.urandom(8)),
+    )

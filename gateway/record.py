@@ -1,0 +1,204 @@
+"""A policy call as a span: OpenTelemetry's message, built directly.
+
+In: the facts of a call. Out: the bytes of one `opentelemetry.proto.trace.v1.Span`. Invariant: token ids and logprobs are
+little-endian uint32 and float32 as bytes, exactly as the engine gave them; what is not known is absent, never zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from gateway.chat import Answer, ChatRequest
+from gateway.context import CallContext
+from spangrad import semconv
+
+OPERATION = "chat"
+PROVIDER = "vllm"
+_SAMPLED_FLAG = 1
+
+SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
+    "temperature": (semconv.SAMPLING_TEMPERATURE, 1.0),
+    "top_p": (semconv.SAMPLING_TOP_P, 1.0),
+    "top_k": (semconv.SAMPLING_TOP_K, 0),
+    "min_p": (semconv.SAMPLING_MIN_P, 0.0),
+    "presence_penalty": (semconv.SAMPLING_PRESENCE_PENALTY, 0.0),
+    "frequency_penalty": (semconv.SAMPLING_FREQUENCY_PENALTY, 0.0),
+    "repetition_penalty": (semconv.SAMPLING_REPETITION_PENALTY, 1.0),
+}
+"""Request field -> attribute, and vLLM's default with `--generation-config vllm`."""
+
+_CONSTRAINTS = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search")
+"""Request fields that, where set, keep tokens from being sampled, shift their logits, or search in place of sampling."""
+
+_Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | None
+
+
+@dataclass(slots=True)
+class CallFacts:
+    """What is known of a call; filled while it lasts."""
+
+    context: CallContext
+    request: ChatRequest
+    seq: int
+    """Place among the calls that this process began."""
+    started_ns: int
+    answer: Answer = field(default_factory=Answer)
+    http_status: int | None = None
+    """What the client was answered. None: it left before."""
+    error_type: str | None = None
+    """None: the call did not fail."""
+    error_message: str = ""
+    aborted: bool = False
+    """Whether the client, or the engine's operator, cut the answer."""
+
+
+def build_span(facts: CallFacts, process_id: str, ended_ns: int) -> bytes:
+    """Serialize the span of a call."""
+    context = facts.context
+    model = facts.request.fields.get("model")
+    span = Span(
+        trace_id=context.span.trace_id,
+        span_id=context.span.span_id,
+        parent_span_id=context.parent.span_id if context.parent else b"",
+        name=f"{OPERATION} {model}" if model else OPERATION,
+        kind=Span.SPAN_KIND_SERVER,
+        flags=_SAMPLED_FLAG,
+        start_time_unix_nano=facts.started_ns,
+        end_time_unix_nano=ended_ns,
+        attributes=[attribute(key, value) for key, value in _attributes(facts, process_id).items() if value is not None],
+    )
+    if facts.error_type is not None:
+        span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=facts.error_message))
+    return span.SerializeToString()
+
+
+def attribute(key: str, value: _Value) -> KeyValue:
+    """One attribute."""
+    return KeyValue(key=key, value=_any_value(value))
+
+
+def is_constrained(request: Mapping[str, Any]) -> bool:
+    """Whether a request keeps tokens from being sampled: a grammar, a schema, a tool that must be called, banned tokens."""
+    form = request.get("response_format")
+    choice = request.get("tool_choice")
+    return (
+        _dict(form).get("type", "text") != "text"
+        or choice == "required"
+        or isinstance(choice, dict)
+        or (choice != "none" and any(_is_strict(tool) for tool in _list(request.get("tools"))))
+        or any(request.get(name) for name in _CONSTRAINTS)
+        or any(name.startswith("guided_") and value for name, value in request.items())
+    )
+
+
+def _attributes(facts: CallFacts, process_id: str) -> dict[str, _Value]:
+    context, answer, request = facts.context, facts.answer, facts.request.fields
+    engine = answer.engine
+    return {
+        semconv.GEN_AI_OPERATION: OPERATION,
+        semconv.GEN_AI_PROVIDER: PROVIDER,
+        semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
+        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature")),
+        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p")),
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(request.get("max_completion_tokens") or request.get("max_tokens")),
+        semconv.RUN_ID: context.run_id,
+        semconv.ROLLOUT_ID: context.attempt.rollout_id if context.attempt else None,
+        semconv.ROLLOUT_ATTEMPT: context.attempt.number if context.attempt else None,
+        semconv.ROLLOUT_MODE: context.mode,
+        semconv.PROCESS_ID: process_id,
+        semconv.SEQ: facts.seq,
+        **_sampling(request),
+        **_answer(answer),
+        semconv.POLICY_NAME: engine.policy if engine else None,
+        semconv.VERSION_START: engine.version_start if engine else None,
+        semconv.VERSION_END: engine.version_end if engine else None,
+        semconv.TOKENIZER_HASH: engine.tokenizer_hash if engine else None,
+        semconv.REQUEST_JSON: facts.request.raw.decode(errors="replace"),
+        semconv.HTTP_STATUS: facts.http_status,
+        semconv.ERROR_TYPE: facts.error_type,
+        semconv.ABORTED: True if facts.aborted else None,
+    }
+
+
+def _sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
+    """The parameters that were in effect, asked for or not."""
+    effective: dict[str, _Value] = {semconv.SAMPLING_CONSTRAINED: is_constrained(request)}
+    for name, (key, default) in SAMPLING_DEFAULTS.items():
+        asked = request.get(name)
+        effective[key] = type(default)(default) if asked is None else _number(asked, type(default))
+    return effective
+
+
+def _answer(answer: Answer) -> dict[str, _Value]:
+    choices = answer.ordered()
+    response = answer.response_json()
+    response_json = response.decode(errors="replace") if response is not None else None
+    if not choices:
+        return {semconv.RESPONSE_JSON: response_json}
+    ids = [one for choice in choices for one in choice.token_ids]
+    logprobs = [one for choice in choices for one in choice.logprobs]
+    usage = answer.usage or {}
+    return {
+        semconv.GEN_AI_RESPONSE_ID: answer.id,
+        semconv.GEN_AI_RESPONSE_MODEL: answer.model,
+        # One a choice: the place tells which. A choice that was cut has none.
+        semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
+        semconv.GEN_AI_INPUT_TOKENS: len(answer.prompt_ids) or _number(usage.get("prompt_tokens")),
+        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens")),
+        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(answer.prompt_ids)}I", *answer.prompt_ids) or None,
+        semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
+        semconv.RESPONSE_LOGPROBS: struct.pack(f"<{len(logprobs)}f", *logprobs) or None,
+        semconv.RESPONSE_LENGTHS: [len(choice.token_ids) for choice in choices] if len(choices) > 1 else None,
+        semconv.RESPONSE_JSON: response_json,
+    }
+
+
+def _is_strict(tool: object) -> bool:
+    """Whether the engine holds a tool's arguments to their schema."""
+    function = _dict(_dict(tool).get("function"))
+    return bool(function.get("strict"))
+
+
+def _list(value: object) -> list[Any]:
+    """A request's list, or an empty one where it is none (vLLM refuses such a request)."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: object, kind: type[int | float] | None = None) -> int | float | None:
+    """A request's number, or None where it is none (vLLM refuses such a request)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return kind(value) if kind else value
+
+
+def _any_value(value: _Value) -> AnyValue:
+    # bool before int: True is an int.
+    match value:
+        case bool():
+            return AnyValue(bool_value=value)
+        case str():
+            return AnyValue(string_value=value)
+        case bytes():
+            return AnyValue(bytes_value=value)
+        case int():
+            return AnyValue(int_value=value)
+        case float():
+            return AnyValue(double_value=value)
+        case None:
+            return AnyValue()
+        case _:
+            return AnyValue(array_value=ArrayValue(values=[_any_value(one) for one in value]))

@@ -1,0 +1,89 @@
+"""The agents that can be run: a Python callable, or any program.
+
+In: what a user names. Out: the command line of an agent host (`spangrad.agent_host`) for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class CallableAgent:
+    """An agent that is a Python callable, several attempts of which share a process."""
+
+    agent: str
+    """`module:function`, called with a task's input (and `endpoint=`, when it has a parameter of that name)."""
+    evaluator: str | None = None
+    """`module:function`, called with (input, output), whose value is the reward. None: the agent's own value is."""
+    directory: Path = Path()
+    """Where the modules are looked for first."""
+    python: Path = Path(sys.executable)
+    """The interpreter of the agent's environment, where the wheel `spangrad` is installed."""
+
+    @property
+    def name(self) -> str:
+        """What its spans call their service, unless the environment names it."""
+        return self.agent.partition(":")[0]
+
+    def host_arguments(self) -> list[str]:
+        """Arguments of the agent host."""
+        return ["--agent", self.agent, *_evaluator(self.evaluator)]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandAgent:
+    """An agent that is a whole program, unmodified: a process an attempt.
+
+    It gets the task's input as JSON on standard input. The last line of its standard output, parsed as JSON where it is JSON, is its
+    output; an exit code other than 0 fails the attempt, because a program that broke says nothing about the policy.
+    """
+
+    command: tuple[str, ...]
+    """The program and its arguments."""
+    evaluator: str | None = None
+    """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers."""
+    directory: Path = Path()
+    """The program's working directory, and where the evaluator's module is looked for first."""
+    instrument: bool = False
+    """Start it under `opentelemetry-instrument`, which must be installed beside the program or be in PATH."""
+    python: Path = Path(sys.executable)
+    """The interpreter of the process that starts it and evaluates."""
+
+    @property
+    def name(self) -> str:
+        """What its spans call their service, unless the environment names it."""
+        return Path(self.command[0]).name if self.command else "agent"
+
+    def host_arguments(self) -> list[str]:
+        """Arguments of the agent host."""
+        return ["--command", json.dumps(self.command), *(["--instrument"] if self.instrument else []), *_evaluator(self.evaluator)]
+
+
+AgentSpec = CallableAgent | CommandAgent
+
+
+def host_command(spec: AgentSpec, concurrency: int) -> list[str]:
+    """The command line of an agent host that runs `concurrency` attempts at once.
+
+    The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
+    """
+    directory = str(spec.directory.resolve())
+    return [
+        str(spec.python),
+        "-P",
+        "-m",
+        "spangrad.agent_host",
+        "--path",
+        directory,
+        "--concurrency",
+        str(concurrency),
+        *spec.host_arguments(),
+    ]
+
+
+def _evaluator(reference: str | None) -> list[str]:
+    return [] if reference is None else ["--evaluator", reference]

@@ -1,0 +1,314 @@
+"""Agent hosts, seen from the runner: processes that run attempts, and are replaced when they die or hang.
+
+In: jobs. Out: answers, one a job. Invariant: a job is answered even when its process dies (`crash`) or its time is over (`timeout`),
+and no process outlives its pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from runner.agents import AgentSpec, host_command
+from spangrad.agent_host import LINE_LIMIT_BYTES
+from spangrad.errors import AgentError
+from spangrad.processes import die_with_parent
+from spangrad.types import AttemptFailure
+
+_START_SECONDS = 120.0
+_CANCEL_SECONDS = 5.0
+"""How long a host may take to cancel an attempt before it counts as hung."""
+_END_SECONDS = 12.0
+"""How long a host may take to end: its spans may wait 10 s for the store."""
+_TAIL_BYTES = 2000
+_LOADED = ""
+"""Stands for the id of a host's first message, which has none."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt, as an agent host is told of it."""
+
+    id: str
+    input: object
+    traceparent: str
+    baggage: str
+    endpoint: str | None
+    """The attempt's own endpoint of the policy. None: there is no gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an attempt ended: with rewards, or with a failure."""
+
+    rewards: Mapping[str, float] | float | None
+    """None exactly when it failed."""
+    failure: AttemptFailure | None
+    """None when it succeeded."""
+    detail: str = ""
+    """What happened, for people."""
+
+
+class AgentHost:
+    """One process, and the jobs that it has not answered yet."""
+
+    def __init__(self, process: asyncio.subprocess.Process, jobs: asyncio.WriteTransport, answers: asyncio.StreamReader, log: _Log) -> None:
+        self._process = process
+        self._jobs = jobs
+        self._answers = answers
+        self._log = log
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._life = asyncio.create_task(self._live())
+        self.retired = False
+        """Whether it gets no further jobs."""
+
+    @classmethod
+    async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path) -> AgentHost:
+        """Start a process and wait until it has loaded the agent.
+
+        Raises:
+            AgentError: the interpreter, the agent or the evaluator cannot be loaded.
+        """
+        command = host_command(spec, concurrency)
+        log = _Log(log_file)
+        jobs_out, jobs_in = os.pipe()
+        answers_out, answers_in = os.pipe()
+        try:
+            with log.open() as err:
+                # Pipes of our own: asyncio's would hide the process's end for as long as a child of it holds them open.
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=jobs_out,
+                    stdout=answers_in,
+                    stderr=err,
+                    env=dict(environment),
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+        except OSError as error:
+            os.close(jobs_in)
+            os.close(answers_out)
+            raise AgentError(f"the agent's interpreter {command[0]} cannot be started: {error.strerror}. Name another one.") from None
+        finally:
+            os.close(jobs_out)
+            os.close(answers_in)
+        loop = asyncio.get_running_loop()
+        answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
+        jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
+        host = cls(process, jobs, answers, log)
+        loaded = host._expect(_LOADED)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                message = await loaded
+        except (TimeoutError, asyncio.CancelledError) as stopped:
+            await host.stop()
+            if isinstance(stopped, TimeoutError):
+                raise AgentError(f"the agent is not loaded after {_START_SECONDS:g} s. Its log is {log.file}.") from None
+            raise
+        if not message.get("ready"):
+            await host.stop()
+            raise AgentError(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
+        return host
+
+    def _expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
+        self._waiting[id] = asyncio.get_running_loop().create_future()
+        return self._waiting[id]
+
+    async def _live(self) -> None:
+        """Hand out answers until the process ends; then answer for it."""
+        reading = asyncio.create_task(self._read())
+        code = await self._process.wait()
+        self.retired = True
+        _kill_group(self._process.pid)  # nobody is left who could hold the pipe open
+        await reading
+        self._jobs.close()
+        detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_result({"reward": None, "failure": AttemptFailure.CRASH, "detail": detail})
+        self._waiting.clear()
+
+    async def _read(self) -> None:
+        while line := await self._answers.readline():
+            message = json.loads(line)
+            answered = self._waiting.pop(message.get("id", _LOADED), None)
+            if answered is not None and not answered.done():
+                answered.set_result(message)
+
+    async def ended(self) -> None:
+        """Wait for the process's end."""
+        await asyncio.shield(self._life)
+
+    async def run(self, job: Job, timeout_seconds: float) -> Answer:
+        """Have a job done; `retired` is set on the way when this process died or hung."""
+        if self._life.done():
+            return Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
+        answered = self._expect(job.id)
+        try:
+            self._send(asdict(job))
+            done, _ = await asyncio.wait([answered], timeout=timeout_seconds)
+            if done:
+                message = answered.result()
+                failure = message["failure"]
+                return Answer(message["reward"], AttemptFailure(failure) if failure else None, message["detail"])
+            self._send({"cancel": job.id})
+            done, _ = await asyncio.wait([answered], timeout=_CANCEL_SECONDS)
+            if not done or answered.result().get("stuck"):
+                _logger.warning("an attempt hangs: its process gets no more of them, and is replaced")
+                self.retired = True
+            return Answer(None, AttemptFailure.TIMEOUT, f"not done after {timeout_seconds:g} s")
+        except asyncio.CancelledError:
+            self._send({"cancel": job.id})
+            raise
+        finally:
+            self._waiting.pop(job.id, None)
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        if not self._jobs.is_closing():
+            self._jobs.write(json.dumps(message).encode() + b"\n")
+
+    async def stop(self) -> None:
+        """Let the process end by itself, for a bounded time, then end its whole group; idempotent."""
+        self._jobs.close()
+        try:
+            if not self.retired:  # what hangs will not end by itself
+                async with asyncio.timeout(_END_SECONDS):
+                    await self.ended()
+        except TimeoutError:
+            _logger.warning("an agent's process did not end in %g s and is killed", _END_SECONDS)
+        finally:
+            _kill_group(self._process.pid)
+            await self.ended()
+
+
+class _Log:
+    """The part of a log file that one process has written."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file = file
+        self._start = file.stat().st_size if file.exists() else 0
+
+    def open(self) -> BinaryIO:
+        return self.file.open("ab")
+
+    def tail(self) -> str:
+        with self.file.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._start, size - _TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing is left of it
+
+
+class HostPool:
+    """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced."""
+
+    def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path) -> None:
+        self._spec = spec
+        self._workers = workers
+        self._concurrency = concurrency
+        self._environment = environment
+        self._logs = logs
+        self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
+        self._serving: dict[AgentHost, int] = {}
+        """Hosts that get jobs, by number."""
+        self._busy: dict[AgentHost, int] = {}
+        """Slots taken of each host that is not stopped."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start all hosts.
+
+        Raises:
+            AgentError: the agent cannot be loaded.
+        """
+        hosts = await asyncio.gather(*(self._start(number) for number in range(self._workers)))
+        for _ in range(self._concurrency):
+            for host in hosts:
+                self._slots.put_nowait(host)
+
+    async def _start(self, number: int) -> AgentHost:
+        host = await AgentHost.start(self._spec, self._concurrency, self._environment, self._logs / f"agent-host-{number}.log")
+        self._serving[host] = number
+        self._busy[host] = 0
+        self._in_background(self._watch(host))
+        return host
+
+    async def _watch(self, host: AgentHost) -> None:
+        await host.ended()
+        self._replace(host)
+
+    def _replace(self, host: AgentHost) -> None:
+        """Start another host in the place of one that died or hangs, once."""
+        number = self._serving.pop(host, None)
+        if number is not None:
+            self._in_background(self._start_again(number))
+
+    async def _start_again(self, number: int) -> None:
+        try:
+            host = await self._start(number)
+        except AgentError as error:
+            self._slots.put_nowait(error)
+            return
+        for _ in range(self._concurrency):
+            self._slots.put_nowait(host)
+
+    async def _end(self, host: AgentHost) -> None:
+        await host.stop()
+        self._busy.pop(host, None)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncGenerator[AgentHost]:
+        """Wait for room in a host, and take it.
+
+        Raises:
+            AgentError: a host had to be replaced, and the agent cannot be loaded any more.
+        """
+        while True:
+            host = await self._slots.get()
+            if isinstance(host, AgentError):
+                self._slots.put_nowait(host)  # for everybody else who waits
+                raise host
+            if not host.retired:
+                break
+        self._busy[host] += 1
+        try:
+            yield host
+        finally:
+            self._busy[host] -= 1
+            if not host.retired:
+                self._slots.put_nowait(host)
+            else:
+                self._replace(host)
+                if not self._busy[host]:
+                    self._in_background(self._end(host))
+
+    async def close(self) -> None:
+        """Stop all processes, those that were replaced too."""
+        self._serving.clear()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(host) for host in list(self._busy)))

@@ -1,0 +1,281 @@
+"""`python -m spangrad.agent_host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
+
+In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint"}` starts an attempt, `{"cancel": id}`
+ends one early; the end of the pipe ends the host. Out, on what was standard output, a JSON object a line: first `{"ready": true}` or
+`{"error": sentence}`, then for each attempt, in the order of their ends, `{"id", "reward", "failure", "detail", "stuck"}`.
+Invariant: each attempt is answered once, after its spans were sent; nothing that the agent prints gets between the answers.
+
+An agent is a callable `agent(input)` or, by that parameter's name, `agent(input, endpoint)`, an evaluator `evaluator(input, output)`;
+either may be async. The evaluator's value is the reward, without one the agent's own: a finite number, or a mapping of names to finite
+numbers; None is no reward. `stuck` says that a thread of a cancelled attempt still runs, so that this process is better replaced.
+
+The agent's modules may have any names, ours included: only `spangrad` and `span_processors` are imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextvars
+import gc
+import importlib
+import inspect
+import json
+import math
+import numbers
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from opentelemetry import context, trace
+from opentelemetry.instrumentation.auto_instrumentation import initialize
+from opentelemetry.sdk.trace import TracerProvider
+
+from spangrad.agent_command import CommandAgent, ExitCode
+from spangrad.errors import AgentError
+from spangrad.propagation import context_from
+from spangrad.types import AttemptFailure
+
+LINE_LIMIT_BYTES = 256 * 2**20
+"""Longest line of the protocol."""
+
+_FLUSH_MILLISECONDS = 10_000
+_END_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an attempt ended."""
+
+    id: str
+    reward: Mapping[str, float] | float | None
+    """None exactly when it failed."""
+    failure: AttemptFailure | None
+    """None when it succeeded."""
+    detail: str = ""
+    """What happened, for people."""
+    stuck: bool = False
+    """Whether a thread of it still runs."""
+
+
+def rewards_from(value: object) -> Mapping[str, float] | float | None:
+    """Read a reward as agents and evaluators give it; None is none.
+
+    Raises:
+        ValueError: it is neither a finite number nor a mapping of names to finite numbers.
+    """
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {_name(name): _finite(one, f"reward {name!r}") for name, one in items} or None
+    return None if value is None else _finite(value, "the reward")
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a reward's name is {name!r}, not a text")
+    return name
+
+
+def _finite(value: object, what: str) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r:.200}, not a finite number")
+    return float(value)
+
+
+class Host:
+    """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
+
+    def __init__(self, agent: Callable[..., Any], evaluator: Callable[..., Any] | None, concurrency: int) -> None:
+        self._agent = agent
+        self._wants_endpoint = "endpoint" in inspect.signature(agent).parameters
+        self._evaluator = evaluator
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="agent")
+        self._threads: set[Future[Any]] = set()
+        self._flusher = _Flusher()
+
+    async def serve(self, jobs: asyncio.StreamReader, answer: Callable[[Answer], None]) -> bool:
+        """Answer jobs until there will be no more, then end what still runs.
+
+        Returns:
+            whether all threads have ended, too.
+        """
+        running: dict[str, asyncio.Task[None]] = {}
+
+        async def attempt(job: Mapping[str, Any]) -> None:
+            try:
+                answer(await self._attempt(job))
+            finally:
+                running.pop(job["id"], None)
+
+        while line := await jobs.readline():
+            message: dict[str, Any] = json.loads(line)
+            if "cancel" in message:
+                if (task := running.get(message["cancel"])) is not None:
+                    task.cancel()
+            else:
+                running[message["id"]] = asyncio.create_task(attempt(message))
+        left = list(running.values())
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_END_SECONDS)
+        return not self._threads
+
+    async def _attempt(self, job: Mapping[str, Any]) -> Answer:
+        name: str = job["id"]
+        context.attach(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}))
+        try:
+            reward, failure, detail = await self._run(job["input"], job.get("endpoint"))
+        except asyncio.CancelledError as cancelled:
+            return Answer(name, None, AttemptFailure.TIMEOUT, "cancelled", stuck=isinstance(cancelled, _StuckError))
+        await self._flusher.flush()
+        return Answer(name, reward, failure, detail)
+
+    async def _run(self, given: object, endpoint: str | None) -> tuple[Mapping[str, float] | float | None, AttemptFailure | None, str]:
+        try:
+            output = await self._call(self._agent, given, **({"endpoint": endpoint} if self._wants_endpoint else {}))
+        except ExitCode as error:
+            return None, AttemptFailure.EXIT_CODE, str(error)
+        except (Exception, SystemExit) as error:  # whatever the agent raises is the attempt's end, not ours
+            traceback.print_exc()
+            return None, AttemptFailure.EXCEPTION, f"{type(error).__name__}: {error}"[:1000]
+        try:
+            value = output if self._evaluator is None else await self._call(self._evaluator, given, output)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            return None, AttemptFailure.EVALUATION, f"{type(error).__name__}: {error}"[:1000]
+        try:
+            reward = rewards_from(value)
+        except ValueError as error:
+            return None, AttemptFailure.INVALID_OUTPUT, str(error)
+        if reward is None:
+            return None, AttemptFailure.NO_REWARD, f"{'the agent' if self._evaluator is None else 'the evaluator'} gave no reward"
+        return reward, None, ""
+
+    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        if _is_async(function):
+            return await function(*args, **kwargs)
+        thread = self._pool.submit(contextvars.copy_context().run, function, *args, **kwargs)
+        self._threads.add(thread)
+        thread.add_done_callback(self._threads.discard)
+        try:
+            result = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if not thread.done():
+                raise _StuckError from None
+            raise
+        return await result if inspect.isawaitable(result) else result
+
+
+class _StuckError(asyncio.CancelledError):
+    """Cancelled, while a thread that cannot be stopped runs on."""
+
+
+class _Flusher:
+    """Flushes the tracer provider off the event loop; attempts that end during a flush share the next one."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None
+
+    async def flush(self) -> None:
+        if self._next is None:
+            self._next = asyncio.create_task(self._flush())
+        await asyncio.shield(self._next)
+
+    async def _flush(self) -> None:
+        async with self._turn:
+            self._next = None  # spans that end from here on need another flush
+            provider = trace.get_tracer_provider()
+            if isinstance(provider, TracerProvider) and not await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):
+                print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """Import `module:function` (the function may be a dotted path).
+
+    Raises:
+        AgentError: there is no such module or attribute, importing it failed, or it is not callable.
+    """
+    module, colon, path = reference.partition(":")
+    if not (module and colon and path):
+        raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # importing an agent runs its code
+        traceback.print_exc()
+        raise AgentError(f"{reference!r} cannot be loaded from {sys.path[0]}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise AgentError(f"{reference!r} is {type(found).__name__}, which cannot be called: name a function.")
+    return found
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _private_pipes() -> tuple[int, int]:
+    """Take the two pipes away from the agent: its input is empty, and what it prints goes to the log."""
+    jobs, answers = os.dup(0), os.dup(1)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    return jobs, answers
+
+
+def _write(answers: int, message: Mapping[str, object]) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    while line:
+        line = line[os.write(answers, line) :]
+
+
+async def _serve(host: Host, jobs: int, answers: int) -> bool:
+    reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(jobs, "rb"))
+    return await host.serve(reader, lambda answer: _write(answers, asdict(answer)))
+
+
+def main() -> None:
+    """Host an agent until the runner is done with it."""
+    parser = argparse.ArgumentParser(prog="python -m spangrad.agent_host")
+    parser.add_argument("--agent", help="the agent, as module:function")
+    parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
+    parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
+    parser.add_argument("--evaluator", help="the evaluator, as module:function")
+    parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
+    parser.add_argument("--concurrency", type=int, default=1)
+    args = parser.parse_args()
+    jobs, answers = _private_pipes()
+    initialize()
+    sys.path.insert(0, str(args.path.resolve()))
+    try:
+        agent = (
+            CommandAgent(json.loads(args.command), args.path.resolve(), instrument=args.instrument)
+            if args.command
+            else load(args.agent or "")
+        )
+        host = Host(agent, load(args.evaluator) if args.evaluator else None, args.concurrency)
+    except AgentError as error:
+        _write(answers, {"error": str(error)})
+        sys.exit(error.exit_code)
+    gc.freeze()  # what frameworks leave at import is never garbage: spare each collection the walk
+    _write(answers, {"ready": True})
+    if not asyncio.run(_serve(host, jobs, answers)):
+        # An agent's thread that never ends would be waited for at an ordinary exit.
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, TracerProvider):
+            provider.shutdown()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A rollout's identity on its way between processes, in W3C's two headers.
+
+In: a context with a span and baggage. Out: `traceparent` and `baggage`, and back. Invariant: the W3C formats, whatever
+propagators a process is configured with, because the gateway and every agent must read the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opentelemetry import baggage, context
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+
+def context_from(carrier: Mapping[str, str], base: Context | None = None) -> Context:
+    """Extract trace context and baggage.
+
+    Args:
+        carrier: `traceparent`, `tracestate`, `baggage`, in lower case; what is missing or malformed is ignored.
+        base: the context to add to. None: the current one.
+    """
+    found = TraceContextTextMapPropagator().extract(carrier, base)
+    return W3CBaggagePropagator().extract(carrier, found)
+
+
+def carrier_of(source: Context | None = None) -> dict[str, str]:
+    """What `context_from` reads, of a context; None: of the current one."""
+    source = context.get_current() if source is None else source
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, source)
+    W3CBaggagePropagator().inject(carrier, source)
+    return carrier
+
+
+def with_baggage(source: Context, entries: Mapping[str, str]) -> Context:
+    """The context with further baggage."""
+    for key, value in entries.items():
+        source = baggage.set_baggage(key, value, source)
+    return source

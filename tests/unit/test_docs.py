@@ -1,0 +1,64 @@
+"""The documentation against the code: links, commands, settings, tables and tests that it names exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spangrad import semconv
+from spangrad.cli import COMMANDS
+from spangrad.settings import explain_settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
+SETTINGS = {origin.key for origin in explain_settings(env={})}
+SCHEMA = "\n".join(path.read_text() for path in sorted(ROOT.glob("collector/schema/*.sql")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+class TestPage:
+    def test_links_lead_somewhere(self, page: Path) -> None:
+        links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+        assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+    def test_commands_exist(self, page: Path) -> None:
+        named = set(re.findall(r"`spangrad ([a-z]+)", page.read_text())) | set(re.findall(r"^ +spangrad ([a-z]+)", page.read_text(), re.M))
+        assert named - set(COMMANDS) == set()
+
+    def test_settings_exist(self, page: Path) -> None:
+        sections = {key.split(".")[0] for key in SETTINGS}
+        named = {key for key in re.findall(r"`([a-z]+\.[a-z_]+)`", page.read_text()) if key.split(".")[0] in sections}
+        assert named - SETTINGS == {name for name in named if (ROOT / name).exists()}
+
+    def test_make_targets_exist(self, page: Path) -> None:
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+        assert set(re.findall(r"`?\bmake ([a-z-]+)\b`", page.read_text())) - targets == set()
+
+    def test_attributes_have_their_home(self, page: Path) -> None:
+        known = {value for name, value in vars(semconv).items() if name.isupper() and isinstance(value, str)}
+        named = set(re.findall(r"`(spangrad\.(?:run|rollout|group|task|policy|prompt|response)\.[a-z_.]+)`", page.read_text()))
+        assert named - known == set()
+
+    def test_files_exist(self, page: Path) -> None:
+        named = re.findall(
+            r"`((?:spangrad|gateway|collector|runner|trainer|transition_builder|tests|docs|packaging|examples)/[^`]*)`", page.read_text()
+        )
+        assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
+
+
+def test_every_table_and_view_is_described() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    names = re.findall(r"CREATE (?:TABLE|VIEW) IF NOT EXISTS otel\.(\w+)", SCHEMA)
+    assert len(names) > 15
+    assert [name for name in names if f"`{name}`" not in page and not name.startswith("otel_")] == []
+
+
+def test_every_command_is_described() -> None:
+    page = (ROOT / "docs" / "running.md").read_text()
+    assert [name for name in COMMANDS if f"`spangrad {name}" not in page] == []
+
+
+def test_the_agent_of_the_example_knows_nothing_of_us() -> None:
+    assert "spangrad" not in (ROOT / "examples" / "two_tools" / "agent.py").read_text().lower()

@@ -1,0 +1,165 @@
+"""Policy versions as directories: a Hugging Face model that any engine can serve, and the optimiser's state beside it.
+
+In: named weights and a function that writes the optimiser's state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
+Invariant: a directory of that name is whole. It is written under a temporary name, every file is synced to disk, the marker
+`STABLE` is written last, and one rename makes it visible. Weights are float32, whatever config.json says: that is what training
+goes on from, and an engine casts them as it loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import CheckpointError
+from spangrad.weights import checksum_directory, tokenizer_hash
+
+MARKER = "STABLE"
+WEIGHTS = "model.safetensors"
+_TEMPORARY = ".writing-"
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+"""Weights and optimiser states, which a new version has its own of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A version's directory, as its marker describes it."""
+
+    path: Path
+    policy: str
+    branch: str
+    version: int
+    parent: int
+    batch_id: str
+    checksum: str
+    """Of the weights: `spangrad.weights.checksum_directory`."""
+    tokenizer_hash: str
+
+
+def branch_directory(directory: Path, policy: str, branch: str) -> Path:
+    """Where a branch's versions lie; names are quoted, so that a slash in one makes no directory."""
+    return directory.absolute() / quote(policy, safe="") / quote(branch, safe="")
+
+
+def version_directory(directory: Path, policy: str, branch: str, version: int) -> Path:
+    """Where a version lies once it is whole."""
+    return branch_directory(directory, policy, branch) / f"v{version}"
+
+
+def write(
+    directory: Path,
+    *,
+    policy: str,
+    branch: str,
+    version: int,
+    parent: int,
+    batch_id: str,
+    base: Path,
+    weights: Iterable[tuple[str, NDArray[np.float32]]],
+    save_state: Callable[[Path], None],
+) -> Checkpoint:
+    """Write a version.
+
+    Args:
+        directory: trainer.directory.
+        policy: its name.
+        branch: its branch.
+        version: its number; nothing may lie there yet.
+        parent: the version that was trained.
+        batch_id: what it was trained on.
+        base: a model directory whose configuration and tokenizer are copied.
+        weights: parameters by their Hugging Face names.
+        save_state: writes the optimiser's state into a directory.
+
+    Raises:
+        CheckpointError: the version is there already.
+    """
+    from safetensors.numpy import save_file
+
+    final = version_directory(directory, policy, branch, version)
+    if final.exists():
+        raise CheckpointError(f"{final} exists, and version {version} was only now handed out. Move it away, and start again.")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f"{_TEMPORARY}{final.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        for file in sorted(base.iterdir()):
+            if file.is_file() and file.name != MARKER and not file.name.endswith(_NOT_COPIED):
+                shutil.copyfile(file, temporary / file.name)
+        save_file(dict(weights), temporary / WEIGHTS, metadata={"format": "pt"})
+        save_state(temporary)
+        made = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        for name in sizes:
+            _sync(temporary / name)
+        facts = {**asdict(made), "path": str(final), "files": sizes}
+        (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
+        _sync(temporary / MARKER)
+        _sync(temporary)
+        temporary.rename(final)
+        _sync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return made
+
+
+def verify(path: Path, checksum: str) -> None:
+    """Make sure that a model directory holds the weights that the ledger says.
+
+    Raises:
+        CheckpointError: it is missing, a file was cut, or the weights are others.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"the model directory {path} is missing. Restore it from a copy, or begin a new trainer.branch.")
+    marker = path / MARKER
+    if marker.exists():
+        for name, size in json.loads(marker.read_text())["files"].items():
+            file = path / name
+            if not file.exists() or file.stat().st_size != size:
+                there = f"{file.stat().st_size} bytes" if file.exists() else "missing"
+                raise CheckpointError(f"{file} is {there}, and was written with {size}. Restore {path} from a copy.")
+    found = checksum_directory(path)
+    if found != checksum:
+        raise CheckpointError(
+            f"{path} holds weights with checksum {found}, and the ledger says {checksum}. Restore the directory from a copy."
+        )
+
+
+def remove(directory: Path, policy: str, branch: str, version: int) -> None:
+    """Remove a version, if it is there."""
+    path = version_directory(directory, policy, branch, version)
+    if path.exists():
+        # Under its final name, a half-removed directory would look whole.
+        gone = path.with_name(f"{_TEMPORARY}{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def prune(directory: Path, policy: str, branch: str, committed: Collection[int], keep: int) -> None:
+    """Remove all but the newest `keep` committed versions; the newest of all always stays."""
+    for version in sorted(committed)[: -max(keep, 1)]:
+        remove(directory, policy, branch, version)
+
+
+def sweep(directory: Path, policy: str, branch: str) -> None:
+    """Remove what a crash left half-written or half-removed."""
+    for left in branch_directory(directory, policy, branch).glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(left)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

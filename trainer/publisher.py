@@ -1,0 +1,75 @@
+"""Hands committed versions to the gateway, which alone touches engines.
+
+In: a committed version. Out: the gateway serves it. Invariant: a version is published by path and checksum, so that what an engine loads
+is what the ledger committed; publishing the version that is served already changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+from spangrad.errors import GatewayError
+from spangrad.settings import GatewaySettings
+from spangrad.types import PolicyVersion
+
+
+class Publisher:
+    """HTTP client of the gateway's administration of policies."""
+
+    def __init__(self, gateway: GatewaySettings) -> None:
+        """Talk to gateway.url, with gateway.token when there is one."""
+        self._gateway = gateway
+
+    def served(self, policy: str) -> int:
+        """The version that the gateway serves.
+
+        Raises:
+            GatewayError: it does not answer, or does not know the policy.
+        """
+        return int(self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"])
+
+    def publish(self, version: PolicyVersion) -> float:
+        """Have the gateway serve a version, and wait until its engines do.
+
+        Returns:
+            Seconds that the gateway took.
+
+        Raises:
+            GatewayError: it does not answer, or refuses.
+        """
+        body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum}
+        return float(self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)["seconds"])
+
+    def _ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
+        url = self._gateway.url.rstrip("/") + path
+        headers = {"Content-Type": "application/json"}
+        if self._gateway.token:
+            headers["Authorization"] = f"Bearer {self._gateway.token.get_secret_value()}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._gateway.request_timeout_seconds) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise GatewayError(
+                f"the gateway refused {method} {url} ({error.code}): {_message(error)} The version stays committed and is published when "
+                "`spangrad train` starts again; trainer.publish = false trains without a gateway."
+            ) from error
+        except OSError as error:  # URLError and timeouts
+            reason = getattr(error, "reason", error)
+            raise GatewayError(
+                f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, set gateway.url, or "
+                "train without it by trainer.publish = false."
+            ) from error
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    text = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:500] or str(error.reason)

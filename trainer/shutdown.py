@@ -1,0 +1,67 @@
+"""SIGTERM and SIGINT as one exception that never falls into the middle of a transaction.
+
+In: signals. Out: `Stopped`, raised in the main thread. Invariant: inside `shielded()` nothing is raised; a signal that arrives there is
+raised as soon as the shield ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Stopped(BaseException):
+    """Somebody asked this process to end; no Exception, so that no library's handler swallows it."""
+
+
+class Shutdown:
+    """Turns the two signals into `Stopped` while it is entered."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        """Name of the signal that arrived. None: none did."""
+        self._shields = 0
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Handle the signals; outside the main thread, where Python delivers none, leave them alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def shielded(self) -> Generator[None]:
+        """Hold signals back until the block ends."""
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a shield, or code that swallowed `Stopped`, has held back.
+
+        Raises:
+            Stopped: a signal arrived, and nothing is shielded.
+        """
+        if self.requested and not self._shields:
+            raise Stopped
+
+    def end(self) -> None:
+        """Raise nothing from here on: the process is on its way out, and cleans up."""
+        self._shields += 1
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.requested is None:  # the second signal of an impatient sender must not interrupt the clean-up
+            self.requested = signal.Signals(number).name
+            self.check()

@@ -1,0 +1,18 @@
+"""The gateway's own spans, the authority for what the engine read and sampled.
+
+In: rows of otel.calls, which the schema's view has already typed. Out: canonical calls. Invariant: one row a choice,
+whatever became of the call.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad import semconv
+
+IS_GATEWAY = pl.col("ScopeName") == semconv.GATEWAY_SCOPE
+
+
+def calls(rows: pl.DataFrame) -> pl.DataFrame:
+    """Canonical calls of resolved CALLS rows."""
+    return rows.unique(["TraceId", "SpanId", "Choice"], keep="first", maintain_order=True).with_columns(ByGateway=pl.lit(True))

@@ -1,0 +1,184 @@
+"""The builder at work: once, or for as long as rollouts come.
+
+In: settings. Out: transitions, drops and rewards in the store, and a line in the log for each build. Invariant: what is
+killed anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the sink
+writes no row twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import FrameType
+
+import polars as pl
+import tenacity
+
+from spangrad.clickhouse import connect
+from spangrad.errors import StoreError
+from spangrad.settings import Settings
+from transition_builder.build import build
+from transition_builder.complete import decide
+from transition_builder.frames import ROOTS, Built, Verdict, empty
+from transition_builder.sink import Sink
+from transition_builder.source import Source
+
+log = logging.getLogger(__name__)
+
+CALLS_A_BUILD = 2048
+"""Calls built at a time, about: bounds memory."""
+_CALLS_UNKNOWN = 16
+_PATIENCE = 0.05
+"""A waiting rollout is looked at again after this fraction of the time that it has waited."""
+_ROLLOUT = ["RunId", "RolloutId"]
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a look at the store led to."""
+
+    rollouts: int = 0
+    transitions: int = 0
+    drops: Counter[str] = field(default_factory=Counter[str])
+    """Rows by reason."""
+    rewards: int = 0
+    waiting: int = 0
+    """Rollouts that ended and are not complete."""
+    seconds: float = 0.0
+
+    def add(self, built: Built) -> None:
+        """Count what was written."""
+        self.transitions += built.transitions.height
+        self.drops.update(built.drops["Reason"])
+        self.rewards += built.rewards.height
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.drops.items()))
+        return (
+            f"{self.rollouts} rollouts: {self.transitions} transitions, {self.drops.total()} drops{f' ({reasons})' if reasons else ''}, "
+            f"{self.rewards} rewards in {self.seconds:.3f} s; {self.waiting} wait"
+        )
+
+
+class Builder:
+    """Looks for ended rollouts, remembers those that wait, builds those that are complete."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Connect to the store.
+
+        Raises:
+            StoreError: it does not answer.
+        """
+        client = connect(settings.store)
+        self._spec = settings.builder
+        self._source = Source(client, settings)
+        self._sink = Sink(client, settings)
+        self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
+
+    def look(self) -> Summary:
+        """Build whatever is complete now.
+
+        Raises:
+            StoreError: the store failed; the next look takes up what this one left.
+        """
+        began = time.monotonic()
+        summary = Summary()
+        self._admit(self._source.new_roots())
+        now = self._source.now()
+        due = self._due(now)
+        if due.height:
+            verdicts = decide(self._source.facts(due), now, self._spec)
+            for rollouts in _portions(verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)):
+                summary.add(self._sink.write(build(self._source.frames(rollouts), self._spec)))
+                summary.rollouts += rollouts.height
+                self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
+            checked = (
+                pl.when(pl.struct(_ROLLOUT).is_in(due.select(pl.struct(_ROLLOUT)).to_series().implode())).then(now).otherwise("CheckedAt")
+            )
+            self._pending = self._pending.with_columns(CheckedAt=checked.cast(pl.Datetime("us", "UTC")))
+        summary.waiting = self._pending.height
+        summary.seconds = time.monotonic() - began
+        if summary.rollouts:
+            log.info("built %s", summary)
+        return summary
+
+    def _admit(self, roots: pl.DataFrame) -> None:
+        new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
+        self._pending = pl.concat([self._pending, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+
+    def _due(self, now: datetime) -> pl.DataFrame:
+        return self._pending.filter((now - pl.col("CheckedAt")) >= (pl.col("CheckedAt") - pl.col("IngestedAt")) * _PATIENCE)
+
+
+def build_once(settings: Settings) -> Summary:
+    """Build every rollout that is complete now.
+
+    Raises:
+        StoreError: the store does not answer, or failed.
+    """
+    summary = Builder(settings).look()
+    if not summary.rollouts:
+        log.info("nothing to build; %d rollouts wait", summary.waiting)
+    return summary
+
+
+def follow(settings: Settings) -> None:
+    """Build rollouts as they become complete, until SIGTERM or SIGINT.
+
+    A store that fails while following is waited for.
+
+    Raises:
+        StoreError: the store does not answer at the start.
+    """
+    with _stoppable():
+        builder = Builder(settings)
+        builder.look()
+        patient = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(StoreError),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=10),
+            before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
+        )
+        while True:
+            time.sleep(settings.builder.poll_seconds)
+            patient(builder.look)
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT arrived. No Exception, so that nobody's handler swallows it."""
+
+
+@contextmanager
+def _stoppable() -> Generator[None]:
+    """Leave the block on SIGTERM or SIGINT, wherever it is: every write is idempotent, so nothing needs shielding."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: FrameType | None) -> None:
+        log.info("%s: stopped", signal.Signals(number).name)
+        raise _Stopped
+
+    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except _Stopped:
+        pass
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _portions(rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    """Whole rollouts, oldest first, about CALLS_A_BUILD calls at a time."""
+    if rollouts.is_empty():
+        return
+    size = pl.col("Calls").fill_null(_CALLS_UNKNOWN) + 1
+    numbered = rollouts.sort("IngestedAt", *_ROLLOUT).with_columns(portion=(size.cum_sum() - size) // CALLS_A_BUILD)
+    yield from (portion.drop("portion") for portion in numbered.partition_by("portion", maintain_order=True))
