@@ -106,7 +106,7 @@ def _unlz4(body: bytes, limit: int) -> tuple[bytes, bool]:
             raise EncodingError(f"the body is not lz4: {error}") from None
         if not stream.eof:
             return bytes(out), False
-        body = stream.unused_data or b""
+        body = bytes(stream.unused_data or b"")
     return bytes(out), True
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from spangrad.errors import StoreError
 
-CONFIG = Path(__file__).parent / "chdb_config" / "config.xml"
+CONFIG = Path(__file__).parent / "chdb_config"
 STATEMENT_MEMORY = 2 * 2**30
 """Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml."""
 _CODE = re.compile(r"Code: (\d+)\.")
@@ -98,6 +98,9 @@ class Engine:
             )
         self._lock = _own(self.path)
         _plain_default_database(self.path)
+        # The engine finds the second file only by an absolute path.
+        self._config = self.path / "config.xml"
+        self._config.write_text((CONFIG / "config.xml").read_text().replace("@USERS@", str(CONFIG / "users.xml")))
         self._keeper = self.handle()
         version, self.timezone = self._keeper.query("SELECT version(), timezone()").body.decode().split()
         self.version = version
@@ -112,7 +115,9 @@ class Engine:
 
         try:
             return Handle(
-                chdb.connect(f"{self.path}?config-file={CONFIG}&max_memory_usage={STATEMENT_MEMORY}&max_partitions_per_insert_block=0")
+                chdb.connect(
+                    f"{self.path}?config-file={self._config}&max_memory_usage={STATEMENT_MEMORY}&max_partitions_per_insert_block=0"
+                )
             )
         except RuntimeError as error:
             raise StoreError(f"the engine does not start on {self.path}: {error}") from None

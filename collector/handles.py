@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from collector.clickhouse_request import BadRequestError, Statement
@@ -54,7 +54,7 @@ class Handles:
         self._lock = threading.Lock()
 
     @contextmanager
-    def borrow(self, statement: Statement) -> Iterator[Handle]:
+    def borrow(self, statement: Statement) -> Generator[Handle]:
         """A handle for one statement, waiting while its session is busy.
 
         Raises:

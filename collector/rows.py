@@ -11,6 +11,7 @@ from binascii import b2a_base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -36,6 +37,7 @@ _STATUS_CODES = tuple(len(name).to_bytes(1) + name for name in (b"Unset", b"Ok",
 _EMPTY = b"\0"
 _LATEST = 2**63 - 1
 _CACHED_LENGTH = 128
+_KEY = itemgetter(0)
 _signed = struct.Struct("<q").pack
 _unsigned = struct.Struct("<Q").pack
 
@@ -178,12 +180,11 @@ def _map(attributes: Iterable[KeyValue]) -> bytes:
 
 
 def _put_map(out: list[bytes], attributes: Iterable[KeyValue]) -> None:
-    start = len(out)
-    out.append(_EMPTY)
-    count = 0
-    for item in attributes:
-        count += 1
-        value = item.value
+    items = [(item.key, item.value) for item in attributes]
+    # The exporter sorts by key; of equal keys it keeps all, in their order.
+    items.sort(key=_KEY)
+    out.append(_varint(len(items)))
+    for key, value in items:
         kind = value.WhichOneof("value")
         if kind == "string_value":
             raw = value.string_value.encode()
@@ -191,10 +192,9 @@ def _put_map(out: list[bytes], attributes: Iterable[KeyValue]) -> None:
             raw = b2a_base64(value.bytes_value, newline=False)
         else:
             raw = value_text(value).encode()
-        out.append(_name(item.key))
+        out.append(_name(key))
         out.append(_varint(len(raw)))
         out.append(raw)
-    out[start] = _varint(count)
 
 
 def _time(nanoseconds: int) -> bytes:

@@ -1,7 +1,7 @@
 """OTLP values as text, exactly as the OpenTelemetry Collector writes them.
 
-In: an AnyValue. Out: what Go's `pcommon.Value.AsString` gives: strings as they are, numbers and booleans as text, bytes as
-standard base64, arrays and key-value lists as the JSON of Go's encoding/json. Invariant: the same bytes by both roads.
+In: an AnyValue. Out: what Go's `pcommon.Value.AsString` gives (0.161): strings as they are, numbers and booleans as text, bytes
+as standard base64, arrays and key-value lists as JSON. Invariant: the same text by both roads, which a test compares.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from json.encoder import encode_basestring
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
-# encoding/json keeps its output safe inside HTML and JavaScript.
-_GO_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+# Go's encoder keeps its output safe inside JavaScript.
+_LINE_ENDS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class _NoJSONError(ValueError):
@@ -44,10 +44,9 @@ def value_text(value: AnyValue) -> str:
 
 
 def double_text(number: float) -> str:
-    """A float64 as Go's encoding/json writes it: shortest digits, an exponent only below 1e-6 and from 1e21."""
+    """A float64 as the Collector writes it: shortest digits, an exponent only below 1e-6 and from 1e21."""
     if not math.isfinite(number):
-        name = "NaN" if math.isnan(number) else "+Inf" if number > 0 else "-Inf"
-        return f"json: unsupported value: {name}"
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
     text = repr(number)
     if "e" not in text:
         return text.removesuffix(".0")
@@ -67,7 +66,7 @@ def _json(value: AnyValue) -> str:
         case "string_value":
             return _quoted(value.string_value)
         case "bytes_value":
-            return f'"{b64encode(value.bytes_value).decode()}"'
+            return f'"{b64encode(value.bytes_value).decode()}"' if value.bytes_value else "null"
         case "double_value" if not math.isfinite(value.double_value):
             raise _NoJSONError
         case None:
@@ -77,4 +76,4 @@ def _json(value: AnyValue) -> str:
 
 
 def _quoted(text: str) -> str:
-    return encode_basestring(text).translate(_GO_ESCAPES)
+    return encode_basestring(text).translate(_LINE_ENDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
 from itertools import count
 
 import aiohttp
@@ -29,13 +30,38 @@ ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d+}"
 ERROR_BYTES = 2000
 """How much of an error's body goes into the span's status."""
 
-_HOP_BY_HOP = frozenset("connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split())
-_NOT_FORWARDED = _HOP_BY_HOP | set("host content-length accept-encoding authorization cookie traceparent tracestate baggage".split())
+_HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+# Credentials and trace context end here; the engine gets the call's own span as its parent.
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    "accept-encoding",
+    "authorization",
+    "baggage",
+    "content-length",
+    "cookie",
+    "host",
+    "traceparent",
+    "tracestate",
+}
 _NOT_RETURNED = _HOP_BY_HOP | {"content-length", "date", "server"}
 
 
-_STREAM = "spangrad.stream"
-"""Where a request keeps the stream that answers it, once it has begun."""
+@dataclass(slots=True)
+class _Exchange:
+    """A call while it lasts."""
+
+    request: web.Request
+    facts: CallFacts
+    stream: web.StreamResponse | None = None
+    """None: no part of a stream has gone to the client."""
 
 
 class _ClientLeftError(Exception):
@@ -91,41 +117,43 @@ class Calls:
         attempt = attempt_of(_url_attempt(request), baggage)
         context = call_context(attempt, self._counts.announced(attempt), baggage, request.headers.get("traceparent"))
         facts = CallFacts(context, asked, next(self._seq), time.time_ns())
+        exchange = _Exchange(request, facts)
         self._counts.begin(attempt)
         try:
-            return await self._answered(request, facts)
+            return await self._answered(exchange)
         except asyncio.CancelledError:
             facts.aborted = True
             raise
         except _ClientLeftError:
             facts.aborted = True
-            return request.get(_STREAM) or web.Response()  # nobody reads it
+            return exchange.stream or web.Response()  # nobody reads it
         finally:
             self._exporter.put(build_span(facts, self._process_id, time.time_ns()))
             self._counts.end(attempt)
 
-    async def _answered(self, request: web.Request, facts: CallFacts) -> web.StreamResponse:
+    async def _answered(self, exchange: _Exchange) -> web.StreamResponse:
         """Answer a call; what can go wrong with the engine becomes an answer and a fact."""
         try:
             async with asyncio.timeout(self._seconds):
                 await self._backend.admit_call()
-                return await self._forward(request, facts)
+                return await self._forward(exchange)
         except BackendDownError as error:
-            return _failed(request, facts, 503, "engine_down", str(error))
+            return _failed(exchange, 503, "engine_down", str(error))
         except TimeoutError:
             message = f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}."
-            return _failed(request, facts, 504, "timeout", message)
+            return _failed(exchange, 504, "timeout", message)
         except aiohttp.ClientError as error:
-            return _failed(request, facts, 502, "engine_unreachable", unreachable(self._backend.url, error))
+            return _failed(exchange, 502, "engine_unreachable", unreachable(self._backend.url, error))
 
-    async def _forward(self, request: web.Request, facts: CallFacts) -> web.StreamResponse:
+    async def _forward(self, exchange: _Exchange) -> web.StreamResponse:
+        request, facts = exchange.request, exchange.facts
         headers = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() not in _NOT_FORWARDED)
         headers["traceparent"] = facts.context.span.header()
         url = self._backend.url + CHAT_PATH
         async with self._session.post(url, data=facts.request.for_engine(), headers=headers) as upstream:
             facts.http_status = upstream.status
             if upstream.content_type == "text/event-stream":
-                return await self._stream(request, facts, upstream)
+                return await self._stream(exchange, upstream)
             body = await upstream.read()
             if upstream.status == 200:
                 body = _read_whole(facts, body)
@@ -135,12 +163,13 @@ class Calls:
                 facts.error_message = body[:ERROR_BYTES].decode(errors="replace")
             return web.Response(body=body, status=upstream.status, headers=_returned(upstream.headers))
 
-    async def _stream(self, request: web.Request, facts: CallFacts, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _stream(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+        facts = exchange.facts
         reader = StreamReader(facts.request)
         facts.answer = reader.answer
         response = web.StreamResponse(status=upstream.status, headers=_returned(upstream.headers))
-        await _to_client(response.prepare(request))
-        request[_STREAM] = response
+        await _to_client(response.prepare(exchange.request))
+        exchange.stream = response
         async for data in upstream.content.iter_any():
             events = reader.feed(data)
             if events:
@@ -168,16 +197,15 @@ def _note_abort(facts: CallFacts) -> None:
     facts.aborted = any(choice.finish_reason == "abort" for choice in facts.answer.choices.values())
 
 
-def _failed(request: web.Request, facts: CallFacts, status: int, kind: str, message: str) -> web.StreamResponse:
+def _failed(exchange: _Exchange, status: int, kind: str, message: str) -> web.StreamResponse:
     """Answer with an error, or cut a stream that has begun: only a broken connection says that this was not all."""
-    facts.error_type, facts.error_message = kind, message
-    stream: web.StreamResponse | None = request.get(_STREAM)
-    if stream is None:
-        facts.http_status = status
+    exchange.facts.error_type, exchange.facts.error_message = kind, message
+    if exchange.stream is None:
+        exchange.facts.http_status = status
         return error_response(status, message, kind)
-    if request.transport is not None:
-        request.transport.abort()
-    return stream
+    if exchange.request.transport is not None:
+        exchange.request.transport.abort()
+    return exchange.stream
 
 
 async def _to_client(writing: Awaitable[object]) -> None:

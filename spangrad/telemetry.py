@@ -64,6 +64,18 @@ def parse_headers(text: str) -> dict[str, str]:
     return dict(parse_env_headers(text, liberal=True))
 
 
+def _after_fork_in_child(method: Callable[[], None]) -> None:
+    """Call a bound method in each forked child for as long as its object lives."""
+    if hasattr(os, "register_at_fork"):
+        weak = weakref.WeakMethod(method)
+
+        def call() -> None:
+            if alive := weak():
+                alive()
+
+        os.register_at_fork(after_in_child=call)
+
+
 class ProcessSequence:
     """Names this process and counts its spans in the order in which they start; both are renewed after a fork."""
 
@@ -394,15 +406,3 @@ def _retry_after(value: str | None) -> float | None:
         return min(max(float(value), 0), _LONGEST_RETRY_AFTER_SECONDS) if value else None
     except ValueError:  # a date: our own backoff is good enough
         return None
-
-
-def _after_fork_in_child(method: Callable[[], None]) -> None:
-    """Call a bound method in each forked child for as long as its object lives."""
-    if hasattr(os, "register_at_fork"):
-        weak = weakref.WeakMethod(method)
-
-        def call() -> None:
-            if alive := weak():
-                alive()
-
-        os.register_at_fork(after_in_child=call)

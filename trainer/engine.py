@@ -117,9 +117,7 @@ class Engine:
         try:
             state = torch.load(file, weights_only=False)  # our own file, beside weights whose checksum was verified
         except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error}). Remove this version's directory, and restore it from a copy."
-            ) from error
+            raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
         inner = self._worker.engine
         inner.optimizer.load_state_dict(state["optimizer"])
         inner.lr_scheduler.load_state_dict(state["schedule"])
@@ -227,7 +225,7 @@ def _checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, d
     logprobs = no_padding_2_padding(model_output["log_probs"], data).detach()
     sampled = data["response_mask"].bool() & data["current"].bool()[:, None]
     gap = torch.where(sampled, (logprobs.float() - data["old_log_probs"]).abs(), 0.0)
-    largest = gap.max().nan_to_num(nan=torch.inf)
+    largest = gap.max().nan_to_num(nan=torch.inf, posinf=torch.inf)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=dp_group)
     if not largest.item() <= alarm:
         raise TrainerError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spangrad.clickhouse import connect
-from spangrad.errors import LedgerError, SettingsError
+from spangrad.errors import GatewayError, LedgerError, SettingsError
 from spangrad.settings import Settings
 from spangrad.types import PolicyVersion
 from spangrad.weights import checksum_directory, tokenizer_hash
@@ -92,9 +92,23 @@ class Trainer:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
         self.mirror.catch_up()
         newest = newest_version(self.ledger)
-        if self.publisher and self.publisher.served(self.settings.trainer.policy) != newest.version:
+        if self.publisher and self._served(self.publisher) != newest.version:
             seconds = self.publisher.publish(newest.policy_version)
             logger.info("published version %d in %.2f s", newest.version, seconds)
+
+    def _served(self, publisher: Publisher) -> int:
+        """The version that the gateway serves, once it has admitted its engine, which may be starting beside us.
+
+        Raises:
+            GatewayError: it admits none in the time that an engine has to start.
+        """
+        end = time.monotonic() + self.settings.engine.start_timeout_seconds
+        while (version := publisher.served(self.settings.trainer.policy)) is None:
+            self.shutdown.check()
+            if time.monotonic() > end:
+                raise GatewayError(f"the gateway at {self.settings.gateway.url} has no engine. Start one with `spangrad engine`.")
+            time.sleep(self.settings.trainer.poll_seconds)
+        return version
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""

@@ -24,13 +24,14 @@ class Publisher:
         """Talk to gateway.url, with gateway.token when there is one."""
         self._gateway = gateway
 
-    def served(self, policy: str) -> int:
-        """The version that the gateway serves.
+    def served(self, policy: str) -> int | None:
+        """The version that the gateway serves. None: it has not admitted its engine yet.
 
         Raises:
             GatewayError: it does not answer, or does not know the policy.
         """
-        return int(self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"])
+        version = self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"]
+        return None if version is None else int(version)
 
     def publish(self, version: PolicyVersion) -> float:
         """Have the gateway serve a version, and wait until its engines do.

@@ -142,7 +142,7 @@ def follow(settings: Settings) -> None:
         builder.look()
         patient = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StoreError),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=10),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=5),
             before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
         )
         while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from langchain_core.messages import AnyMessage, HumanMessage, ToolMessage
 from langchain_core.tools import BaseTool, ToolException, tool
@@ -42,16 +42,16 @@ def _answer(name: str, served: set[str], user_city: str, city: str) -> str:
 TOOLS: dict[str, BaseTool] = {"weather": weather, "clock": clock}
 
 
-class State(TypedDict, total=False):
+class State(TypedDict):
     """What the graph's nodes share."""
 
     city: str
     messages: Annotated[list[AnyMessage], operator.add]
     turns: int
-    outcome: str
+    outcome: NotRequired[str]
 
 
-async def call_model(state: State) -> Command[Literal["tools", "__end__"]]:
+async def call_model(state: State) -> Command[str]:
     """Ask the model; what does not begin with a tool's name ends the conversation."""
     reply = await _client().ainvoke(state["messages"])
     update = {"messages": [reply], "turns": state["turns"] + 1}
@@ -61,7 +61,7 @@ async def call_model(state: State) -> Command[Literal["tools", "__end__"]]:
     return Command(goto=END, update={**update, "outcome": "malformed"})
 
 
-async def call_tool(state: State) -> Command[Literal["model", "__end__"]]:
+async def call_tool(state: State) -> Command[str]:
     """Call the tool that the model named; a tool's error goes back to the model while there are turns."""
     name, *words = state["messages"][-1].text.split()
     city = " ".join(words)
@@ -77,14 +77,14 @@ async def call_tool(state: State) -> Command[Literal["model", "__end__"]]:
 
 @cache
 def _client() -> ChatOpenAI:
-    return ChatOpenAI(model="policy", max_tokens=3, temperature=1.0)
+    return ChatOpenAI(model="policy", max_completion_tokens=3, temperature=1.0)
 
 
 @cache
 def _graph() -> Any:
     graph = StateGraph(State)
-    graph.add_node("model", call_model)
-    graph.add_node("tools", call_tool)
+    graph.add_node("model", call_model, destinations=("tools", END))
+    graph.add_node("tools", call_tool, destinations=("model", END))
     graph.add_edge(START, "model")
     return graph.compile()
 

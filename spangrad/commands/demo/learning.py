@@ -98,7 +98,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                     seconds_until_served=time.monotonic() - rolled_out,
                 )
                 history.steps.append(step)
-                progress.console.print(step.line(_clock(history)))
+                progress.console.print(step.line(_clock(history)), soft_wrap=True)
                 progress.update(bar, advance=1, description=f"success {step.success:.2f}")
         if not history.steps:
             raise SpangradError(f"--max-steps {plan.max_steps} leaves nothing to do. Give at least 1.")

@@ -1,0 +1,59 @@
+"""Crashes a child process at a chosen boundary, as a power cut would: no handler, no rollback code runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+CRASHED = 42
+
+
+def crashes(action: Callable[[], object], files: set[Path], events: set[str]) -> Iterator[int]:
+    """Run `action` in a forked child that dies at its first boundary, then at its second, until a child lives; yield after each death.
+
+    Args:
+        action: opens its own files and connections.
+        files: source files whose boundaries count.
+        events: what is a boundary there: "line", "call", "return".
+    """
+    boundary = 0
+    while _run(action, {str(file) for file in files}, events, boundary) == CRASHED:
+        yield boundary
+        boundary += 1
+
+
+def _run(action: Callable[[], object], files: set[str], events: set[str], boundary: int) -> int:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            _trace(files, events, boundary)
+            action()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.settrace(None)
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in {0, CRASHED}, f"the child failed by itself at boundary {boundary}"
+    return code
+
+
+def _trace(files: set[str], events: set[str], boundary: int) -> None:
+    left = boundary
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event in events:
+            if left == 0:
+                os._exit(CRASHED)
+            left -= 1
+        return local
+
+    sys.settrace(lambda frame, event, argument: local(frame, event, argument) if frame.f_code.co_filename in files else None)

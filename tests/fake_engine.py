@@ -1,0 +1,252 @@
+"""A fake engine with switchable faults: vLLM 0.32 with our plugin, in the shapes of its answers.
+
+In: what the gateway asks. Out: what vLLM would answer, a request at a time and deterministic. Invariant: fields that vLLM
+writes as null when they were not asked for are null here, and chunks that it leaves out are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from spangrad.processes import free_ports
+from spangrad.weights import checksum_directory
+
+ANSWER_TEXT = "weather rome"
+ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
+PROMPT_IDS = [1, 4, 7, 12, 2, 1, 5]
+
+
+@dataclass
+class FakeEngine:
+    """vLLM with our plugin, as the gateway sees it: shapes of answers are those of vLLM 0.32."""
+
+    policy: str = "policy"
+    version: int = 0
+    checksum: str = "float32:0000000000000000"
+    warm: bool = True
+    port: int = field(default_factory=lambda: free_ports(1)[0])
+    status: int = 200
+    """Of chat answers; anything but 200 is an error in vLLM's words."""
+    body: bytes | None = None
+    """Chat answers' body, in place of the right one."""
+    cut_after: int | None = None
+    """Chunks of a stream after which the connection breaks."""
+    error_after: int | None = None
+    """Chunks of a stream after which vLLM reports an error."""
+    silent_chunks: bool = False
+    """Send a chunk that vLLM sends only for its ids, as a tool parser that waits causes it."""
+    tool_call: bool = False
+    refuses: str = ""
+    """A control path (or method of /collective_rpc) that answers 500."""
+    wrong_after_reload: bool = False
+    ids_missing: bool = False
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """Answers wait for it, streams after `stall_after` chunks; set at the start."""
+    stall_after: int = 1
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    orders: list[str] = field(default_factory=list)
+    """Control orders and chat requests, in the order they came."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """The gateway closed a chat request before it was answered."""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """A chat request has come."""
+    paused: bool = False
+    hold_reload: asyncio.Event = field(default_factory=asyncio.Event)
+    """A reload waits for it; set at the start."""
+    reloading: asyncio.Event = field(default_factory=asyncio.Event)
+    """A reload has begun."""
+
+    def __post_init__(self) -> None:
+        self.go_on.set()
+        self.hold_reload.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[str]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/spangrad/info", self._info)
+        app.router.add_get("/is_paused", self._is_paused)
+        app.router.add_post("/{order:.*}", self._order)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        try:
+            yield f"http://127.0.0.1:{self.port}"
+        finally:
+            await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.policy, "object": "model"}]})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _order(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name = body.get("method", request.path)
+        self.orders.append(name)
+        if name == self.refuses:
+            return web.Response(status=500, text="Internal Server Error")
+        if name == "/pause":
+            self.paused = True
+        elif name == "/resume":
+            self.paused = False
+        elif name == "/update_weight_version":
+            self.version = int(body["new_version"])
+        elif name == "reload_weights":
+            self.reloading.set()
+            await self.hold_reload.wait()
+            found = checksum_directory(Path(body["kwargs"]["weights_path"]))
+            self.checksum = "float32:ffffffffffffffff" if self.wrong_after_reload else found
+        elif name == "spangrad_checksum":
+            return web.json_response({"results": [self.checksum]})
+        return web.json_response({"results": [None]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        probe = asked["messages"][0]["content"] == "probe"
+        self.orders.append("probe" if probe else "chat")
+        if not probe:
+            self.requests.append(asked)
+            self.headers.append({name.lower(): value for name, value in request.headers.items()})
+            self.arrived.set()
+        try:
+            if self.status != 200 and not probe:
+                error = {"message": "the engine says no", "type": "BadRequestError", "param": None, "code": self.status}
+                return web.json_response({"error": error}, status=self.status)
+            if self.body is not None and not probe:
+                return web.Response(body=self.body, content_type="application/json")
+            if asked.get("stream"):
+                return await self._stream(request, asked)
+            if not probe:
+                await self.go_on.wait()
+            return web.json_response(self.whole(asked), headers={"x-request-id": "r-1"})
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+
+    def facts(self, **more: int) -> dict[str, Any]:
+        return {"policy": self.policy, "version_start": self.version, **more, "tokenizer_hash": "cafe"}
+
+    def whole(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer to a request, as vLLM with the plugin gives it."""
+        ids = bool(asked.get("return_token_ids")) and not self.ids_missing
+        message: dict[str, Any] = {"role": "assistant", "content": ANSWER_TEXT, "refusal": None, "reasoning": None}
+        if self.tool_call:
+            message |= {"content": "", "tool_calls": [{"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+        count = asked.get("n", 1)
+        return {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1700000000,
+            "model": asked["model"],
+            "choices": [
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": {"content": [_logprob(token) for token in ANSWER_TOKENS]} if asked.get("logprobs") else None,
+                    "finish_reason": "tool_calls" if self.tool_call else "stop",
+                    "stop_reason": None,
+                    "token_ids": [token[0] + 100 * index for token in ANSWER_TOKENS] if ids else None,
+                }
+                for index in range(count)
+            ],
+            "usage": {"prompt_tokens": 7, "total_tokens": 7 + 3 * count, "completion_tokens": 3 * count},
+            "prompt_logprobs": None,
+            "prompt_token_ids": PROMPT_IDS if ids else None,
+            "spangrad": self.facts(version_end=self.version),
+        }
+
+    def chunks(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of the stream that answers a request, as vLLM with the plugin gives them."""
+        ids, logprobs = asked.get("return_token_ids"), asked.get("logprobs")
+        indices = range(asked.get("n", 1))
+        first = [
+            _chunk(asked, {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+            | {"prompt_token_ids": PROMPT_IDS if ids else None}
+            for i in indices
+        ]
+        deltas: list[dict[str, Any]] = [{"content": token[1]} for token in ANSWER_TOKENS]
+        if self.tool_call:
+            start = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+            deltas = [{"tool_calls": [start]}, {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}, {"content": ""}]
+        if self.silent_chunks:
+            deltas[1] = {}
+        rest: list[dict[str, Any]] = []
+        for place, (token, delta) in enumerate(zip(ANSWER_TOKENS, deltas, strict=True)):
+            last = place == len(ANSWER_TOKENS) - 1
+            if not delta and not ids and not logprobs and not last:
+                continue
+            for i in indices:
+                choice = {
+                    "index": i,
+                    "delta": delta,
+                    "logprobs": {"content": [_logprob(token)]} if logprobs else None,
+                    "finish_reason": ("tool_calls" if self.tool_call else "stop") if last else None,
+                    **({"stop_reason": None} if last else {}),
+                    "token_ids": [token[0] + 100 * i] if ids else None,
+                }
+                rest.append(_chunk(asked, choice))
+        usage = {"prompt_tokens": 7, "total_tokens": 7 + 3 * len(indices), "completion_tokens": 3 * len(indices)}
+        if (asked.get("stream_options") or {}).get("include_usage"):
+            rest.append(_chunk(asked) | {"usage": usage})
+        return [*first, *rest]
+
+    async def _stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        chunks = self.chunks(asked)
+        chunks[0]["spangrad"] = self.facts()
+        chunks[-1]["spangrad"] = self.facts(version_end=self.version)
+        for place, chunk in enumerate(chunks):
+            if place == self.cut_after:
+                assert request.transport
+                request.transport.abort()
+                return response
+            if place == self.error_after:
+                chunk = {"error": {"message": "the engine broke", "type": "InternalServerError", "param": None, "code": 500}}
+            await response.write(event(chunk))
+            if place == self.error_after:
+                break
+            if place + 1 == self.stall_after:
+                await self.go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    """A server-sent event, written as vLLM writes it."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _chunk(asked: dict[str, Any], *choices: dict[str, Any]) -> dict[str, Any]:
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1700000000, "model": asked["model"]}
+    return {**head, "choices": list(choices)}
+
+
+def _logprob(token: tuple[int, str, float]) -> dict[str, Any]:
+    return {"token": token[1], "logprob": token[2], "bytes": list(token[1].encode()), "top_logprobs": []}
+
+
+def uint32s(data: bytes) -> list[int]:
+    """Little-endian uint32 values, as spans carry token ids."""
+    return list(struct.unpack(f"<{len(data) // 4}I", data))
+
+
+def float32s(data: bytes) -> list[float]:
+    """Little-endian float32 values, as spans carry logprobs."""
+    return list(struct.unpack(f"<{len(data) // 4}f", data))

@@ -1,0 +1,456 @@
+"""Fakes that several tests share."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
+    """A row of otel.transitions as the trainer reads it; `changes` replace columns."""
+    row: dict[str, object] = {
+        "RunId": "run",
+        "Mode": "train",
+        "BuildSpec": "spec",
+        "GroupId": "group",
+        "RolloutId": rollout,
+        "Attempt": 0,
+        "Revision": 0,
+        "Turn": turn,
+        "CallId": f"call-{rollout}-{turn}",
+        "TransitionId": f"transition-{rollout}-{turn}",
+        "Version": 0,
+        "TokenizerHash": "tokenizer",
+        "Temperature": 1.0,
+        "PromptIds": [1, 2, 3],
+        "ResponseIds": [4, 5],
+        "Logprobs": [-0.5, -1.5],
+        "Rewards.Value": list(rewards),
+    }
+    return {**row, **changes}
+
+
+class HttpServer:
+    """A small HTTP server in a thread of its own; a subclass answers with (status, headers, body)."""
+
+    def __init__(self, port: int = 0) -> None:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def _handle(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                status, headers, answer = fake.answer(self.command, self.path, dict(self.headers.items()), body)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_GET = do_POST = do_PUT = _handle  # noqa: N815  # http.server's names
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 256
+
+        self._server = Server(("127.0.0.1", port), Handler)
+        self.port = int(self._server.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class SunkSpan:
+    """A span as it arrived at an OtlpSink; ids are hex, a root's parent is ''."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    status: str
+    attributes: dict[str, object]
+    events: tuple[tuple[str, dict[str, object]], ...]
+    service: str
+    scope: str
+
+
+class OtlpSink(HttpServer):
+    """Takes spans by OTLP/HTTP, or answers with `refusals` (status, headers) first; `requests` holds each request's headers."""
+
+    def __init__(self, port: int = 0, refusals: Sequence[tuple[int, dict[str, str]]] = ()) -> None:
+        self.spans: list[SunkSpan] = []
+        self.requests: list[dict[str, str]] = []
+        self.refusals = list(refusals)
+        self.changed = threading.Condition()
+        super().__init__(port)
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        with self.changed:
+            self.requests.append({name.lower(): value for name, value in headers.items()})
+            self.changed.notify_all()
+            if path != "/v1/traces":
+                return 404, {}, b"no such path"
+            if self.refusals:
+                status, more = self.refusals.pop(0)
+                return status, more, b"not now"
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                service = str(_plain(resource.resource.attributes).get("service.name", ""))
+                for scope in resource.scope_spans:
+                    self.spans += [_sunk(span, service, scope.scope.name) for span in scope.spans]
+            self.changed.notify_all()
+        return 200, {"content-type": "application/x-protobuf"}, b""
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, seconds), f"not within {seconds} s; names so far: {[span.name for span in self.spans]}"
+
+    def named(self, name: str) -> list[SunkSpan]:
+        with self.changed:
+            return [span for span in self.spans if span.name == name]
+
+
+def _plain(attributes: Iterable[Any]) -> dict[str, object]:
+    return {one.key: _plain_value(one.value) for one in attributes}
+
+
+def _plain_value(value: Any) -> object:
+    kind = value.WhichOneof("value")
+    return [_plain_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind) if kind else None
+
+
+def _sunk(span: Any, service: str, scope: str) -> SunkSpan:
+    return SunkSpan(
+        name=span.name,
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        status={0: "UNSET", 1: "OK", 2: "ERROR"}[span.status.code],
+        attributes=_plain(span.attributes),
+        events=tuple((event.name, _plain(event.attributes)) for event in span.events),
+        service=service,
+        scope=scope,
+    )
+
+
+class AttemptGateway(HttpServer):
+    """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
+
+    def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
+        self.announced: dict[tuple[str, int], dict[str, str]] = {}
+        self.calls: dict[tuple[str, int], int] = {}
+        self.chats: list[dict[str, Any]] = []
+        self.chat_headers: list[dict[str, str]] = []
+        self.reply = reply
+        self.ready = 200
+        self._lock = threading.Lock()
+        super().__init__(port)
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        low = {name.lower(): value for name, value in headers.items()}
+        status, answer = self._route(method, path, low, json.loads(body) if body else {})
+        return status, {"content-type": "application/json"}, json.dumps(answer).encode()
+
+    def _route(self, method: str, path: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/readyz":
+            return self.ready, {"reason": "no engine"}
+        attempt = re.match(r"/rollout/([^/]+)/attempt/(\d+)", path)
+        key = (attempt[1], int(attempt[2])) if attempt else None
+        with self._lock:
+            if path.endswith("/chat/completions"):
+                carried = re.search(r"spangrad\.rollout\.id=([^,;]+).*?spangrad\.rollout\.attempt=(\d+)", headers.get("baggage", ""))
+                key = key or ((carried[1], int(carried[2])) if carried else None)
+                if key is not None:
+                    self.calls[key] = self.calls.get(key, 0) + 1
+                self.chats.append(body)
+                self.chat_headers.append(headers)
+                message = {"role": "assistant", "content": self.reply(body["messages"])}
+                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+                return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
+            if key is not None and method == "PUT":
+                self.announced[key] = body
+                return 200, {}
+            if key is not None and path.endswith("/calls") and key in self.announced:
+                return 200, {"calls": self.calls.get(key, 0)}
+        return 404, {"error": path}
+
+
+class SpanFactory:
+    """Spans of rollouts as the store's typed tables hold them, made by hand: `spans`, `calls`, `answers` and `roots` are lists of rows.
+
+    Span ids count from 1, an attempt has a trace of its own, and a process's clock is `clocks[process]` seconds off.
+    """
+
+    def __init__(self, *, run: str = "run", clocks: dict[str, float] | None = None) -> None:
+        self.run = run
+        self.clocks = clocks or {}
+        self.spans: list[dict[str, object]] = []
+        self.calls: list[dict[str, object]] = []
+        self.answers: list[dict[str, object]] = []
+        self.roots: list[dict[str, object]] = []
+        self._made = 0
+        self._seq: dict[str, int] = {}
+
+    def root(
+        self,
+        rollout: str = "r",
+        *,
+        attempt: int = 0,
+        calls: int | None = None,
+        final: bool = True,
+        failure: str = "",
+        trace: str = "",
+        **facts: object,
+    ) -> str:
+        """The runner's root span of an attempt; `facts` replace what the root knows (GroupId, IngestedAt, ...)."""
+        span = self.span(
+            "rollout", "", rollout=rollout, attempt=attempt, process="runner", trace=trace, status="Error" if failure else "Ok"
+        )
+        made = self.spans[-1]
+        self.roots.append(
+            {name: made[name] for name in ("RunId", "Mode", "Attempt", "TraceId", "SpanId")}
+            | {"RolloutId": rollout, "GroupId": "g", "GroupSize": 2, "TaskId": "t", "Calls": calls, "Final": final, "Failure": failure}
+            | {"IngestedAt": self.time(0), "Verdict": "complete", "Detail": ""}
+            | facts
+        )
+        known = self.roots[-1]
+        said = {"group.id": known["GroupId"], "group.size": known["GroupSize"], "task.id": known["TaskId"], "rollout.calls": calls}
+        said |= {"rollout.final": str(final).lower(), "rollout.failure": failure}
+        made["Attributes"] = {f"spangrad.{name}": str(value) for name, value in said.items() if value not in (None, "")}
+        return span
+
+    def span(
+        self,
+        name: str,
+        parent: str,
+        *,
+        rollout: str = "r",
+        attempt: int = 0,
+        process: str = "agent",
+        service: str = "",
+        scope: str = "",
+        status: str = "Ok",
+        trace: str = "",
+        kind: str = "",
+        **facts: object,
+    ) -> str:
+        """Any span; `kind` is OpenInference's, `facts` replace columns, and Attributes are added to."""
+        self._made += 1
+        seq = self._seq[process] = self._seq.get(process, -1) + 1
+        attributes = {**({"openinference.span.kind": kind} if kind else {}), **facts.pop("Attributes", {})}  # type: ignore[dict-item]
+        span = f"{self._made:016x}"
+        self.spans.append(
+            {"RunId": self.run, "Mode": "train", "RolloutKey": rollout, "RolloutKeySource": "rollout", "Attempt": attempt}
+            | {
+                "Timestamp": self.time(self._made + self.clocks.get(process, 0)),
+                "TraceId": self.trace(trace or f"{self.run}.{rollout}.{attempt}"),
+                "SpanId": span,
+            }
+            | {"Choice": 0, "RowKind": "span", "ParentSpanId": parent, "ProcessId": process, "Seq": seq, "SpanName": name}
+            | {"ServiceName": service or process, "ScopeName": scope, "StatusCode": status, "StatusMessage": "", "Attributes": attributes}
+            | facts
+        )
+        return span
+
+    def evaluation(self, span: str, value: object = 1.0, name: str = "reward", kind: str = "evaluation_event", **facts: object) -> None:
+        """An evaluation result on a span, as an event or a log."""
+        owner = next(row for row in self.spans if row["SpanId"] == span and row["RowKind"] == "span")
+        index = 1 + sum(row["SpanId"] == span and row["RowKind"] != "span" for row in self.spans)
+        said = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": str(value)}
+        self.spans.append(owner | {"RowKind": kind, "Choice": index, "SpanName": "gen_ai.evaluation.result", "Attributes": said} | facts)
+
+    def call(self, parent: str, *, choices: int = 1, process: str = "gateway", **facts: object) -> str:
+        """A gateway span and its rows in otel.calls; `facts` replace columns of those rows, or rollout, attempt and trace of both."""
+        from spangrad.types import call_id
+
+        where = {name: facts.pop(name) for name in ("rollout", "attempt", "trace") if name in facts}
+        span = self.span("chat", parent, process=process, scope="spangrad.gateway", status="Unset", **where)  # type: ignore[arg-type]
+        made = self.spans[-1]
+        same = (
+            "RunId",
+            "Mode",
+            "RolloutKey",
+            "RolloutKeySource",
+            "Attempt",
+            "Timestamp",
+            "TraceId",
+            "SpanId",
+            "ParentSpanId",
+            "ProcessId",
+            "Seq",
+        )
+        for choice in range(choices):
+            self.calls.append(
+                {name: made[name] for name in same}
+                | {"Choice": choice, "CallId": call_id(str(made["TraceId"]), span, choice)}
+                | {
+                    "Policy": "policy",
+                    "VersionStart": 3,
+                    "VersionEnd": 3,
+                    "Model": "policy",
+                    "ResponseId": f"id-{span}",
+                    "TokenizerHash": "tok",
+                }
+                | {"PromptIds": [1, 2, 3], "ResponseIds": [4, 5], "Logprobs": [-0.5, -0.25], "FinishReason": "stop", "Temperature": 0.7}
+                | {"ErrorType": "", "HttpStatus": 200, "Aborted": False, "Redacted": False}
+                | facts
+            )
+        return span
+
+    def client(self, parent: str, **facts: object) -> str:
+        """An openai-level span, as OpenInference's instrumentation of OpenAI's client makes it."""
+        return self.span("ChatCompletion", parent, kind="LLM", scope="openinference.instrumentation.openai", **facts)  # type: ignore[arg-type]
+
+    def answer(self, span: str, **facts: object) -> None:
+        """What an openai-level span's `output.value` holds."""
+        owner = next(row for row in self.spans if row["SpanId"] == span)
+        self.answers.append(
+            {
+                "TraceId": owner["TraceId"],
+                "SpanId": span,
+                "Choice": 0,
+                "Policy": "policy",
+                "VersionStart": 3,
+                "VersionEnd": 3,
+                "Model": "policy",
+            }
+            | {"ResponseId": f"id-{span}", "TokenizerHash": "tok", "PromptIds": [1, 2], "ResponseIds": [7], "Logprobs": [-0.125]}
+            | {"FinishReason": "stop"}
+            | facts
+        )
+
+    def frames(self) -> Any:
+        """`transition_builder.frames.Frames`; of each rollout the last final root."""
+        import polars as pl
+
+        from transition_builder.frames import ANSWERS, CALLS, ROLLOUTS, SPANS, Frames
+
+        final = {row["RolloutId"]: {name: row[name] for name in ROLLOUTS} for row in self.roots if row["Final"]}
+        return Frames(
+            pl.DataFrame(list(final.values()), schema=dict(ROLLOUTS)),
+            pl.DataFrame(self.spans, schema=dict(SPANS)),
+            pl.DataFrame(self.calls, schema=dict(CALLS)),
+            pl.DataFrame(self.answers, schema=dict(ANSWERS)),
+        )
+
+    def otlp(self, *spans: str) -> bytes:
+        """The given spans (all of them, when none is given) as an OTLP/JSON request, evaluation events and gateway attributes included."""
+        chosen = [row for row in self.spans if row["RowKind"] == "span" and (not spans or row["SpanId"] in spans)]
+        return json.dumps({"resourceSpans": [self._resource_spans(row) for row in chosen]}).encode()
+
+    def _resource_spans(self, row: dict[str, Any]) -> dict[str, object]:
+        attributes = dict(row["Attributes"]) | {"spangrad.process.id": row["ProcessId"], "spangrad.seq": row["Seq"]}
+        if row["RolloutKeySource"] == "rollout":
+            named = {
+                "run.id": row["RunId"],
+                "rollout.mode": row["Mode"],
+                "rollout.id": row["RolloutKey"],
+                "rollout.attempt": row["Attempt"],
+            }
+            attributes |= {f"spangrad.{name}": value for name, value in named.items()}
+        choices: list[dict[str, Any]] = [call for call in self.calls if call["SpanId"] == row["SpanId"]]
+        if choices:
+            attributes |= self._gateway_attributes(choices)
+        events: list[dict[str, Any]] = [
+            one for one in self.spans if one["SpanId"] == row["SpanId"] and one["RowKind"] == "evaluation_event"
+        ]
+        start = int(row["Timestamp"].timestamp() * 1000) * 1_000_000
+        span = {
+            "traceId": row["TraceId"],
+            "spanId": row["SpanId"],
+            "parentSpanId": row["ParentSpanId"],
+            "name": row["SpanName"],
+            "kind": 1,
+            "startTimeUnixNano": str(start),
+            "endTimeUnixNano": str(start + 1000),
+            "attributes": [{"key": key, "value": _otlp_value(value)} for key, value in attributes.items()],
+            "events": [
+                {
+                    "name": one["SpanName"],
+                    "timeUnixNano": str(start),
+                    "attributes": [{"key": key, "value": _otlp_value(value)} for key, value in one["Attributes"].items()],
+                }
+                for one in events
+            ],
+            "status": {"code": {"Unset": 0, "Ok": 1, "Error": 2}[row["StatusCode"]]},
+        }
+        resource = {"attributes": [{"key": "service.name", "value": {"stringValue": row["ServiceName"]}}]}
+        return {"resource": resource, "scopeSpans": [{"scope": {"name": row["ScopeName"]}, "spans": [span]}]}
+
+    @staticmethod
+    def _gateway_attributes(choices: list[dict[str, Any]]) -> dict[str, object]:
+        first = choices[0]
+        responses, logprobs = [call["ResponseIds"] for call in choices], [call["Logprobs"] for call in choices]
+        return {
+            "spangrad.policy.name": first["Policy"],
+            "spangrad.policy.version.start": first["VersionStart"],
+            "spangrad.policy.version.end": first["VersionEnd"],
+            "spangrad.tokenizer.hash": first["TokenizerHash"],
+            "spangrad.sampling.temperature": first["Temperature"],
+            "spangrad.prompt.token_ids": struct.pack(f"<{len(first['PromptIds'])}I", *first["PromptIds"]),
+            "spangrad.response.token_ids": b"".join(struct.pack(f"<{len(ids)}I", *ids) for ids in responses),
+            "spangrad.response.logprobs": b"".join(struct.pack(f"<{len(values)}f", *values) for values in logprobs),
+            "spangrad.response.lengths": [len(ids) for ids in responses],
+            "gen_ai.request.model": first["Model"],
+            "gen_ai.response.id": first["ResponseId"],
+            "gen_ai.response.finish_reasons": [call["FinishReason"] for call in choices],
+            "http.response.status_code": first["HttpStatus"],
+            **({"error.type": first["ErrorType"]} if first["ErrorType"] else {}),
+        }
+
+    @staticmethod
+    def trace(name: str) -> str:
+        """The trace id that stands for a readable name."""
+        return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+    @staticmethod
+    def time(seconds: float) -> datetime:
+        """An instant so many seconds after the start of 2026."""
+        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+
+
+def _otlp_value(value: Any) -> dict[str, object]:
+    """A value in OTLP/JSON."""
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, bytes):
+        return {"bytesValue": base64.b64encode(value).decode()}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [_otlp_value(one) for one in value]}}
+    return {"stringValue": value}

@@ -1,0 +1,290 @@
+"""The builder against a real store: spans in by OTLP/HTTP, transitions and drops out by SQL."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_store import running_store, store_settings
+
+import fakes
+from spangrad.clickhouse import connect
+from spangrad.errors import StoreError
+from spangrad.processes import Child, free_ports, wait_until
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from transition_builder.loop import Builder, build_once
+
+SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
+
+
+def post(store: StoreSettings, body: bytes) -> None:
+    request = urllib.request.Request(
+        f"{store.otlp_endpoint}/v1/traces", data=body, headers={"Content-Type": "application/json"}, method="POST"
+    )
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def settings_of(store: StoreSettings, run: str, **builder: Any) -> Settings:
+    """A build specification of its own for each run, so that tests that share a store share nothing else."""
+    return Settings(store=store, builder=BuilderSettings(agent_pattern=f".*|{run}", **builder))
+
+
+def rows(store: StoreSettings, sql: str) -> list[tuple[Any, ...]]:
+    return [tuple(row) for row in connect(store).query(sql).result_rows]
+
+
+def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Transitions and drops of a run: rollout, attempt, span, then what became of the call."""
+    transitions = rows(
+        store,
+        f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM otel.transitions FINAL "
+        f"WHERE RunId = '{run}' ORDER BY RolloutId, Turn, Choice",
+    )
+    drops = rows(
+        store,
+        f"SELECT RolloutId, Attempt, SpanId, Reason, Detail FROM otel.drops FINAL WHERE RunId = '{run}' "
+        f"ORDER BY RolloutId, Attempt, SpanId",
+    )
+    return transitions, drops
+
+
+def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> tuple[str, str]:
+    """An openai-level span with its HTTP span, and the gateway's span below them."""
+    where = {name: facts[name] for name in ("rollout", "attempt") if name in facts}
+    client = spans.client(parent, **where)
+    http = spans.span("POST", client, **where)
+    return client, spans.call(http, **facts)
+
+
+def test_nothing_is_built_before_the_last_gateway_span_is_there(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="pieces")
+    root = spans.root(calls=2)
+    spans.evaluation(root, 0.5)
+    agent = spans.span("agent", root, kind="AGENT")
+    first_client, first = linked_call(spans, agent)
+    second_client, second = linked_call(spans, agent, choices=2)
+    late = {first, second}
+    builder = Builder(settings_of(store, "pieces"))
+
+    post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] not in late)))  # type: ignore[misc]
+    builder.look()
+    assert outcome(store, "pieces") == ([], [])
+
+    for _ in range(3):  # delivered again and again, the one that came is still one
+        post(store, spans.otlp(second))
+        builder.look()
+    assert outcome(store, "pieces") == ([], [])
+
+    post(store, spans.otlp(first))
+    post(store, spans.otlp())
+    built_until(builder, store, "pieces")
+    prompt, response = [1, 2, 3], [4, 5]
+    expected = [
+        ("r", 0, first, 0, prompt, response, 3, []),
+        ("r", 0, second, 1, prompt, response, 3, []),
+        ("r", 0, second, 1, prompt, response, 3, [0.5]),
+    ]
+    assert outcome(store, "pieces") == (expected, [])
+    assert rows(store, "SELECT CallId, Name, Value, Source, SpanId FROM otel.rewards FINAL WHERE RunId = 'pieces'") == [
+        ("", "reward", 0.5, "runner", root)
+    ]
+    assert first_client != second_client
+
+
+def built_until(builder: Builder, store: StoreSettings, run: str) -> None:
+    def done() -> bool:
+        builder.look()
+        return outcome(store, run) != ([], [])
+
+    wait_until(done, 20, f"the build of run {run}", poll_seconds=0.02)
+
+
+def test_a_restart_builds_nothing_twice(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="restart")
+    root = spans.root(calls=2)
+    spans.evaluation(root)
+    linked_call(spans, root)
+    linked_call(spans, root, ErrorType="APIError", HttpStatus=500)
+    post(store, spans.otlp())
+    settings = settings_of(store, "restart")
+    build_once(settings)
+    before = outcome(store, "restart")
+    assert [len(part) for part in before] == [1, 1]
+    build_once(settings)
+    Builder(settings).look()
+    assert outcome(store, "restart") == before
+    counts = (
+        "SELECT (SELECT count() FROM otel.transitions WHERE RunId = 'restart'), (SELECT count() FROM otel.drops WHERE RunId = 'restart')"
+    )
+    assert rows(store, counts) == [(1, 1)]
+
+
+def test_a_builder_killed_between_transitions_and_drops_is_made_good(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="killed")
+    root = spans.root(calls=2)
+    spans.evaluation(root)
+    linked_call(spans, root)
+    linked_call(spans, root, Logprobs=[-0.5])
+    post(store, spans.otlp())
+    settings = settings_of(store, "killed")
+    build_once(settings)
+    whole = outcome(store, "killed")
+    connect(store).command("DELETE FROM otel.drops WHERE RunId = 'killed'")
+    assert outcome(store, "killed") == (whole[0], [])
+    build_once(settings)
+    assert outcome(store, "killed") == whole
+    assert rows(store, "SELECT count() FROM otel.transitions WHERE RunId = 'killed'") == [(1,)]
+
+
+def test_missing_calls_and_missing_rewards_drop_after_the_wait(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="late")
+    root = spans.root("short", calls=2)
+    spans.evaluation(root)
+    _, call = linked_call(spans, root, rollout="short")
+    empty = spans.root("empty", calls=3)
+    spans.evaluation(empty)
+    root = spans.root("mute", calls=1)
+    _, mute = linked_call(spans, root, rollout="mute")
+    post(store, spans.otlp())
+    assert outcome(store, "late") == ([], [])
+    build_once(settings_of(store, "late"))
+    assert outcome(store, "late") == ([], [])
+    build_once(settings_of(store, "late", incomplete_after_seconds=0))
+    assert outcome(store, "late") == (
+        [],
+        [
+            ("empty", 0, empty, "incomplete", "0 of 3 calls arrived within 0 s"),
+            ("mute", 0, mute, "no_reward", "no evaluation result with a score arrived"),
+            ("short", 0, call, "incomplete", "1 of 2 calls arrived within 0 s"),
+        ],
+    )
+
+
+def test_calls_of_earlier_attempts_drop_by_name(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="attempts")
+    failed = spans.root(attempt=0, calls=1, final=False, failure="crash")
+    _, old = linked_call(spans, failed, attempt=0)
+    root = spans.root(attempt=1, calls=1)
+    spans.evaluation(root)
+    _, new = linked_call(spans, root, attempt=1)
+    post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != old)))  # type: ignore[misc]
+    builder = Builder(settings_of(store, "attempts"))
+    builder.look()
+    assert outcome(store, "attempts") == ([], [])
+    post(store, spans.otlp(old))
+    built_until(builder, store, "attempts")
+    assert outcome(store, "attempts") == (
+        [("r", 1, new, 0, [1, 2, 3], [4, 5], 3, [1.0])],
+        [("r", 0, old, "superseded_attempt", "attempt 1 counts")],
+    )
+
+
+def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSettings) -> None:
+    """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
+    body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())
+    said = {"policy": "policy", "version_start": 7, "version_end": 7, "tokenizer_hash": "tok"}
+    spans = fakes.SpanFactory(run="plain")
+    root = spans.root("plain-1", trace="plain")
+    spans.evaluation(root, 1.0)
+    for resource in body["resourceSpans"]:
+        for scope in resource["scopeSpans"]:
+            for span in scope["spans"]:
+                span["traceId"] = fakes.SpanFactory.trace("plain")
+                span["parentSpanId"] = root if span["name"] == "react_ag" else span["parentSpanId"]
+                span["attributes"] = [one for one in span["attributes"] if one["key"] != "spangrad.rollout.id"]
+                span["attributes"].append({"key": "spangrad.process.id", "value": {"stringValue": "agent"}})
+                for one in span["attributes"]:
+                    if one["key"] == "output.value":
+                        one["value"]["stringValue"] = json.dumps(json.loads(one["value"]["stringValue"]) | {"spangrad": said})
+    post(store, json.dumps(body).encode())
+    post(store, spans.otlp())
+
+    patient = settings_of(store, "plain", tool_error_reward=-0.1)
+    build_once(patient)
+    assert outcome(store, "plain") == ([], [])  # not quiet for 30 s
+    build_once(settings_of(store, "plain", tool_error_reward=-0.1, quiet_seconds=0))
+
+    transitions, drops = outcome(store, "plain")
+    assert drops == []
+    first, second = rows(
+        store,
+        "SELECT AgentName, Policy, TokenizerHash, FinishReason, Logprobs, Rewards.Name, Rewards.Value, Rewards.Source "
+        "FROM otel.transitions FINAL WHERE RunId = 'plain' ORDER BY Turn",
+    )
+    assert first == ("agent", "policy", "tok", "tool_calls", first[4], ["tool_error"], [-0.1], ["air"])
+    assert second == ("agent", "policy", "tok", "stop", [0.0, -0.125, -0.25, -0.375, -0.5], ["reward"], [1.0], ["runner"])
+    assert [(one[3], len(one[4]), len(one[5]), one[6]) for one in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
+
+
+def test_an_answer_that_is_not_json_is_a_call_without_ids(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="garbled")
+    root = spans.root("garbled-1")
+    spans.evaluation(root)
+    garbled = spans.client(root, rollout="garbled-1", Attributes={"output.value": '{"choices": [{"token_ids": [1, 2'})
+    text = spans.client(root, rollout="garbled-1", Attributes={"output.value": "hello"})
+    post(store, spans.otlp())
+    build_once(settings_of(store, "garbled", quiet_seconds=0))
+    assert outcome(store, "garbled") == ([], [("garbled-1", 0, garbled, "no_token_ids", ""), ("garbled-1", 0, text, "no_token_ids", "")])
+
+
+def test_calls_that_do_not_name_their_rollout_are_found_by_its_trace(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="foreign")
+    root = spans.root("foreign-1", calls=1)
+    spans.evaluation(root)
+    foreign = {"RunId": "", "Mode": "", "RolloutKeySource": "trace"}
+    trace = spans.spans[0]["TraceId"]
+    call = spans.call(root, rollout="foreign-1")
+    for row in (spans.spans[-1], spans.calls[-1]):
+        row.update(foreign | {"RolloutKey": trace})
+    post(store, spans.otlp())
+    builder = Builder(settings_of(store, "foreign"))
+    built_until(builder, store, "foreign")
+    assert outcome(store, "foreign") == ([("foreign-1", 0, call, 0, [1, 2, 3], [4, 5], 3, [1.0])], [])
+
+
+_FOLLOW = """
+import logging, sys
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from transition_builder.loop import follow
+logging.basicConfig(level="INFO")
+follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(agent_pattern=sys.argv[2])))
+"""
+
+
+def test_following_survives_a_store_that_goes_away_and_stops_at_once(tmp_path: Path) -> None:
+    store = store_settings(tmp_path / "data")
+    log = tmp_path / "follow.log"
+    spans = fakes.SpanFactory(run="follow")
+    root = spans.root("one", calls=1)
+    spans.evaluation(root)
+    linked_call(spans, root, rollout="one")
+    after = fakes.SpanFactory(run="follow")
+    root = after.root("two", calls=1)
+    after.evaluation(root)
+    linked_call(after, root, rollout="two")
+    with running_store(store, tmp_path / "store.log"):
+        follower = Child("follower", [sys.executable, "-c", _FOLLOW, store.url, ".*|follow"], log)
+        post(store, spans.otlp())
+        wait_until(lambda: len(outcome(store, "follow")[0]) == 1, 30, "the first build", [follower])
+    try:
+        wait_until(lambda: "Trying again" in log.read_text(), 30, "the complaint")
+        with running_store(store, tmp_path / "store.log"):
+            post(store, after.otlp())
+            wait_until(lambda: len(outcome(store, "follow")[0]) == 2, 30, "the second build")
+            follower.process.send_signal(signal.SIGTERM)
+            assert follower.process.wait(2) == 0
+            assert [row[0] for row in outcome(store, "follow")[0]] == ["one", "two"]
+    finally:
+        follower.stop(0)
+    assert "1 rollouts: 1 transitions, 0 drops, 1 rewards" in log.read_text()
+
+
+def test_a_store_that_is_down_at_the_start_is_an_error() -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(StoreError, match=rf"the span store at http://127.0.0.1:{port} does not answer.*`spangrad store`"):
+        build_once(Settings(store=StoreSettings(url=f"http://127.0.0.1:{port}")))

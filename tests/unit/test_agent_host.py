@@ -1,0 +1,179 @@
+"""The agent host's protocol, over real pipes to a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fakes import OtlpSink
+from spangrad.agent_host import rewards_from
+from spangrad.semconv import ROLLOUT_ID
+
+AGENT = """
+    import asyncio, os, sys, threading, time
+    from opentelemetry import trace
+    import runner, gateway.inner, trainer
+
+    tracer = trace.get_tracer("agent")
+
+    async def agent(given):
+        print("noise on stdout", given)
+        os.system("echo noise of a child")
+        tracer.start_span("async").end()
+        if given == "hang":
+            await asyncio.sleep(60)
+        return given
+
+    def in_thread(given, endpoint):
+        tracer.start_span("sync").end()
+        if given == "hang":
+            time.sleep(60)
+        if given == "raise":
+            raise KeyError("no such thing")
+        if given == "exit":
+            sys.exit(3)
+        return {"endpoint": endpoint, "given": given}
+
+    def evaluate(given, output):
+        assert output["given"] == given
+        if given == "broken":
+            raise RuntimeError("cannot judge")
+        return given if isinstance(given, dict) else None if given == "none" else len(output["endpoint"])
+
+    def where(given):
+        return {"runner": float(runner.MINE), "gateway": float(gateway.inner.MINE), "trainer": float(trainer.MINE)}
+"""
+
+
+class Hosted:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def send(self, *jobs: dict[str, object]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.writelines(json.dumps(job) + "\n" for job in jobs)
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@contextmanager
+def hosted(directory: Path, endpoint: str, *arguments: str) -> Iterator[Hosted]:
+    (directory / "gateway").mkdir()
+    for file in ("runner.py", "trainer.py", "gateway/inner.py"):
+        (directory / file).write_text("MINE = True\n")
+    (directory / "gateway" / "__init__.py").write_text("")
+    (directory / "mine.py").write_text(textwrap.dedent(AGENT))
+    command = [sys.executable, "-P", "-m", "spangrad.agent_host", "--path", str(directory), "--concurrency", "4", *arguments]
+    env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
+    try:
+        yield Hosted(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def job(name: str, given: object, endpoint: str | None = None) -> dict[str, object]:
+    trace_id = name.encode().hex().rjust(32, "0")
+    carried = {"traceparent": f"00-{trace_id}-00000000000000aa-01", "baggage": f"{ROLLOUT_ID}={name}"}
+    return {"id": name, "input": given, "endpoint": endpoint, **carried}
+
+
+def answered(name: str, reward: object = None, failure: str | None = None, detail: str = "", *, stuck: bool = False) -> dict[str, object]:
+    return {"id": name, "reward": reward, "failure": failure, "detail": detail, "stuck": stuck}
+
+
+def test_async_attempts_side_by_side(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:agent") as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", "hang"), job("b", 0.5))
+        assert host.answer() == answered("b", 0.5)
+        b = sink.named("async")
+        assert {(span.trace_id, span.attributes[ROLLOUT_ID]) for span in b if span.parent_id == "00000000000000aa"} >= {
+            (b"b".hex().rjust(32, "0"), "b")
+        }
+        host.send({"cancel": "a"}, {"cancel": "unknown"})
+        assert host.answer() == answered("a", failure="timeout", detail="cancelled")
+        host.send(job("c", {"x": 1, "y": -2.5}), {**job("d", None)})
+        assert [host.answer(), host.answer()] == [
+            answered("c", {"x": 1.0, "y": -2.5}),
+            answered("d", None, "no_reward", "the agent gave no reward"),
+        ]
+        host.send(job("e", "text"))
+        assert host.answer() == answered("e", failure="invalid_output", detail="the reward is 'text', not a finite number")
+
+
+def test_attempts_in_threads_with_an_evaluator(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:in_thread", "--evaluator", "mine:evaluate") as host:
+        assert host.answer() == {"ready": True}
+        found: list[dict[str, object]] = []
+        for name, given in [("a", "x"), ("b", "raise"), ("c", "exit"), ("d", "none"), ("e", "broken"), ("f", {"k": float("nan")})]:
+            host.send(job(name, given, "http://e"))
+            found.append(host.answer())
+        assert found == [
+            answered("a", 8.0),
+            answered("b", failure="exception", detail="KeyError: 'no such thing'"),
+            answered("c", failure="exception", detail="SystemExit: 3"),
+            answered("d", failure="no_reward", detail="the evaluator gave no reward"),
+            answered("e", failure="evaluation", detail="RuntimeError: cannot judge"),
+            answered("f", failure="invalid_output", detail="reward 'k' is nan, not a finite number"),
+        ]
+        assert [span.attributes[ROLLOUT_ID] for span in sink.named("sync")] == ["a", "b", "c", "d", "e", "f"]
+        host.send(job("g", "hang"))
+        sink.wait_for(lambda: len([span for span in sink.spans if span.name == "sync"]) == 7)
+        host.send({"cancel": "g"})
+        assert host.answer() == answered("g", failure="timeout", detail="cancelled", stuck=True)
+
+
+def test_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:where") as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", None))
+        assert host.answer() == answered("a", {"runner": 1.0, "gateway": 1.0, "trainer": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--agent", "nothing:agent"], "'nothing:agent' cannot be loaded from {path}: ModuleNotFoundError: No module named 'nothing'"),
+        (
+            ["--agent", "mine:nothing"],
+            "'mine:nothing' cannot be loaded from {path}: AttributeError: module 'mine' has no attribute 'nothing'",
+        ),
+        (["--agent", "mine:tracer"], "'mine:tracer' is ProxyTracer"),
+        (["--agent", "mine"], "'mine' does not name a callable: give it as module:function."),
+        (["--agent", "mine:agent", "--evaluator", "mine"], "'mine' does not name a callable: give it as module:function."),
+        (["--command", '["no-such-program"]'], "the agent's program 'no-such-program' is neither in PATH nor in {path}."),
+    ],
+)
+def test_an_agent_that_cannot_be_loaded_is_said(tmp_path: Path, arguments: list[str], said: str) -> None:
+    with OtlpSink() as sink, pytest.raises(AssertionError, match="== 0"), hosted(tmp_path, sink.url, *arguments) as host:
+        error = str(host.answer()["error"])
+        assert error.startswith(said.format(path=tmp_path).replace("ProxyTracer", error.split(" is ")[-1].split(",")[0]))
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(None, None), ({}, None), (True, 1.0), (2, 2.0), (-0.5, -0.5), ({"a": 1, "b": False}, {"a": 1.0, "b": 0.0})]
+)
+def test_rewards(value: object, reward: object) -> None:
+    assert rewards_from(value) == reward
+
+
+@pytest.mark.parametrize("value", [float("inf"), "1", [1.0], {"": 1}, {1: 1.0}, {"a": None}, {"a": "1"}, object()])
+def test_what_is_no_reward(value: object) -> None:
+    with pytest.raises(ValueError, match="not a"):
+        rewards_from(value)

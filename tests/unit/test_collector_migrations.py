@@ -1,0 +1,80 @@
+"""Migrations: in order, each once, and never a changed one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collector.migrations import SCHEMA, migrate, read_migrations, statements
+from spangrad.errors import StoreError
+
+
+class RecordedStore:
+    """Keeps statements, and the table of migrations."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.applied: list[tuple[str, str, str]] = []
+
+    def __call__(self, sql: str) -> str:
+        if sql.startswith("SELECT"):
+            return "".join("\t".join(row) + "\n" for row in self.applied)
+        if inserted := re.search(r"VALUES \((\d+), '(.*)', '(.*)'\)", sql):
+            self.applied.append((inserted.group(1), inserted.group(2), inserted.group(3)))
+        elif "schema_migrations" not in sql and "CREATE DATABASE" not in sql:
+            self.ran.append(sql)
+        return ""
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    (tmp_path / "0001_first.sql").write_text("-- a; comment\nCREATE TABLE a (x String DEFAULT ';');\nCREATE TABLE b (x String);\n")
+    (tmp_path / "0002_second.sql").write_text("CREATE TABLE c (x String)")
+    return tmp_path
+
+
+def test_each_file_is_applied_once_and_in_order(schema: Path) -> None:
+    store = RecordedStore()
+
+    assert [migration.name for migration in migrate(store, schema)] == ["0001_first.sql", "0002_second.sql"]
+    assert store.ran == ["CREATE TABLE a (x String DEFAULT ';')", "CREATE TABLE b (x String)", "CREATE TABLE c (x String)"]
+    (schema / "0003_third.sql").write_text("CREATE TABLE d (x String);")
+    assert [migration.name for migration in migrate(store, schema)] == ["0003_third.sql"]
+    assert [row[:2] for row in store.applied] == [("1", "0001_first.sql"), ("2", "0002_second.sql"), ("3", "0003_third.sql")]
+
+
+def test_a_changed_file_is_named(schema: Path) -> None:
+    store = RecordedStore()
+    migrate(store, schema)
+    (schema / "0001_first.sql").write_text("CREATE TABLE other (x String)")
+
+    with pytest.raises(StoreError, match=r"0001_first\.sql was changed after it was applied"):
+        migrate(store, schema)
+
+
+def test_a_store_of_a_later_version_is_refused(schema: Path) -> None:
+    store = RecordedStore()
+    migrate(store, schema)
+    (schema / "0002_second.sql").unlink()
+
+    with pytest.raises(StoreError, match=r"migrated by 0002_second\.sql, which .* does not have"):
+        migrate(store, schema)
+
+
+def test_numbers_have_no_gap(schema: Path) -> None:
+    (schema / "0004_fourth.sql").write_text("SELECT 1")
+
+    with pytest.raises(StoreError, match=r"0004_fourth\.sql should be number 0003"):
+        read_migrations(schema)
+
+
+def test_the_installed_schema_is_found() -> None:
+    assert [migration.name for migration in read_migrations(SCHEMA)][:2] == ["0001_otel.sql", "0002_rollouts.sql"]
+
+
+def test_semicolons_separate_only_statements() -> None:
+    sql = "SELECT ';', `a;b`, \"c;d\", 'it''s; \\'x;' -- no; one\n; /* not; here */ SELECT 5 - 2 / 1;\n\n"
+
+    assert statements(sql) == ["SELECT ';', `a;b`, \"c;d\", 'it''s; \\'x;'", "SELECT 5 - 2 / 1"]

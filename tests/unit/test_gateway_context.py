@@ -1,0 +1,83 @@
+"""Whose call it is, from odd headers; what counts as constrained sampling; how counts forget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway import counts
+from gateway.context import NOTHING_ANNOUNCED, Announcement, Attempt, SpanContext, attempt_of, parse_baggage, parse_traceparent
+from gateway.record import is_constrained
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        (f"00-{'a' * 32}-{'b' * 16}-01", ("a" * 32, "b" * 16)),
+        (f" 00-{'A' * 32}-{'B' * 16}-00 ", ("a" * 32, "b" * 16)),
+        (f"01-{'a' * 32}-{'b' * 16}-01-later", ("a" * 32, "b" * 16)),
+        (f"ff-{'a' * 32}-{'b' * 16}-01", None),
+        (f"00-{'0' * 32}-{'b' * 16}-01", None),
+        (f"00-{'a' * 32}-{'0' * 16}-01", None),
+        (f"00-{'a' * 31}-{'b' * 16}-01", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_traceparent_is_read_or_absent(header: str | None, found: tuple[str, str] | None) -> None:
+    context = parse_traceparent(header)
+    assert context == (SpanContext(*map(bytes.fromhex, found)) if found else None)
+
+
+@pytest.mark.parametrize(
+    ("baggage", "attempt"),
+    [
+        ("spangrad.rollout.id=a%2Fb", Attempt("a/b", 0)),
+        ("spangrad.rollout.id=a,spangrad.rollout.attempt=3", Attempt("a", 3)),
+        ("spangrad.rollout.id=a,spangrad.rollout.attempt=-3", Attempt("a", 0)),
+        ("spangrad.rollout.id=a , spangrad.rollout.attempt = 3;x=y", Attempt("a", 3)),
+        ("spangrad.rollout.attempt=3", None),
+        ("spangrad.rollout.id=", None),
+        (",=,;", None),
+        (None, None),
+    ],
+)
+def test_baggage_names_an_attempt_or_nothing(baggage: str | None, attempt: Attempt | None) -> None:
+    assert attempt_of(None, parse_baggage(baggage)) == attempt
+
+
+@pytest.mark.parametrize(
+    ("request_", "constrained"),
+    [
+        ({}, False),
+        ({"response_format": {"type": "text"}}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "tool_choice": "none"}, False),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+        ({"structured_outputs": {"choice": ["a"]}}, True),
+        ({"guided_regex": "a*"}, True),
+        ({"guided_regex": None, "structured_outputs": None, "bad_words": [], "min_tokens": 0}, False),
+        ({"logit_bias": {"3": 1.0}}, True),
+        ({"use_beam_search": True}, True),
+        ({"tools": 3, "response_format": 4, "tool_choice": 5}, False),
+    ],
+)
+def test_what_keeps_tokens_from_being_sampled_is_constrained(request_: dict[str, Any], constrained: bool) -> None:
+    assert is_constrained(request_) is constrained
+
+
+async def test_the_longest_unused_attempts_are_forgotten_but_none_with_a_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts, "ATTEMPTS_KEPT", 2)
+    tally = counts.Counts()
+    tally.begin(Attempt("busy", 0))
+    tally.announce(Attempt("old", 0), Announcement("run"))
+    tally.announce(Attempt("new", 0), Announcement("run"))
+    assert [await tally.calls(Attempt(name, 0), 0) for name in ("busy", "old", "new")] == [1, None, 0]
+    assert tally.announced(Attempt("old", 0)) == NOTHING_ANNOUNCED
+    tally.end(Attempt("busy", 0))
+    assert await tally.calls(Attempt("busy", 0), 0) == 1

@@ -1,0 +1,120 @@
+"""The engine's supervisor: what it refuses before vLLM starts, how it starts vLLM, and that it outlives nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.engine import command, environment, serve
+from spangrad.errors import CheckpointError, EngineError, SpangradError
+from spangrad.processes import free_ports
+from spangrad.settings import Settings, load_settings
+
+_SERVE = "from gateway.engine import serve; from spangrad.settings import load_settings; serve(load_settings())"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (directory / name).write_text("{}")
+    return directory
+
+
+def settings(model: Path | None, cache: Path, **flags: object) -> Settings:
+    values = {"engine.model": model and str(model), "engine.cache_dir": str(cache), "engine.python": sys.executable}
+    return load_settings({**values, **{f"engine.{key}": value for key, value in flags.items()}}, env={})
+
+
+def test_the_command_says_everything_that_training_relies_on(model: Path, tmp_path: Path) -> None:
+    wanted = settings(
+        model, tmp_path, dtype="float32", max_model_len=128, kv_cache_bytes=1024, enforce_eager=True, extra_args=["--seed", "1"], port=9
+    )
+    assert command(wanted, model) == [
+        *(sys.executable, "-m", "gateway.vllm_plugin.launch", "serve", str(model)),
+        *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", "9", "--dtype", "float32", "--max-model-len", "128"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--middleware", "gateway.vllm_plugin.middleware.SpangradMiddleware"),
+        *("--worker-extension-cls", "gateway.vllm_plugin.worker.SpangradWorker"),
+        *("--kv-cache-memory-bytes", "1024", "--enforce-eager", "--seed", "1"),
+    ]
+
+
+def test_the_environment_holds_the_plugin_and_nothing_that_misleads(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    found = environment(settings(model, tmp_path, version=7), model)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in found
+    packages = Path(found["PYTHONPATH"])
+    assert sorted(one.name for one in packages.iterdir()) == ["gateway", "spangrad"]
+    assert (packages / "gateway" / "vllm_plugin" / "launch.py").exists()
+    ours = {name: found[name] for name in found if name.startswith(("VLLM_", "SPANGRAD_", "HF_"))}
+    assert ours == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CACHE_ROOT": str(tmp_path),
+        "VLLM_CONFIG_ROOT": str(tmp_path / "config"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "SPANGRAD_GATEWAY__POLICY": "policy",
+        "SPANGRAD_ENGINE__VERSION": "7",
+        "SPANGRAD_ENGINE__MODEL": str(model),
+    }
+
+
+def test_what_cannot_work_is_refused_with_its_remedy(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"Set engine.model .* to a model directory"):
+        serve(settings(None, tmp_path))
+    with pytest.raises(EngineError, match=r"holds no config.json. Set it to a Hugging Face model directory"):
+        serve(settings(tmp_path / "missing", tmp_path))
+    with pytest.raises(EngineError, match=r"is no interpreter. Make vLLM's environment"):
+        serve(settings(model, tmp_path, python="/no/python"))
+    with pytest.raises(EngineError, match=r"Bind 127.0.0.1 and let clients come through the gateway"):
+        serve(settings(model, tmp_path, host="0.0.0.0"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SpangradError, match=r"set engine.port to another port"):
+            serve(settings(model, tmp_path, port=taken.getsockname()[1]))
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer.json"):
+        serve(settings(model, tmp_path))
+
+
+def test_a_dead_vllm_is_an_error_with_the_end_of_its_log(model: Path, tmp_path: Path) -> None:
+    python = script(tmp_path, "echo first; echo the last words >&2; exit 3")
+    with pytest.raises(EngineError, match=r"(?s)vLLM ended with exit code 3.*first\nthe last words\n"):
+        serve(settings(model, tmp_path, python=str(python), port=free_ports(1)[0]))
+
+
+def test_a_signal_stops_the_whole_group(model: Path, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    python = script(tmp_path, f"sleep 600 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; echo started; wait")
+    variables = {
+        "SPANGRAD_ENGINE__MODEL": str(model),
+        "SPANGRAD_ENGINE__PYTHON": str(python),
+        "SPANGRAD_ENGINE__PORT": str(free_ports(1)[0]),
+        "SPANGRAD_ENGINE__CACHE_DIR": str(tmp_path),
+    }
+    with subprocess.Popen([sys.executable, "-c", _SERVE], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout
+        assert engine.stdout.readline() == "started\n"
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(5) == 0
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def script(directory: Path, text: str) -> Path:
+    """A stand-in for vLLM's interpreter."""
+    path = directory / "python.sh"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,216 @@
+"""The middleware inside vLLM, around an application that answers as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, event
+
+from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, ask
+from gateway.vllm_plugin.middleware import SpangradMiddleware
+from spangrad.weights import tokenizer_hash
+
+ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
+
+
+class Vllm:
+    """An ASGI application: what it was asked, and answers from the fake engine, without our field."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.asked: list[Any] = []
+        self.refuses = False
+        self.before_last = asyncio.Event()
+        self.before_last.set()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        message = await receive()
+        assert dict(scope["headers"]).get(b"content-length", b"0") == str(len(message["body"])).encode()
+        if scope["path"] not in (CHAT_PATH, COMPLETIONS_PATH):
+            await self._send(send, 500 if self.refuses else 200, b"application/json", [b"{}"])
+            return
+        self.asked.append(message["body"])
+        asked = json.loads(message["body"])
+        if self.refuses:
+            await self._send(send, 400, b"application/json", [b'{"error":{}}'])
+        elif asked.get("stream"):
+            chunks = [event(chunk) for chunk in self.engine.chunks(asked)]
+            await self._send(send, 200, b"text/event-stream; charset=utf-8", [*chunks, b"data: [DONE]\n\n"])
+        else:
+            answer = self.engine.whole(asked)
+            del answer["spangrad"]
+            await self._send(send, 200, b"application/json", [json.dumps(answer).encode()])
+
+    async def _send(self, send: Any, status: int, kind: bytes, parts: list[bytes]) -> None:
+        headers = [(b"content-type", kind), (b"content-length", str(sum(map(len, parts))).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for part in parts[:-1]:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await self.before_last.wait()
+        await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+
+
+@pytest.fixture
+def vllm() -> Vllm:
+    return Vllm()
+
+
+@pytest.fixture
+def middleware(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpangradMiddleware:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
+    monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")
+    monkeypatch.setenv("SPANGRAD_ENGINE__MODEL", str(tmp_path))
+    return SpangradMiddleware(vllm)
+
+
+async def call(
+    middleware: SpangradMiddleware, path: str, body: object = None, method: str = "POST"
+) -> tuple[int, dict[bytes, bytes], list[bytes]]:
+    """Status, headers and the parts of the body as they were sent."""
+    sent: list[dict[str, Any]] = []
+    raw = b"" if body is None else json.dumps(body).encode()
+    incoming = [{"type": "http.request", "body": raw[:5], "more_body": True}, {"type": "http.request", "body": raw[5:], "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"content-length", str(len(raw)).encode())]}
+    await middleware(scope, receive, send)
+    return sent[0]["status"], dict(sent[0]["headers"]), [message["body"] for message in sent[1:]]
+
+
+def field(middleware: SpangradMiddleware, start: int, end: int | None = None) -> dict[str, Any]:
+    complete = {} if end is None else {"version_end": end}
+    return {"policy": "policy", "version_start": start, **complete, "tokenizer_hash": middleware.tokenizer_hash}
+
+
+async def test_a_whole_answer_gets_ids_unasked_and_our_field(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    status, headers, parts = await call(middleware, CHAT_PATH, ASKED)
+    expected = vllm.engine.whole({**ASKED, "return_token_ids": True, "logprobs": True}) | {"spangrad": field(middleware, 3, 3)}
+    assert (status, json.loads(parts[0])) == (200, expected)
+    assert headers[b"content-length"] == str(len(parts[0])).encode()
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}], ids=str)
+async def test_a_stream_tells_in_its_first_chunk_and_completely_in_its_last(
+    vllm: Vllm, middleware: SpangradMiddleware, extra: dict[str, Any]
+) -> None:
+    asked = {**ASKED, **extra, "stream": True}
+    _, _, parts = await call(middleware, CHAT_PATH, asked)
+    chunks = vllm.engine.chunks({**asked, "return_token_ids": True, "logprobs": True})
+    chunks[0]["spangrad"] = field(middleware, 3)
+    chunks[-1]["spangrad"] = field(middleware, 3, 3)
+    assert b"".join(parts) == b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
+
+
+async def test_only_what_may_be_the_last_chunk_waits_for_the_next(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.before_last.clear()
+    sent: list[bytes] = []
+    middleware_send = asyncio.create_task(call_into(middleware, {**ASKED, "stream": True}, sent))
+    await asyncio.wait({middleware_send}, timeout=0.05)
+    # The role, two tokens; the token with the finish reason waits for [DONE].
+    assert [b'"finish_reason":null' in part for part in sent] == [True, True, True]
+    vllm.before_last.set()
+    await middleware_send
+    assert len(sent) == 4
+
+
+async def call_into(middleware: SpangradMiddleware, body: object, sent: list[bytes]) -> None:
+    raw = json.dumps(body).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    await middleware({"type": "http", "method": "POST", "path": CHAT_PATH, "headers": []}, receive, send)
+
+
+async def test_a_stream_of_one_chunk_tells_once_and_completely(
+    vllm: Vllm, middleware: SpangradMiddleware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = {"error": {"message": "broke"}}
+    monkeypatch.setattr(vllm.engine, "chunks", lambda asked: [error])
+    _, _, parts = await call(middleware, CHAT_PATH, {**ASKED, "stream": True})
+    assert b"".join(parts) == event({**error, "spangrad": field(middleware, 3, 3)}) + b"data: [DONE]\n\n"
+
+
+async def test_errors_and_other_paths_pass_as_they_are(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.refuses = True
+    assert (await call(middleware, CHAT_PATH, ASKED))[::2] == (400, [b'{"error":{}}'])
+    assert (await call(middleware, "/tokenize", {}))[::2] == (500, [b"{}"])
+
+
+async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.refuses = True
+    await call(middleware, "/update_weight_version", {"new_version": "4"})
+    assert middleware.version == 3
+    vllm.refuses = False
+    status, _, _ = await call(middleware, "/update_weight_version", {"new_version": "four"})
+    assert (status, middleware.version) == (400, 3)
+    await call(middleware, "/update_weight_version", {"new_version": "4"})
+    expected = {
+        "policy": "policy",
+        "version": 4,
+        "tokenizer_hash": tokenizer_hash(Path(__import__("os").environ["SPANGRAD_ENGINE__MODEL"])),
+        "warm": False,
+    }
+    assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
+    await call(middleware, "/spangrad/warm", {})
+    assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == {**expected, "warm": True}
+
+
+async def test_an_answer_that_a_reload_fell_into_names_both_versions(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.before_last.clear()
+    asked = {**ASKED, "stream": True}
+    answering = asyncio.create_task(call(middleware, CHAT_PATH, asked))
+    await asyncio.wait({answering}, timeout=0.05)
+    vllm_wait, vllm.before_last = vllm.before_last, asyncio.Event()
+    vllm.before_last.set()
+    await call(middleware, "/update_weight_version", {"new_version": "4"})
+    vllm_wait.set()
+    _, _, parts = await answering
+    assert json.loads(b"".join(parts).split(b"\n\n")[-3][6:])["spangrad"] == field(middleware, 3, 4)
+
+
+async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    await call(middleware, "/pause", {})
+    answering = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
+    await asyncio.wait({answering}, timeout=0.05)
+    assert vllm.asked == []
+    await call(middleware, "/update_weight_version", {"new_version": "4"})
+    await call(middleware, "/resume", {})
+    _, _, parts = await answering
+    assert json.loads(parts[0])["spangrad"] == field(middleware, 4, 4)
+
+
+async def test_a_pause_that_vllm_refuses_holds_nobody(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.refuses = True
+    await call(middleware, "/pause", {})
+    assert (await asyncio.wait_for(call(middleware, CHAT_PATH, ASKED), 1))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "added"),
+    [
+        (CHAT_PATH, {}, {"return_token_ids": True, "logprobs": True}),
+        (CHAT_PATH, {"logprobs": False, "return_token_ids": None}, {"return_token_ids": True, "logprobs": True}),
+        (CHAT_PATH, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}),
+        (CHAT_PATH, {"top_logprobs": 2}, {"return_token_ids": True}),
+        (CHAT_PATH, {"use_beam_search": True}, {"return_token_ids": True}),
+        (COMPLETIONS_PATH, {}, {"return_token_ids": True, "logprobs": 0}),
+        (COMPLETIONS_PATH, {"logprobs": 3}, {"return_token_ids": True}),
+    ],
+)
+def test_what_is_asked_beyond_the_client(path: str, asked: dict[str, Any], added: dict[str, Any]) -> None:
+    assert ask(path, asked) == {**asked, **added}

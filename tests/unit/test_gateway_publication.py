@@ -1,0 +1,170 @@
+"""Publication of weights into a fake engine: the order of steps, and what each failure leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from safetensors.numpy import save_file
+from unit_gateway import Stage, staged
+
+from spangrad.weights import checksum_directory
+
+STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    save_file({"w": np.arange(6, dtype=np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+async def publish(stage: Stage, path: Path, *, version: int = 1, checksum: str | None = None, policy: str = "policy") -> tuple[int, Any]:
+    body = {"version": version, "path": str(path), "checksum": checksum or checksum_directory(path)}
+    async with stage.client.post(f"/admin/policies/{policy}/versions", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def state(stage: Stage) -> dict[str, Any]:
+    async with stage.client.get("/admin/policies/policy") as answer:
+        return await answer.json()
+
+
+async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) -> None:
+    async with staged() as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, answer = await publish(stage, weights)
+        seconds = answer.pop("seconds")
+        assert (status, answer) == (200, {"policy": "policy", "version": 1, "checksum": checksum_directory(weights)})
+        assert stage.engine.orders == STEPS
+        assert 0 < seconds < 5
+        assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
+        await stage.chat()
+        (span,) = await stage.spans()
+        assert span.attributes["spangrad.policy.version.start"] == 1
+
+
+async def test_the_version_that_is_served_is_not_published_again(weights: Path) -> None:
+    async with staged() as stage:
+        await stage.readiness("serving")
+        await publish(stage, weights)
+        stage.engine.orders.clear()
+        assert await publish(stage, weights) == (
+            200,
+            {"policy": "policy", "version": 1, "checksum": checksum_directory(weights), "seconds": 0.0},
+        )
+        assert stage.engine.orders == []
+
+
+async def test_what_cannot_be_right_is_refused_before_the_engine_is_touched(weights: Path, tmp_path: Path) -> None:
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    (truncated / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes()[:-4])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    async with staged(FakeEngine(version=5)) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        for status, reason, arguments in (
+            (404, "policy 'other' is not served here", {"path": weights, "version": 6, "policy": "other"}),
+            (409, "there is no directory", {"path": tmp_path / "missing", "version": 6, "checksum": "float32:0"}),
+            (409, "holds no *.safetensors", {"path": empty, "version": 6, "checksum": "float32:0"}),
+            (409, "is truncated", {"path": truncated, "version": 6, "checksum": "float32:0"}),
+            (409, "not float32:0. Write them anew.", {"path": weights, "version": 6, "checksum": "float32:0"}),
+            (409, "version 5 is not newer than version 5", {"path": weights, "version": 5}),
+            (409, "version 4 is not newer than version 5", {"path": weights, "version": 4}),
+        ):
+            found, answer = await publish(stage, **arguments)  # type: ignore[arg-type]
+            assert (found, reason in answer["error"]["message"]) == (status, True), answer
+        async with stage.client.post("/admin/policies/policy/versions", json={"version": 6}) as answer:
+            assert answer.status == 400
+        assert stage.engine.orders == []
+        assert (await state(stage))["status"] == "serving"
+
+
+@pytest.mark.parametrize("step", ["reload_weights", "spangrad_checksum", "/update_weight_version", "/resume"])
+async def test_a_failure_after_the_reload_takes_the_engine_out_until_it_is_published_to_again(weights: Path, step: str) -> None:
+    async with staged() as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        stage.engine.refuses = step
+        status, answer = await publish(stage, weights)
+        failed = {"reload_weights": "reload", "spangrad_checksum": "checksum"}.get(step, step.strip("/"))
+        assert status == 502
+        assert answer["error"]["message"].startswith(f"publication of version 1 failed at {failed}: ")
+        assert answer["error"]["message"].endswith("The engine is down.")
+        assert stage.engine.orders == [*STEPS[: STEPS.index(step) + 1], "/abort_requests"]
+        down = await state(stage)
+        assert (down["status"], down["version"]) == ("down", 0)
+        status, body = await stage.chat()
+        assert (status, json.loads(body)["error"]["type"]) == (503, "engine_down")
+        assert f"failed at {failed}" in json.loads(body)["error"]["message"]
+
+        stage.engine.refuses = ""
+        # Whether the version was set before the failure or not, the same publication mends it.
+        assert (await publish(stage, weights))[0] == 200
+        assert (await stage.chat())[0] == 200
+
+
+async def test_weights_that_did_not_get_into_the_engine_are_found_by_checksum(weights: Path) -> None:
+    async with staged(FakeEngine(wrong_after_reload=True)) as stage:
+        await stage.readiness("serving")
+        status, answer = await publish(stage, weights)
+        assert status == 502
+        assert (
+            f"the engine holds float32:ffffffffffffffff after the reload, not {checksum_directory(weights)}." in answer["error"]["message"]
+        )
+        assert "/resume" not in stage.engine.orders
+
+
+async def test_a_failure_before_the_reload_leaves_the_old_version_served(weights: Path) -> None:
+    async with staged(FakeEngine(refuses="/pause")) as stage:
+        await stage.readiness("serving")
+        status, answer = await publish(stage, weights)
+        assert (status, answer["error"]["message"].endswith("The engine is serving.")) == (502, True)
+        assert (await state(stage))["version"] == 0
+        assert (await stage.chat())[0] == 200
+
+
+async def test_new_calls_wait_while_weights_are_published_and_calls_in_flight_go_on(weights: Path) -> None:
+    async with staged() as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        stage.engine.go_on.clear()
+        in_flight = asyncio.create_task(stage.chat())
+        await stage.engine.arrived.wait()
+        stage.engine.hold_reload.clear()
+        publishing = asyncio.create_task(publish(stage, weights))
+        await stage.engine.reloading.wait()
+        assert (await state(stage))["status"] == "publishing"
+        new = asyncio.create_task(stage.chat())
+        stage.engine.go_on.set()
+        assert (await in_flight)[0] == 200
+        await asyncio.wait({new}, timeout=0.1)
+        assert stage.engine.orders == ["chat", *STEPS[:3]]
+        stage.engine.hold_reload.set()
+        assert (await publishing)[0] == 200
+        assert (await new)[0] == 200
+        assert stage.engine.orders == ["chat", *STEPS, "chat"]
+        assert [span.attributes["spangrad.policy.version.start"] for span in await stage.spans(2)] == [0, 1]
+
+
+async def test_a_restarted_engine_is_admitted_again_with_the_version_that_it_has(weights: Path) -> None:
+    engine = FakeEngine()
+    async with staged(engine) as stage:
+        await stage.readiness("serving")
+        engine.refuses = "reload_weights"
+        await publish(stage, weights)
+        await stage.engine_stops()
+        await stage.readiness("does not answer")
+        again = FakeEngine(version=1, port=engine.port)
+        async with again.running():
+            await stage.readiness("serving")
+            assert (await state(stage))["version"] == 1
+            assert (await stage.chat())[0] == 200

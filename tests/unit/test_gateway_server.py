@@ -1,0 +1,356 @@
+"""The gateway in front of a fake engine: what agents get, and what is recorded of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import pytest
+from fake_engine import ANSWER_TEXT, PROMPT_IDS, FakeEngine, event, float32s, uint32s
+from unit_gateway import ASKED, Stage, staged
+
+from spangrad import semconv
+from spangrad.processes import free_ports
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-00"
+BAGGAGE = "spangrad.run.id=run%201,spangrad.rollout.id=r1;p=1, spangrad.rollout.mode=train,spangrad.rollout.attempt=2,other=x"
+
+
+@pytest.fixture
+async def stage() -> AsyncGenerator[Stage]:
+    async with staged() as stage:
+        yield stage
+
+
+def bare(answer: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM answers without our plugin."""
+    return {name: value for name, value in answer.items() if name != "spangrad"}
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"logprobs": True}, {"return_token_ids": True}, {"logprobs": True, "return_token_ids": True}, {"n": 2}]
+)
+async def test_a_whole_answer_is_what_vllm_would_have_sent(stage: Stage, extra: dict[str, Any]) -> None:
+    status, body = await stage.chat(**extra)
+    assert (status, json.loads(body)) == (200, bare(stage.engine.whole({**ASKED, **extra})))
+    assert stage.engine.requests == [{**ASKED, **extra, "logprobs": True, "return_token_ids": True}]
+
+
+@pytest.mark.parametrize("tool_call", [False, True])
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(
+    "extra", [{}, {"logprobs": True}, {"return_token_ids": True}, {"n": 2}, {"stream_options": {"include_usage": True}}], ids=str
+)
+async def test_a_stream_is_event_by_event_what_vllm_would_have_sent(tool_call: bool, silent: bool, extra: dict[str, Any]) -> None:
+    async with staged(FakeEngine(tool_call=tool_call, silent_chunks=silent)) as stage:
+        _, body = await stage.chat(stream=True, **extra)
+        chunks = stage.engine.chunks({**ASKED, **extra})
+        assert body == b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
+
+
+async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage) -> None:
+    status, _ = await stage.chat(headers={"traceparent": TRACEPARENT, "baggage": BAGGAGE}, max_tokens=8)
+    (span,) = await stage.spans()
+    attributes = dict(span.attributes)
+    request, response = json.loads(str(attributes.pop(semconv.REQUEST_JSON))), json.loads(str(attributes.pop(semconv.RESPONSE_JSON)))
+    process = attributes.pop(semconv.PROCESS_ID)
+    assert status == 200
+    assert (span.name, span.trace_id, span.parent_id, span.status) == ("chat policy", TRACE, PARENT, "UNSET")
+    assert (span.service, span.scope) == ("spangrad-gateway", "spangrad.gateway")
+    assert request == {**ASKED, "max_tokens": 8}
+    assert response == bare(stage.engine.whole(ASKED))
+    assert isinstance(process, str)
+    assert uint32s(attributes.pop(semconv.PROMPT_TOKEN_IDS)) == PROMPT_IDS  # type: ignore[arg-type]
+    assert uint32s(attributes.pop(semconv.RESPONSE_TOKEN_IDS)) == [9, 12, 2]  # type: ignore[arg-type]
+    assert float32s(attributes.pop(semconv.RESPONSE_LOGPROBS)) == [-0.25, -0.5, -0.125]  # type: ignore[arg-type]
+    assert attributes == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": "policy",
+        "gen_ai.response.model": "policy",
+        "gen_ai.response.id": "chatcmpl-1",
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 3,
+        "spangrad.run.id": "run 1",
+        "spangrad.rollout.id": "r1",
+        "spangrad.rollout.mode": "train",
+        "spangrad.rollout.attempt": 2,
+        "spangrad.seq": 0,
+        "spangrad.policy.name": "policy",
+        "spangrad.policy.version.start": 0,
+        "spangrad.policy.version.end": 0,
+        "spangrad.tokenizer.hash": "cafe",
+        "spangrad.sampling.temperature": 0.5,
+        "spangrad.sampling.top_p": 1.0,
+        "spangrad.sampling.top_k": 0,
+        "spangrad.sampling.min_p": 0.0,
+        "spangrad.sampling.presence_penalty": 0.0,
+        "spangrad.sampling.frequency_penalty": 0.0,
+        "spangrad.sampling.repetition_penalty": 1.0,
+        "spangrad.sampling.constrained": False,
+        "http.response.status_code": 200,
+    }
+    # The engine's own span would be a child of the call's.
+    assert stage.engine.headers[0]["traceparent"] == f"00-{TRACE}-{span.span_id}-01"
+
+
+async def test_a_stream_leaves_the_same_span_as_a_whole_answer(stage: Stage) -> None:
+    await stage.chat()
+    await stage.chat(stream=True)
+    whole, stream = await stage.spans(2)
+    differ = {semconv.SEQ, semconv.REQUEST_JSON, semconv.RESPONSE_JSON}
+    assert {k: v for k, v in whole.attributes.items() if k not in differ} == {k: v for k, v in stream.attributes.items() if k not in differ}
+    assert json.loads(str(stream.attributes[semconv.RESPONSE_JSON])) == {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "model": "policy",
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": ANSWER_TEXT}, "finish_reason": "stop"}],
+        "usage": None,
+    }
+
+
+async def test_several_choices_stand_one_after_the_other(stage: Stage) -> None:
+    await stage.chat(n=2, stream=True)
+    (span,) = await stage.spans()
+    assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9, 12, 2, 109, 112, 102]  # type: ignore[arg-type]
+    assert span.attributes[semconv.RESPONSE_LENGTHS] == [3, 3]
+    assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["stop", "stop"]
+
+
+async def test_a_streamed_tool_call_is_put_together() -> None:
+    async with staged(FakeEngine(tool_call=True)) as stage:
+        await stage.chat(stream=True)
+        (span,) = await stage.spans()
+    (choice,) = json.loads(str(span.attributes[semconv.RESPONSE_JSON]))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"] == [{"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+async def test_a_stream_is_not_buffered(stage: Stage) -> None:
+    stage.engine.go_on.clear()
+    async with stage.client.post("/v1/chat/completions", json={**ASKED, "stream": True}) as answer:
+        first = await answer.content.readuntil(b"\n\n")
+        assert first == event(stage.engine.chunks(ASKED)[0])
+        stage.engine.go_on.set()
+        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids_so_far(stage: Stage) -> None:
+    stage.engine.go_on.clear()
+    stage.engine.stall_after = 2
+    answer = await stage.client.post("/v1/chat/completions", json={**ASKED, "stream": True}, headers={"baggage": BAGGAGE})
+    for _ in range(2):
+        await answer.content.readuntil(b"\n\n")
+    answer.close()
+    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    (span,) = await stage.spans()
+    assert span.attributes[semconv.ABORTED] is True
+    assert semconv.ERROR_TYPE not in span.attributes
+    assert (span.attributes[semconv.VERSION_START], semconv.VERSION_END in span.attributes) == (0, False)
+    assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
+    assert await stage.count("/rollout/r1/attempt/2") == (200, {"calls": 1})
+
+
+async def test_a_client_that_leaves_a_whole_answer_stops_the_engine(stage: Stage) -> None:
+    stage.engine.go_on.clear()
+    call = asyncio.create_task(stage.chat())
+    await asyncio.wait_for(stage.engine.arrived.wait(), 5)
+    call.cancel()
+    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    (span,) = await stage.spans()
+    assert (span.attributes[semconv.ABORTED], semconv.HTTP_STATUS in span.attributes) == (True, False)
+
+
+async def test_the_engines_refusal_passes_as_it_is(stage: Stage) -> None:
+    stage.engine.status = 400
+    status, body = await stage.chat()
+    (span,) = await stage.spans()
+    error = {"error": {"message": "the engine says no", "type": "BadRequestError", "param": None, "code": 400}}
+    assert (status, json.loads(body)) == (400, error)
+    assert (span.status, span.attributes[semconv.ERROR_TYPE], span.attributes[semconv.HTTP_STATUS]) == ("ERROR", "400", 400)
+    assert json.loads(str(span.attributes[semconv.RESPONSE_JSON])) == error
+
+
+@pytest.mark.parametrize("body", [b'{"id": "x", "choices": [{"mess', b"{}", b'{"choices": [{}]}', b'{"choices": 3}'])
+async def test_an_answer_that_cannot_be_read_passes_and_counts_as_failed(stage: Stage, body: bytes) -> None:
+    stage.engine.body = body
+    assert await stage.chat() == (200, body)
+    (span,) = await stage.spans()
+    assert (span.status, span.attributes[semconv.ERROR_TYPE]) == ("ERROR", "malformed_answer")
+
+
+async def test_an_error_in_the_midst_of_a_stream_passes_and_counts_as_failed(stage: Stage) -> None:
+    stage.engine.error_after = 2
+    _, body = await stage.chat(stream=True)
+    (span,) = await stage.spans()
+    assert body.endswith(
+        b'data: {"error":{"message":"the engine broke","type":"InternalServerError","param":null,"code":500}}\n\ndata: [DONE]\n\n'
+    )
+    assert (span.attributes[semconv.ERROR_TYPE], uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS])) == ("engine_error", [9])  # type: ignore[arg-type]
+
+
+async def test_a_stream_that_the_engine_breaks_breaks_for_the_client_too(stage: Stage) -> None:
+    stage.engine.cut_after = 2
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await stage.chat(stream=True)
+    (span,) = await stage.spans()
+    assert (span.status, span.attributes[semconv.ERROR_TYPE]) == ("ERROR", "engine_unreachable")
+    assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
+
+
+async def test_a_dead_engine_is_named_with_its_remedy() -> None:
+    (nobody,) = free_ports(1)
+    async with staged(engine_url=f"http://127.0.0.1:{nobody}") as stage:
+        status, body = await stage.chat()
+        (span,) = await stage.spans()
+        ready = await stage.client.get("/readyz")
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["code"]) == (502, "engine_unreachable", 502)
+    assert f"http://127.0.0.1:{nobody} does not answer" in error["message"]
+    assert "Start it with `spangrad engine`" in error["message"]
+    assert (span.status, span.attributes[semconv.ERROR_TYPE], span.attributes[semconv.HTTP_STATUS]) == ("ERROR", "engine_unreachable", 502)
+    assert ready.status == 503
+
+
+async def test_an_engine_that_takes_too_long_is_a_timeout() -> None:
+    async with staged(request_timeout_seconds=0.2) as stage:
+        stage.engine.go_on.clear()
+        status, body = await stage.chat()
+        (span,) = await stage.spans()
+    assert (status, json.loads(body)["error"]["type"], span.attributes[semconv.ERROR_TYPE]) == (504, "timeout", "timeout")
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"nonsense", b""])
+async def test_a_request_that_is_no_object_is_refused_and_not_recorded(stage: Stage, body: bytes) -> None:
+    async with stage.client.post("/rollout/r/attempt/0/v1/chat/completions", data=body) as answer:
+        assert (answer.status, (await answer.json())["error"]["type"]) == (400, "invalid_request_error")
+    assert (await stage.count("/rollout/r/attempt/0"))[0] == 404
+    assert stage.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/v1/embeddings", "/rollout/r/attempt/0/v1/completions", "/rollout/r/attempt/x/v1/models"]
+)
+async def test_what_is_not_supported_says_what_is(stage: Stage, path: str) -> None:
+    async with stage.client.post(path, json={}) as answer:
+        message = (await answer.json())["error"]["message"]
+    assert (answer.status, message.partition(" is")[0]) == (404, f"POST {path}")
+    assert "POST /v1/chat/completions" in message
+
+
+@pytest.mark.parametrize("prefix", ["", "/rollout/r/attempt/0"])
+async def test_models_are_the_engines(stage: Stage, prefix: str) -> None:
+    async with stage.client.get(f"{prefix}/v1/models") as answer:
+        assert await answer.json() == {"object": "list", "data": [{"id": "policy", "object": "model"}]}
+
+
+async def test_headers_pass_both_ways_but_for_credentials_and_context(stage: Stage) -> None:
+    sent = {"x-request-id": "r-1", "authorization": "Bearer agent's", "baggage": BAGGAGE, "cookie": "a=b"}
+    async with stage.client.post("/v1/chat/completions", json=ASKED, headers=sent) as answer:
+        assert answer.headers["x-request-id"] == "r-1"
+    (got,) = stage.engine.headers
+    assert got["x-request-id"] == "r-1"
+    assert not {"authorization", "baggage", "cookie", "accept-encoding"} & set(got)
+
+
+async def test_the_url_names_the_rollout_before_baggage_and_the_announcement_fills_the_rest(stage: Stage) -> None:
+    announced = {"run_id": "run 7", "mode": "validate", "traceparent": TRACEPARENT}
+    async with stage.client.put("/rollout/r7/attempt/1", json=announced) as answer:
+        assert answer.status == 200
+    own = f"00-{'1' * 32}-{'2' * 16}-01"
+    await stage.chat("/rollout/r7/attempt/1")
+    await stage.chat("/rollout/r7/attempt/1", {"baggage": BAGGAGE, "traceparent": own})
+    await stage.chat("", {"baggage": BAGGAGE})
+    await stage.chat("/rollout/r8/attempt/0", {"baggage": BAGGAGE})
+    await stage.chat()
+    keys = (semconv.RUN_ID, semconv.ROLLOUT_ID, semconv.ROLLOUT_MODE, semconv.ROLLOUT_ATTEMPT)
+    spans = sorted(await stage.spans(5), key=lambda span: span.attributes[semconv.SEQ])  # type: ignore[arg-type,return-value]
+    assert [tuple(span.attributes.get(key) for key in keys) for span in spans] == [
+        ("run 7", "r7", "validate", 1),
+        ("run 7", "r7", "validate", 1),
+        ("run 1", "r1", "train", 2),
+        ("run 1", "r8", "train", 0),
+        (None, None, None, None),
+    ]
+    assert [(span.trace_id, span.parent_id) for span in spans[:2]] == [(TRACE, PARENT), ("1" * 32, "2" * 16)]
+    assert [span.parent_id for span in spans[2:]] == ["", "", ""]
+    assert len({span.trace_id for span in spans}) == 5
+
+
+@pytest.mark.parametrize("body", [{}, {"run_id": "r", "mode": "train", "traceparent": "x"}, {"run_id": "r", "mode": "train", "more": 1}])
+async def test_a_malformed_announcement_is_refused(stage: Stage, body: object) -> None:
+    async with stage.client.put("/rollout/r/attempt/0", json=body) as answer:
+        assert answer.status == 400
+    assert (await stage.count("/rollout/r/attempt/0"))[0] == 404
+
+
+async def test_calls_are_counted_once_each_and_wait_for_those_in_flight(stage: Stage) -> None:
+    path = "/rollout/r1/attempt/2"
+    async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
+        assert await stage.count(path) == (200, {"calls": 0})
+    stage.engine.status = 500
+    await stage.chat(path)
+    stage.engine.status = 200
+    await stage.chat("", {"baggage": BAGGAGE})
+    stage.engine.go_on.clear()
+    stage.engine.arrived.clear()
+    call = asyncio.create_task(stage.chat(path))
+    await stage.engine.arrived.wait()
+    counting = asyncio.create_task(stage.count(path))
+    done, _ = await asyncio.wait({counting}, timeout=0.1)
+    assert not done
+    stage.engine.go_on.set()
+    assert await counting == (200, {"calls": 3})
+    assert (await call)[0] == 200
+    assert len(await stage.spans(3)) == 3
+    assert await stage.count("/rollout/r1/attempt/3") == (
+        404,
+        {"error": {"message": "attempt 3 of rollout 'r1' was neither announced nor seen", "type": "spangrad_error", "code": 404}},
+    )
+
+
+async def test_a_token_is_asked_of_everybody_but_health_checks() -> None:
+    async with staged(token="secret") as stage:
+        assert (await stage.chat())[0] == 200
+        status, body = await stage.chat(headers={"Authorization": "Bearer wrong"})
+        assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
+        assert len(stage.engine.requests) == 1
+        for path, expected in (("/healthz", 200), ("/admin/policies/policy", 401)):
+            async with stage.client.get(path, headers={"Authorization": "none"}) as answer:
+                assert answer.status == expected
+
+
+async def test_readiness_waits_for_the_engine_to_be_warm_and_probed() -> None:
+    async with staged(FakeEngine(warm=False)) as stage:
+        async with stage.client.get("/readyz") as answer:
+            assert answer.status == 503
+        stage.engine.warm = True
+        await stage.readiness("serving")
+        assert stage.engine.orders == ["spangrad_checksum", "probe"]
+        async with stage.client.get("/admin/policies/policy") as answer:
+            assert await answer.json() == {"policy": "policy", "version": 0, "tokenizer_hash": "cafe", "status": "serving"}
+        assert stage.store.spans == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (FakeEngine(ids_missing=True), "has no token ids"),
+        (FakeEngine(policy="other"), "serves policy 'other', this gateway 'policy'"),
+        (FakeEngine(paused=True), "it is paused"),
+    ],
+)
+async def test_an_engine_that_cannot_be_trained_from_is_not_admitted(engine: FakeEngine, reason: str) -> None:
+    async with staged(engine) as stage:
+        await stage.readiness(reason)
+        status, body = await stage.chat()
+        (span,) = await stage.spans()
+    assert (status, reason in json.loads(body)["error"]["message"]) == (503, True)
+    assert (span.attributes[semconv.ERROR_TYPE], span.attributes[semconv.HTTP_STATUS]) == ("engine_down", 503)

@@ -1,0 +1,285 @@
+"""What an agent's process gets without a line of code: real subprocesses under opentelemetry-instrument, and a small OTLP endpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from opentelemetry import baggage, trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from fakes import OtlpSink, SunkSpan
+from span_processors.autoload import otlp_url
+from span_processors.context import environment_context, rollout_attributes
+from span_processors.reward import reward
+from span_processors.rollout import RolloutSpanProcessor
+from spangrad.processes import free_ports
+from spangrad.semconv import CONTEXT_KEYS, PROCESS_ID, SEQ
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+STARTED_FOR = {
+    "TRACEPARENT": f"00-{TRACE_ID}-{PARENT_ID}-00",
+    "BAGGAGE": "spangrad.run.id=run%20one,spangrad.rollout.id=r1,spangrad.rollout.mode=train,spangrad.rollout.attempt=2,other=x",
+}
+ROLLOUT = {"spangrad.run.id": "run one", "spangrad.rollout.id": "r1", "spangrad.rollout.mode": "train", "spangrad.rollout.attempt": 2}
+
+
+def environment(endpoint: str, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and name not in STARTED_FOR}
+    quick = {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"}
+    return {**kept, **quick, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **more}
+
+
+def start(program: str, directory: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    file = directory / "agent.py"
+    file.write_text(textwrap.dedent(program))
+    instrument = str(Path(sys.executable).with_name("opentelemetry-instrument"))
+    return subprocess.Popen([instrument, sys.executable, str(file)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def of_rollout(span: SunkSpan) -> dict[str, object]:
+    return {key: span.attributes[key] for key in CONTEXT_KEYS if key in span.attributes}
+
+
+def test_spans_say_their_rollout_and_keep_all_attributes(tmp_path: Path) -> None:
+    program = """
+        import os, threading
+        from opentelemetry import trace
+        tracer = trace.get_tracer("agent")
+        def work():
+            tracer.start_span("in a thread").end()
+        with tracer.start_as_current_span("outer") as span:
+            span.set_attributes({f"key.{n}": n for n in range(5000)})
+            thread = threading.Thread(target=work); thread.start(); thread.join()
+        print(os.environ.get("OTEL_TRACES_EXPORTER"))
+    """
+    with OtlpSink() as sink:
+        headers = {"OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20abc"}
+        assert finish(start(program, tmp_path, environment(sink.url, **STARTED_FOR, **headers))) == (0, "None\n", "")
+        inner, outer = sink.spans
+        assert (outer.trace_id, outer.parent_id) == (TRACE_ID, PARENT_ID)
+        assert of_rollout(outer) == of_rollout(inner) == ROLLOUT
+        assert (outer.attributes[SEQ], inner.attributes[SEQ], inner.parent_id) == (0, 1, outer.span_id)
+        assert inner.attributes[PROCESS_ID] == outer.attributes[PROCESS_ID]
+        assert sum(key.startswith("key.") for key in outer.attributes) == 5000
+        assert {request["authorization"] for request in sink.requests} == {"Bearer abc"}
+
+
+def test_a_sigterm_flushes_and_still_kills(tmp_path: Path) -> None:
+    program = """
+        import time
+        from opentelemetry import trace
+        trace.get_tracer("agent").start_span("last words").end()
+        print("ready", flush=True)
+        while True: time.sleep(60)
+    """
+    with OtlpSink() as sink:
+        process = start(program, tmp_path, environment(sink.url))
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert finish(process) == (-signal.SIGTERM, "", "")
+        assert [span.name for span in sink.spans] == ["last words"]
+
+
+def test_an_agents_own_sigterm_handler_is_its_own(tmp_path: Path) -> None:
+    program = """
+        import signal, sys, time
+        from opentelemetry import trace
+        def handler(number, frame):
+            trace.get_tracer("agent").start_span("tidied up").end()
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, handler)
+        print("ready", flush=True)
+        while True: time.sleep(60)
+    """
+    with OtlpSink() as sink:
+        process = start(program, tmp_path, environment(sink.url))
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert finish(process) == (7, "", "")
+        assert [span.name for span in sink.spans] == ["tidied up"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_children_of_multiprocessing_send_their_spans(tmp_path: Path, method: str) -> None:
+    program = f"""
+        import multiprocessing
+        from opentelemetry import trace
+        def work():
+            trace.get_tracer("agent").start_span("child").end()
+        if __name__ == "__main__":
+            trace.get_tracer("agent").start_span("parent").end()
+            child = multiprocessing.get_context("{method}").Process(target=work)
+            child.start(); child.join()
+            assert child.exitcode == 0
+    """
+    with OtlpSink() as sink:
+        assert finish(start(program, tmp_path, environment(sink.url, **STARTED_FOR))) == (0, "", "")
+        spans = {span.name: span for span in sink.spans}
+        assert sorted(span.name for span in sink.spans) == ["child", "parent"]
+        assert of_rollout(spans["child"]) == ROLLOUT
+        assert spans["child"].attributes[SEQ] == 0
+        assert spans["child"].attributes[PROCESS_ID] != spans["parent"].attributes[PROCESS_ID]
+
+
+def test_without_a_store_an_agent_ends_as_it_would_and_says_what_was_lost(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    program = """
+        from opentelemetry import trace
+        trace.get_tracer("agent").start_span("lost").end()
+        print("done")
+    """
+    started = time.monotonic()
+    code, out, err = finish(start(program, tmp_path, environment(f"http://127.0.0.1:{port}")))
+    assert (code, out) == (0, "done\n")
+    assert f"spangrad: 1 spans were not delivered to http://127.0.0.1:{port}/v1/traces and are lost.\n" in err
+    assert 10 < time.monotonic() - started < 14
+
+
+def test_hooks_that_run_again_change_nothing(tmp_path: Path) -> None:
+    program = """
+        from opentelemetry import trace
+        from opentelemetry.instrumentation.auto_instrumentation import initialize
+        from span_processors import autoload
+        autoload.pre_instrument(); autoload.post_instrument(); autoload.pre_instrument()
+        autoload.SpangradDistro().configure()
+        trace.get_tracer("agent").start_span("once").end()
+    """
+    with OtlpSink() as sink:
+        assert finish(start(program, tmp_path, environment(sink.url))) == (0, "", "")
+        assert [(span.name, span.attributes[SEQ]) for span in sink.spans] == [("once", 0)]
+
+
+@pytest.mark.parametrize(("exporter", "sent"), [("none", []), ("otlp", ["said"]), ("console,otlp", ["said"])])
+def test_a_users_choice_of_exporters_holds(tmp_path: Path, exporter: str, sent: list[str]) -> None:
+    program = """
+        import os
+        from opentelemetry import trace
+        trace.get_tracer("agent").start_span("said").end()
+        print(os.environ["OTEL_TRACES_EXPORTER"])
+    """
+    with OtlpSink() as sink:
+        code, out, err = finish(start(program, tmp_path, environment(sink.url, OTEL_TRACES_EXPORTER=exporter)))
+        assert (code, out.splitlines()[0], err) == (0, exporter, "")
+        assert [span.name for span in sink.spans] == sent
+        assert ('"name": "said"' in out) == ("console" in exporter)
+
+
+@pytest.mark.parametrize(
+    "configured",
+    [
+        pytest.param("SimpleSpanProcessor(OTLPSpanExporter())", id="its exporter stays the only one"),
+        pytest.param("None", id="without one, ours is added"),
+    ],
+)
+def test_beside_another_distribution(tmp_path: Path, configured: str) -> None:
+    program = f"""
+        import os
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        provider = TracerProvider()
+        theirs = {configured}
+        if theirs:
+            os.environ["OTEL_TRACES_EXPORTER"] = "otlp"
+            provider.add_span_processor(theirs)
+        trace.set_tracer_provider(provider)
+        from span_processors import autoload
+        autoload.pre_instrument()
+        trace.get_tracer("agent").start_span("said").end()
+    """
+    (tmp_path / "agent.py").write_text(textwrap.dedent(program))
+    with OtlpSink() as sink:
+        env = environment(sink.url, **{**STARTED_FOR, "TRACEPARENT": f"00-{TRACE_ID}-{PARENT_ID}-01"})
+        done = subprocess.run([sys.executable, tmp_path / "agent.py"], env=env, capture_output=True, text=True, timeout=30, check=True)
+        assert "set OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT=100000" in done.stderr
+        assert [(span.name, of_rollout(span)) for span in sink.spans] == [("said", ROLLOUT)]
+        assert len(sink.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "said"),
+    [
+        ({}, "http://localhost:4318/v1/traces", ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://store:9/"}, "http://store:9/v1/traces", ""),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://a/b"}, "https://a/b", ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://store:4317"}, "http://store:4318/v1/traces", "port 4317 takes OTLP/gRPC"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "store:4317"}, "http://store:4318/v1/traces", "port 4317 takes OTLP/gRPC"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://store:9", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "http://store:9/v1/traces",
+            "OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not used",
+        ),
+    ],
+)
+def test_where_spans_go(variables: dict[str, str], url: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert otlp_url(variables) == url
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
+def test_context_goes_before_the_process_and_attempts_are_never_mixed() -> None:
+    process = {"spangrad.run.id": "run", "spangrad.rollout.id": "mine", "spangrad.rollout.mode": "train", "spangrad.rollout.attempt": "3"}
+    other = baggage.set_baggage("spangrad.rollout.id", "other", Context())
+    assert rollout_attributes(other, process) == {
+        "spangrad.run.id": "run",
+        "spangrad.rollout.id": "other",
+        "spangrad.rollout.mode": "train",
+    }
+    again = baggage.set_baggage("spangrad.rollout.attempt", "1", other)
+    assert rollout_attributes(again, process)["spangrad.rollout.attempt"] == 1
+    assert rollout_attributes(Context(), process) == {**process, "spangrad.rollout.attempt": 3}
+    assert rollout_attributes(Context(), {}) == {}
+
+
+def test_a_malformed_environment_is_no_context() -> None:
+    context = environment_context({"TRACEPARENT": "nonsense", "BAGGAGE": "=;,"})
+    assert not trace.get_current_span(context).get_span_context().is_valid
+    assert rollout_attributes(context, {}) == {}
+
+
+def test_a_reward_is_an_event_on_the_current_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(RolloutSpanProcessor({"spangrad.rollout.id": "r"}))
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    with provider.get_tracer("agent").start_as_current_span("step"):
+        reward(1)
+        reward(-0.5, "tests")
+    reward(0.25)
+    found = [
+        (span.name, [(event.name, dict(event.attributes or {})) for event in span.events], (span.attributes or {})["spangrad.rollout.id"])
+        for span in kept.get_finished_spans()
+    ]
+    event = "gen_ai.evaluation.result"
+    name, value = "gen_ai.evaluation.name", "gen_ai.evaluation.score.value"
+    assert found == [
+        ("step", [(event, {name: "reward", value: 1.0}), (event, {name: "tests", value: -0.5})], "r"),
+        ("reward", [(event, {name: "reward", value: 0.25})], "r"),
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_is_finite(value: float) -> None:
+    with pytest.raises(ValueError, match="give a finite number"):
+        reward(value)

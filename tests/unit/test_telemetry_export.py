@@ -1,0 +1,202 @@
+"""The loss-free export of spans, against a small OTLP endpoint, through the real SDK."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+
+from fakes import OtlpSink
+from spangrad.processes import free_ports
+from spangrad.semconv import PROCESS_ID, SEQ
+from spangrad.telemetry import LosslessSpanProcessor, SequenceSpanProcessor, bearer, parse_headers, tracer_provider, traces_url
+
+
+class CountingIds(IdGenerator):
+    def __init__(self) -> None:
+        self._last = 0
+
+    def generate_span_id(self) -> int:
+        self._last += 1
+        return self._last
+
+    def generate_trace_id(self) -> int:
+        self._last += 1
+        return self._last
+
+
+def provider_with(processor: LosslessSpanProcessor) -> TracerProvider:
+    provider = TracerProvider(resource=Resource({"service.name": "unit"}), id_generator=CountingIds(), shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    return provider
+
+
+def emit(provider: TracerProvider, count: int, **attributes: str) -> None:
+    tracer = provider.get_tracer("test")
+    for number in range(count):
+        tracer.start_span(f"span-{number}", attributes=attributes).end()
+
+
+def test_spans_arrive_whole_with_headers() -> None:
+    with OtlpSink() as sink:
+        provider = tracer_provider("unit", sink.url, {**bearer("secret"), **parse_headers("x-team=a%20b")})
+        tracer = provider.get_tracer("scope")
+        with tracer.start_as_current_span("outer", attributes={"text": "é", "many": [1, 2]}) as outer:
+            outer.add_event("said", {"score": 0.5})
+            tracer.start_span("inner").end()
+        assert provider.force_flush()
+        provider.shutdown()
+        inner, outer_span = sink.spans
+        process = outer_span.attributes[PROCESS_ID]
+        assert outer_span.attributes == {"text": "é", "many": [1, 2], PROCESS_ID: process, SEQ: outer_span.attributes[SEQ]}
+        assert inner.attributes == {PROCESS_ID: process, SEQ: int(str(outer_span.attributes[SEQ])) + 1}
+        assert (inner.name, inner.parent_id, inner.trace_id) == ("inner", outer_span.span_id, outer_span.trace_id)
+        assert outer_span.events == (("said", {"score": 0.5}),)
+        assert (outer_span.service, outer_span.scope, outer_span.parent_id) == ("unit", "scope", "")
+        assert [(r["authorization"], r["x-team"], r["content-type"]) for r in sink.requests] == [
+            ("Bearer secret", "a b", "application/x-protobuf")
+        ]
+
+
+def test_an_unsampled_span_is_not_sent() -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url))
+        provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+        provider.add_span_processor(processor)
+        emit(provider, 3)
+        provider.shutdown()
+        assert (sink.requests, processor.lost) == ([], 0)
+
+
+def test_nothing_is_lost_while_the_store_is_down() -> None:
+    (port,) = free_ports(1)
+    processor = LosslessSpanProcessor(f"http://127.0.0.1:{port}/v1/traces", batch_bytes=2000, delay_seconds=0.01)
+    provider = provider_with(processor)
+    emit(provider, 100)
+    started = time.monotonic()
+    assert not provider.force_flush(3000)
+    assert time.monotonic() - started == pytest.approx(3, abs=0.5)
+    with OtlpSink(port) as sink:
+        emit(provider, 100)
+        assert provider.force_flush(10_000)
+        assert sorted(span.name for span in sink.spans) == sorted(f"span-{n}" for n in range(100) for _ in range(2))
+        assert processor.lost == 0
+        provider.shutdown()
+
+
+def test_a_store_that_asks_for_time_gets_it() -> None:
+    refusals = [(503, {"retry-after": "0.3"}), (429, {"retry-after": "0.3"}), (408, {}), (500, {})]
+    with OtlpSink(refusals=refusals) as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url))
+        provider = provider_with(processor)
+        started = time.monotonic()
+        emit(provider, 2)
+        assert provider.force_flush()
+        assert time.monotonic() - started > 0.6
+        assert ([span.name for span in sink.spans], len(sink.requests), processor.lost) == (["span-0", "span-1"], 5, 0)
+        provider.shutdown()
+
+
+def test_spans_refused_for_good_are_counted_and_said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    with OtlpSink(refusals=[(400, {})]) as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url))
+        provider = provider_with(processor)
+        emit(provider, 2)
+        assert provider.force_flush()
+        emit(provider, 1)
+        with caplog.at_level(logging.ERROR):
+            provider.shutdown()
+        assert ([span.name for span in sink.spans], processor.lost) == (["span-0"], 2)
+        assert f"{sink.url}/v1/traces refused 2 spans for good: HTTP 400 not now" in caplog.text
+        assert capsys.readouterr().err == f"spangrad: 2 spans were not delivered to {sink.url}/v1/traces and are lost.\n"
+
+
+def test_a_full_queue_delays_an_agent_once_then_drops(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    processor = LosslessSpanProcessor(
+        f"http://127.0.0.1:{port}/v1/traces", queue_bytes=5000, batch_bytes=1000, full_wait_seconds=0.2, shutdown_seconds=0.3
+    )
+    provider = provider_with(processor)
+    started = time.monotonic()
+    emit(provider, 50, text="x" * 700)
+    assert 0.2 < time.monotonic() - started < 1
+    assert 40 <= processor.lost < 50
+    started = time.monotonic()
+    provider.shutdown()
+    assert time.monotonic() - started < 1
+    assert capsys.readouterr().err == f"spangrad: 50 spans were not delivered to http://127.0.0.1:{port}/v1/traces and are lost.\n"
+    assert processor.lost == 50
+
+
+def test_many_flushes_share_few_requests() -> None:
+    with OtlpSink() as sink:
+        provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60))
+        ready = threading.Barrier(32)
+        flushed: list[bool] = []
+
+        def work() -> None:
+            emit(provider, 1)
+            ready.wait()
+            flushed.append(provider.force_flush())
+
+        threads = [threading.Thread(target=work) for _ in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(sink.spans), flushed, len(sink.requests)) == (32, [True] * 32, 1)
+        provider.shutdown()
+
+
+def test_batches_are_bounded_by_bytes() -> None:
+    with OtlpSink() as sink:
+        provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), batch_bytes=10_000, delay_seconds=60))
+        emit(provider, 30, text="x" * 3000)
+        assert provider.force_flush()
+        assert len(sink.spans) == 30
+        assert max(int(request["content-length"]) for request in sink.requests) < 11_000
+        provider.shutdown()
+
+
+def test_one_bad_span_does_not_take_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url))
+        provider = provider_with(processor)
+        provider.get_tracer("test").start_span("lone surrogate \ud800").end()
+        emit(provider, 2)
+        assert provider.force_flush()
+        assert ([span.name for span in sink.spans], processor.lost) == (["span-0", "span-1"], 1)
+        provider.shutdown()
+
+
+def test_a_forked_child_sends_its_own_spans_and_only_those() -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60)
+        provider = provider_with(processor)
+        provider.add_span_processor(SequenceSpanProcessor())
+        tracer = provider.get_tracer("test")
+        tracer.start_span("parent").end()
+        child = os.fork()
+        if not child:  # nothing in here may raise: the child must not run pytest's remains
+            tracer.start_span("child").end()
+            os._exit(0 if provider.force_flush(5000) and processor.lost == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [span.name for span in sink.spans] == ["child"]
+        assert provider.force_flush()
+        in_child, in_parent = sink.spans
+        assert in_parent.name == "parent"
+        assert in_child.attributes[PROCESS_ID] != in_parent.attributes[PROCESS_ID]
+        assert in_child.attributes[SEQ] == 0
+        provider.shutdown()
+
+
+def test_an_address_that_is_none_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match="is not an http"):
+        LosslessSpanProcessor("localhost:4318/v1/traces")

@@ -1,0 +1,126 @@
+"""Checkpoints: whole or not there, and known by their checksum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crash import crashes
+from spangrad.errors import CheckpointError
+from spangrad.weights import checksum_directory, tokenizer_hash
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint
+
+WEIGHTS = {"embed": np.arange(6, dtype=np.float32).reshape(2, 3), "norm": np.ones(2, np.float32)}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    directory = tmp_path / "base"
+    (directory / "folder").mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text('{"a": 1}')
+    (directory / "model.safetensors").write_text("old weights")
+    (directory / "optimizer.pt").write_text("old state")
+    (directory / checkpoint.MARKER).write_text("{}")
+    return directory
+
+
+def save_state(directory: Path) -> None:
+    (directory / "optimizer.pt").write_text("state")
+
+
+def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_state) -> Checkpoint:
+    return checkpoint.write(
+        directory, policy="org/policy", branch="main", version=version, parent=0, batch_id="b", base=base, weights=WEIGHTS.items(), save_state=save
+    )  # fmt: skip
+
+
+def visible(directory: Path) -> list[str]:
+    return sorted(str(one.relative_to(directory)) for one in directory.glob("*/*/*"))
+
+
+def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path, base: Path):
+    made = write(tmp_path / "policies", base)
+    assert made.path == tmp_path / "policies/org%2Fpolicy/main/v1"
+    assert sorted(one.name for one in made.path.iterdir()) == ["STABLE", "config.json", "model.safetensors", "optimizer.pt", "tokenizer.json"]
+    assert (made.path / "optimizer.pt").read_text() == "state"
+    assert (made.checksum, made.tokenizer_hash) == (checksum_directory(made.path), tokenizer_hash(base))
+    marker = json.loads((made.path / "STABLE").read_text())
+    sizes = {one.name: one.stat().st_size for one in made.path.iterdir() if one.name != "STABLE"}
+    assert marker == {
+        "path": str(made.path), "policy": "org/policy", "branch": "main", "version": 1, "parent": 0, "batch_id": "b",
+        "checksum": made.checksum, "tokenizer_hash": made.tokenizer_hash, "files": sizes,
+    }  # fmt: skip
+    from safetensors.numpy import load_file
+
+    loaded = load_file(made.path / "model.safetensors")
+    assert {name: value.tolist() for name, value in loaded.items()} == {name: value.tolist() for name, value in WEIGHTS.items()}
+    checkpoint.verify(made.path, made.checksum)
+
+
+def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
+    directory = tmp_path / "policies"
+    deaths = whole = 0
+    for deaths, _ in enumerate(crashes(lambda: write(directory, base), {Path(checkpoint.__file__)}, {"line", "return"}), start=1):
+        versions = [one for one in visible(directory) if one.endswith("/v1")]
+        if versions:
+            whole += 1
+            marker = json.loads((directory / versions[0] / "STABLE").read_text())
+            checkpoint.verify(directory / versions[0], marker["checksum"])
+        checkpoint.sweep(directory, "org/policy", "main")
+        assert visible(directory) == versions
+        checkpoint.remove(directory, "org/policy", "main", 1)
+    assert deaths > 30
+    assert whole, "no death fell after the rename"
+
+
+def test_a_failure_leaves_nothing_at_all(tmp_path: Path, base: Path):
+    def fail(_: Path) -> None:
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write(tmp_path / "policies", base, save=fail)
+    assert visible(tmp_path / "policies") == []
+
+
+def test_a_number_is_never_written_twice(tmp_path: Path, base: Path):
+    write(tmp_path / "policies", base)
+    with pytest.raises(CheckpointError, match="v1 exists"):
+        write(tmp_path / "policies", base)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "tokenizer.json"])
+@pytest.mark.parametrize("left", [None, 0, 3])
+def test_truncated_and_missing_files_are_noticed(tmp_path: Path, base: Path, name: str, left: int | None):
+    made = write(tmp_path / "policies", base)
+    file = made.path / name
+    if left is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(CheckpointError, match=f"{name} is {'missing' if left is None else f'{left} bytes'}"):
+        checkpoint.verify(made.path, made.checksum)
+
+
+def test_other_weights_of_the_same_size_are_noticed(tmp_path: Path, base: Path):
+    made = write(tmp_path / "policies", base)
+    file = made.path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="the ledger says float32:"):
+        checkpoint.verify(made.path, made.checksum)
+    with pytest.raises(CheckpointError, match="is missing"):
+        checkpoint.verify(tmp_path / "nowhere", made.checksum)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [3, 5]), (1, [5]), (0, [5]), (9, [1, 3, 5])])
+def test_pruning_keeps_the_newest(tmp_path: Path, base: Path, keep: int, left: list[int]):
+    for version in (1, 3, 5):
+        write(tmp_path / "policies", base, version)
+    checkpoint.prune(tmp_path / "policies", "org/policy", "main", committed=[0, 1, 3, 5], keep=keep)
+    assert visible(tmp_path / "policies") == [f"org%2Fpolicy/main/v{version}" for version in left]

@@ -1,0 +1,50 @@
+"""Which ready groups may be trained."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+from fakes import transition_row
+from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.source import Group
+
+GROUP = Group("run", "train", "spec", "group")
+
+
+def reasons(rows: list[dict[str, object]], committed: tuple[int, ...] = (0,), max_staleness: int = 0) -> dict[Group, ExpiryReason]:
+    frame = pl.DataFrame(rows or [transition_row("elsewhere", GroupId="other")])
+    return expiry_reasons([GROUP], frame, committed=committed, max_staleness=max_staleness, tokenizer_hash="tokenizer")
+
+
+PAIR = [transition_row("a"), transition_row("b")]
+
+
+def test_two_rollouts_of_the_newest_version_may_be_trained():
+    assert reasons(PAIR) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], ExpiryReason.NO_TRANSITIONS),
+        ([transition_row("a"), transition_row("a", 1)], ExpiryReason.ONE_ROLLOUT),
+        ([*PAIR, transition_row("c", Version=9)], ExpiryReason.UNKNOWN_VERSION),
+        ([*PAIR, transition_row("c", TokenizerHash="other")], ExpiryReason.OTHER_TOKENIZER),
+        ([*PAIR, transition_row("c", Temperature=0.0)], ExpiryReason.GREEDY),
+    ],
+)
+def test_one_call_is_enough_to_put_a_group_aside(rows: list[dict[str, object]], reason: ExpiryReason):
+    assert reasons(rows) == {GROUP: reason}
+
+
+def test_a_call_without_a_tokenizer_hash_is_taken():
+    assert reasons([*PAIR, transition_row("c", TokenizerHash="")]) == {}
+
+
+def test_staleness_counts_committed_versions():
+    old = [transition_row("a", Version=4), transition_row("b", Version=6)]
+    # 5 was orphaned: 4 is one version behind 6, not two.
+    assert reasons(old, committed=(0, 4, 6), max_staleness=0) == {GROUP: ExpiryReason.STALE}
+    assert reasons(old, committed=(0, 4, 6), max_staleness=1) == {}
+    assert reasons(old, committed=(0, 4, 6, 7), max_staleness=1) == {GROUP: ExpiryReason.STALE}
+    assert reasons(old, committed=(0, 4, 6, 7), max_staleness=9) == {}

@@ -1,0 +1,303 @@
+"""From hand-made spans to transitions and drops: every call once, whatever befell it (law 2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import fakes
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+from spangrad.settings import BuilderSettings
+from spangrad.types import call_id, transition_id
+from transition_builder.build import build
+from transition_builder.frames import DROPS, REWARDS, TRANSITIONS, Built, Frames
+
+SPEC = BuilderSettings()
+
+
+def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> str:
+    where = {name: facts[name] for name in ("rollout", "attempt") if name in facts}
+    return spans.call(spans.span("POST", spans.client(parent, **where), **where), **facts)
+
+
+def kept(built: Built) -> list[tuple[Any, ...]]:
+    return built.transitions.select("SpanId", "Choice", "Turn", "AgentName", "Rewards.Value").rows()
+
+
+def reasons(built: Built) -> dict[str, tuple[str, str]]:
+    return {span: (reason, detail) for span, reason, detail in built.drops.select("SpanId", "Reason", "Detail").rows()}
+
+
+def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=1, GroupId="g7", GroupSize=4, TaskId="task-1")
+    spans.evaluation(root, 0.25)
+    call = linked_call(spans, spans.span("solver", root, kind="AGENT"), RunId="", Mode="")
+    built = build(spans.frames(), SPEC)
+    name = call_id(fakes.SpanFactory.trace("run.r.0"), call, 0)
+    assert built.drops.rows() == []
+    assert built.transitions.schema == dict(TRANSITIONS)
+    assert built.transitions.row(0, named=True) == {
+        "RunId": "run",
+        "Mode": "train",
+        "BuildSpec": SPEC.spec,
+        "GroupId": "g7",
+        "GroupSize": 4,
+        "TaskId": "task-1",
+        "RolloutId": "r",
+        "Attempt": 0,
+        "Revision": 0,
+        "Turn": 0,
+        "TransitionId": transition_id(name, SPEC.spec, 0),
+        "CallId": name,
+        "TraceId": fakes.SpanFactory.trace("run.r.0"),
+        "SpanId": call,
+        "Choice": 0,
+        "Timestamp": fakes.SpanFactory.time(5),
+        "AgentName": "solver",
+        "Policy": "policy",
+        "Version": 3,
+        "Model": "policy",
+        "TokenizerHash": "tok",
+        "PromptIds": [1, 2, 3],
+        "ResponseIds": [4, 5],
+        "Logprobs": [-0.5, -0.25],
+        "Temperature": 0.7,
+        "FinishReason": "stop",
+        "Rewards.Name": ["reward"],
+        "Rewards.Value": [0.25],
+        "Rewards.Source": ["runner"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"Aborted": True, "ErrorType": "aborted", "HttpStatus": 499}, ("aborted", "")),
+        ({"ErrorType": "APITimeoutError"}, ("call_failed", "HTTP 200 APITimeoutError")),
+        ({"HttpStatus": 429, "PromptIds": []}, ("call_failed", "HTTP 429 ")),
+        ({"Redacted": True, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ("redacted", "")),
+        ({"PromptIds": []}, ("no_token_ids", "")),
+        ({"ResponseIds": [], "Logprobs": []}, ("empty_response", "")),
+        ({"Logprobs": [-1.0]}, ("no_logprobs", "1 logprobs for 2 tokens")),
+        ({"TokenizerHash": "other"}, ("other_tokenizer", "other")),
+        ({"VersionEnd": 4}, ("mixed_versions", "from 3 to 4")),
+        ({"VersionStart": None, "VersionEnd": None}, ("unknown_version", "")),
+        ({"Policy": "judge"}, ("not_selected", "policy judge")),
+        ({"Policy": "", "Model": "judge", "HttpStatus": 500}, ("not_selected", "policy judge")),
+    ],
+)
+def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple[str, str]) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=2)
+    spans.evaluation(root)
+    faulty, good = linked_call(spans, root, **facts), linked_call(spans, root)
+    built = build(spans.frames(), BuilderSettings(policy="policy", tokenizer_hash="tok"))
+    assert reasons(built) == {faulty: expected}
+    turn = (
+        1
+        if expected[0]
+        in {"redacted", "no_token_ids", "empty_response", "no_logprobs"} | {"other_tokenizer", "mixed_versions", "unknown_version"}
+        else 0
+    )
+    assert kept(built) == [(good, 0, turn, "agent", [1.0])]
+
+
+def test_a_redacted_call_that_kept_its_ids_is_trained() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root(calls=1))
+    call = linked_call(spans, root, Redacted=True)
+    assert kept(build(spans.frames(), SPEC)) == [(call, 0, 0, "agent", [1.0])]
+
+
+def test_only_selected_agents_are_built_and_counted_as_turns() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root(calls=3))
+    planner = spans.span("planner", root, kind="AGENT")
+    first = linked_call(spans, planner)
+    other = linked_call(spans, spans.span("writer", root, kind="AGENT"))
+    second = linked_call(spans, planner)
+    built = build(spans.frames(), BuilderSettings(agent_pattern="plan.*"))
+    assert kept(built) == [(first, 0, 0, "planner", []), (second, 0, 1, "planner", [1.0])]
+    assert reasons(built) == {other: ("not_selected", "agent writer")}
+
+
+def test_what_befell_a_rollout_is_the_reason_of_all_its_calls() -> None:
+    spans = fakes.SpanFactory()
+    failed = linked_call(spans, spans.root("failed", calls=1, failure="timeout"), rollout="failed")
+    late = linked_call(spans, spans.root("late", calls=2, Verdict="incomplete", Detail="1 of 2"), rollout="late")
+    mute = linked_call(spans, spans.root("mute", calls=1), rollout="mute")
+    spans.evaluation(root := spans.root("nan", calls=1), "NaN", name="style")
+    nan = linked_call(spans, root, rollout="nan")
+    spans.evaluation(root, 1.0)
+    old = linked_call(spans, spans.root("twice", attempt=0, calls=1, final=False, failure="crash"), rollout="twice", attempt=0)
+    spans.evaluation(root := spans.root("twice", attempt=1, calls=1))
+    new = linked_call(spans, root, rollout="twice", attempt=1)
+    built = build(spans.frames(), SPEC)
+    assert reasons(built) == {
+        failed: ("attempt_failed", "timeout"),
+        late: ("incomplete", "1 of 2"),
+        mute: ("no_reward", "no evaluation result with a score arrived"),
+        nan: ("no_reward", "not a finite number: style"),
+        old: ("superseded_attempt", "attempt 1 counts"),
+    }
+    assert kept(built) == [(new, 0, 0, "agent", [1.0])]
+
+
+def test_a_rollout_without_calls_leaves_one_drop_of_its_own() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(quiet := spans.root("quiet", calls=0))
+    failed = spans.root("failed", calls=0, failure="exit_code")
+    late = spans.root("late", calls=2, Verdict="incomplete", Detail="0 of 2")
+    linked_call(spans, spans.root("retried", attempt=0, calls=1, final=False, failure="crash"), rollout="retried", attempt=0)
+    retried = spans.root("retried", attempt=1, calls=0, failure="timeout")
+    built = build(spans.frames(), SPEC)
+    alone = built.drops.filter(pl.col("CallId") == "")
+    assert alone.select("RolloutId", "Attempt", "SpanId", "Reason", "Detail").rows() == [
+        ("failed", 0, failed, "attempt_failed", "exit_code"),
+        ("late", 0, late, "incomplete", "0 of 2"),
+        ("quiet", 0, quiet, "no_calls", ""),
+        ("retried", 1, retried, "attempt_failed", "timeout"),
+    ]
+    assert built.drops.height == 5
+    assert built.transitions.height == 0
+
+
+def test_a_span_delivered_twice_counts_once() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root(calls=1))
+    linked_call(spans, root, choices=2)
+    once = build(spans.frames(), SPEC)
+    spans.spans *= 2
+    spans.calls *= 2
+    twice = build(spans.frames(), SPEC)
+    for left, right in ((once.transitions, twice.transitions), (once.drops, twice.drops), (once.rewards, twice.rewards)):
+        assert_frame_equal(left, right)
+    assert once.transitions.height == 2
+
+
+def test_a_call_whose_span_has_not_reached_the_lean_table_is_built_all_the_same() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root(calls=1))
+    call = linked_call(spans, spans.span("solver", root, kind="AGENT"))
+    spans.spans = [row for row in spans.spans if row["SpanId"] != call]
+    assert kept(build(spans.frames(), SPEC)) == [(call, 0, 0, "solver", [1.0])]
+
+
+def test_nothing_to_build_gives_empty_frames() -> None:
+    built = build(fakes.SpanFactory().frames(), BuilderSettings(tool_error_reward=-1))
+    assert built.transitions.schema == dict(TRANSITIONS)
+    assert built.drops.schema == dict(DROPS)
+    assert built.rewards.schema == dict(REWARDS)
+    assert built.transitions.height + built.drops.height + built.rewards.height == 0
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "call_failed": {"HttpStatus": 500, "PromptIds": [], "ResponseIds": [], "Logprobs": []},
+    "aborted": {"Aborted": True},
+    "no_token_ids": {"PromptIds": []},
+    "no_logprobs": {"Logprobs": []},
+    "mixed_versions": {"VersionStart": 2},
+    "not_selected": {"Policy": "judge"},
+}
+CALLS = st.tuples(
+    st.sampled_from(sorted(FAULTS)), st.sampled_from(["linked", "root", "missing", "loop"]), st.integers(1, 2), st.booleans(), st.booleans()
+)
+ATTEMPTS = st.lists(st.lists(CALLS, max_size=4), min_size=1, max_size=3)
+ENDS = st.sampled_from(["", "", "", "failed", "incomplete", "nan", "mute"])
+
+
+def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[tuple[Any, ...]]], end: str) -> dict[str, str]:
+    """Make a rollout; returns each call's reason to drop, empty for those that must become transitions."""
+    expected: dict[str, str] = {}
+    for attempt, calls in enumerate(attempts):
+        last = attempt == len(attempts) - 1
+        failure = "crash" if not last or end == "failed" else ""
+        root = spans.root(
+            rollout, attempt=attempt, final=last, failure=failure, Verdict="incomplete" if last and end == "incomplete" else "complete"
+        )
+        if last and end in {"", "nan"}:
+            spans.evaluation(root, 1.0)
+        if last and end == "nan":
+            spans.evaluation(root, "inf", name="other")
+        here = {"rollout": rollout, "attempt": attempt}
+        agent = spans.span("agent", root, kind="AGENT", **here)
+        for fault, link, choices, rewarded, tool_fails in calls:
+            client = spans.client(agent, **here)
+            parent = {"linked": spans.span("POST", client, **here), "root": root, "missing": "dead", "loop": "loop"}[link]
+            call = spans.call(parent, choices=choices, **here, **FAULTS[fault])
+            if link == "loop":
+                spans.spans[-1]["ParentSpanId"] = spans.calls[-1]["ParentSpanId"] = call
+            if link != "linked":  # without a parent link, the answer's id tells that the two are one call
+                spans.answer(client, ResponseId=f"id-{call}")
+            if rewarded:
+                spans.evaluation(call, 0.5)
+            if tool_fails:
+                spans.span("search", agent, kind="TOOL", status="Error", **here)
+            of_rollout = {"failed": "attempt_failed", "incomplete": "incomplete", "nan": "no_reward"}.get(end, "")
+            reason = of_rollout if last else "superseded_attempt"
+            for choice in range(choices):
+                expected[call_id(fakes.SpanFactory.trace(f"run.{rollout}.{attempt}"), call, choice)] = reason or fault
+    return expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(ATTEMPTS, ENDS), min_size=1, max_size=4))
+def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[list[list[tuple[Any, ...]]], str]]) -> None:
+    spans = fakes.SpanFactory()
+    expected: dict[str, str] = {}
+    empty = set[str]()
+    for number, (attempts, end) in enumerate(rollouts):
+        name = f"r{number}"
+        calls = random_rollout(spans, name, attempts, end)
+        if end == "mute" and not any(rewarded for _, _, _, rewarded, _ in attempts[-1]):
+            final = fakes.SpanFactory.trace(f"run.{name}.{len(attempts) - 1}")
+            ours = {row["CallId"] for row in spans.calls if row["TraceId"] == final}
+            calls |= {call: "no_reward" for call in calls if call in ours}
+        expected |= calls
+        if not attempts[-1]:
+            empty.add(name)
+    spec = BuilderSettings(policy="policy", tool_error_reward=-0.125)
+    frames = spans.frames()
+    built = build(frames, spec)
+
+    dropped = built.drops.filter(pl.col("CallId") != "")
+    left = Counter([*built.transitions["CallId"], *dropped["CallId"]])
+    assert left == Counter(expected)
+    assert dict(dropped.select("CallId", "Reason").rows()) == {call: reason for call, reason in expected.items() if reason}
+    assert Counter(built.drops.filter(pl.col("CallId") == "")["RolloutId"]) == Counter(empty)
+
+    trained = built.transitions.group_by("RolloutId").agg(pl.col("Rewards.Value").list.sum().sum().alias("return"))
+    said = built.rewards.group_by("RolloutId").agg(pl.col("Value").sum().alias("return"))
+    assert_frame_equal(trained.sort("RolloutId"), said.join(trained, on="RolloutId", how="semi").sort("RolloutId"))
+
+    # What else is in a batch changes nothing.
+    alone = [build(only(frames, row["RolloutId"]), spec) for row in frames.rollouts.iter_rows(named=True)]
+    by = ["RolloutId", "Attempt", "CallId"]
+    assert_frame_equal(pl.concat([one.transitions for one in alone]).sort(by), built.transitions.sort(by))
+    assert_frame_equal(pl.concat([one.drops for one in alone]).sort(by), built.drops.sort(by))
+
+
+def only(frames: Frames, rollout: str) -> Frames:
+    mine = pl.col("RolloutKey") == rollout
+    traces = frames.spans.filter(mine)["TraceId"].unique()
+    answers = frames.answers.filter(pl.col("TraceId").is_in(traces.implode()))
+    return Frames(frames.rollouts.filter(pl.col("RolloutId") == rollout), frames.spans.filter(mine), frames.calls.filter(mine), answers)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(CALLS, min_size=1, max_size=5), st.dictionaries(st.sampled_from(["agent", "gateway", "runner"]), st.floats(-1e5, 1e5)))
+def test_clocks_change_nothing(calls: list[tuple[Any, ...]], clocks: dict[str, float]) -> None:
+    def outcome(factory: fakes.SpanFactory) -> Built:
+        random_rollout(factory, "r", [calls], "")
+        return build(factory.frames(), BuilderSettings(tool_error_reward=-1))
+
+    right, skewed = outcome(fakes.SpanFactory()), outcome(fakes.SpanFactory(clocks=clocks))
+    assert_frame_equal(right.transitions.drop("Timestamp"), skewed.transitions.drop("Timestamp"))
+    assert_frame_equal(right.drops, skewed.drops)
+    assert_frame_equal(right.rewards, skewed.rewards)
