@@ -116,6 +116,12 @@ class Inserter:
             self._changed.notify()
         return waiting.done
 
+    def hurry(self) -> None:
+        """Wait for company no more."""
+        with self._changed:
+            self._linger = 0
+            self._changed.notify()
+
     def close(self) -> None:
         """Commit what is queued, then end the thread."""
         with self._changed:
@@ -134,7 +140,7 @@ class Inserter:
             if not self._queue:
                 return []
             left = self._queue[0].since + self._linger - time.monotonic()
-            self._changed.wait_for(lambda: self._closing or self._queued_bytes >= MAX_INSERT, timeout=max(0, left))
+            self._changed.wait_for(lambda: self._closing or not self._linger or self._queued_bytes >= MAX_INSERT, timeout=max(0, left))
             batch = [self._queue.popleft()]
             size = len(batch[0].data)
             while self._queue and size + len(self._queue[0].data) <= MAX_INSERT:
@@ -187,6 +193,11 @@ class Ingest:
             charge.release_after(committed)
             await asyncio.wrap_future(committed)
         return rows
+
+    def hurry(self) -> None:
+        """Commit from now on as soon as may be: the store is stopping."""
+        self.traces.hurry()
+        self.logs.hurry()
 
     def close(self) -> None:
         """Commit everything that was accepted."""

@@ -82,6 +82,7 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     )
     await stop.wait()
     # First no new requests, then an answer for each that is in: the inserters commit meanwhile.
+    ingest.hurry()
     await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner in runners))
     await asyncio.to_thread(ingest.close)
     await asyncio.to_thread(interface.close)

@@ -5,6 +5,8 @@ In: HTTP requests. Out: JSON. Invariant: nothing here answers an agent, and ever
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from aiohttp import web
 
@@ -69,8 +71,10 @@ class Admin:
             wanted = msgspec.json.decode(await request.read(), type=PublicationRequest)
         except msgspec.DecodeError as error:
             return error_response(400, f"a publication is JSON with version, path and checksum: {error}")
+        # Shielded: a trainer that leaves must not leave the engine half-way.
+        publication = asyncio.create_task(publish(self._backend, request.match_info["policy"], wanted))
         try:
-            return json_response(await publish(self._backend, request.match_info["policy"], wanted))
+            return json_response(await asyncio.shield(publication))
         except PublicationError as error:
             return error_response(error.status, str(error))
         except EngineError as error:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -27,6 +27,8 @@ CONTROL_SECONDS = 60
 PROBE_SECONDS = 60
 POLL_SECONDS = 0.5
 CHECKSUM_METHOD = "spangrad_checksum"
+
+_T = TypeVar("_T")
 
 
 class BackendStatus(StrEnum):
@@ -51,6 +53,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     version: int
     tokenizer_hash: str
     warm: bool
+
+
+class _Results(msgspec.Struct):
+    results: list[str]
+
+
+class _Pause(msgspec.Struct):
+    is_paused: bool
 
 
 class Backend:
@@ -143,7 +153,8 @@ class Backend:
             self.reason = f"the engine at {self.url} is warming up"
         else:
             try:
-                if msgspec.convert((await self._get("/is_paused"))["is_paused"], bool):
+                pause = await self._request("GET", "/is_paused", None, CONTROL_SECONDS)
+                if self._decode("/is_paused", pause, _Pause).is_paused:
                     raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
                 checksum = await self.read_checksum()
                 await self.probe(info.version)
@@ -156,15 +167,12 @@ class Backend:
 
     async def read_info(self) -> EngineInfo:
         """What the engine serves."""
-        try:
-            return msgspec.convert(await self._get("/spangrad/info"), EngineInfo)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"the engine at {self.url} answers /spangrad/info with something else: {error}") from None
+        return self._decode("/spangrad/info", await self._request("GET", "/spangrad/info", None, CONTROL_SECONDS), EngineInfo)
 
     async def read_checksum(self) -> str:
         """Checksum of the parameters in the engine's memory."""
-        answer = await self.order("/collective_rpc", {"method": CHECKSUM_METHOD}, self._reload_seconds)
-        checksums = msgspec.convert(answer["results"], list[str])
+        body = await self.order("/collective_rpc", {"method": CHECKSUM_METHOD}, self._reload_seconds)
+        checksums = self._decode("/collective_rpc", body, _Results).results
         if len(checksums) != 1:
             raise EngineError(f"the engine at {self.url} has {len(checksums)} workers; the parameters of one only can be compared.")
         return checksums[0]
@@ -190,17 +198,19 @@ class Backend:
         if lacking:
             raise EngineError(f"its answer to a probe has no {lacking}. Start it with `spangrad engine`.")
 
-    async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
-        """Give an order; the answer's JSON, empty where there is none.
+    async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> bytes:
+        """Give an order; the answer's body.
 
         Raises:
             EngineError: it was refused, or nobody answered.
         """
-        answer = await self._request("POST", path, msgspec.json.encode(body or {}), seconds)
-        return msgspec.json.decode(answer, type=dict[str, Any]) if answer else {}
+        return await self._request("POST", path, msgspec.json.encode(body or {}), seconds)
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        return msgspec.json.decode(await self._request("GET", path, None, CONTROL_SECONDS), type=dict[str, Any])
+    def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"the engine at {self.url} answers {path} with something else than expected: {error}") from None
 
     async def _request(self, method: str, path: str, body: bytes | None, seconds: float) -> bytes:
         try:

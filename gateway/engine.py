@@ -80,6 +80,8 @@ def command(settings: Settings, model: Path) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         # Sampling parameters that a client leaves out are vLLM's own, not the model directory's.
         "--generation-config": "vllm",
+        # The gateway asks these twice a second.
+        "--disable-access-log-for-endpoints": "/health,/spangrad/info",
         "--middleware": f"{_PLUGIN}.middleware.SpangradMiddleware",
         "--worker-extension-cls": f"{_PLUGIN}.worker.SpangradWorker",
     }

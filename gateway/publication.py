@@ -133,6 +133,7 @@ async def _give_up(backend: Backend, reason: str) -> None:
     """Nobody knows what the engine holds: take it out, and end the calls that are frozen in it."""
     backend.take_down(f"{reason} Publish again, or restart the engine.", broken=True)
     try:
-        await backend.order("/abort_requests")
+        # Those that wait for the end of the pause end too: it will not come.
+        await backend.order("/pause?mode=abort")
     except EngineError as error:
         log.warning("calls in flight could not be ended: %s", error)

@@ -11,40 +11,33 @@ OpenTelemetry only.
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import logging
 import os
 import random
-import ssl
 import sys
 import threading
 import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.instrumentation.utils import suppress_instrumentation
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.util.re import parse_env_headers
 
+from spangrad.otlp_http import Poster
 from spangrad.semconv import PROCESS_ID, SEQ
 
 ATTRIBUTE_COUNT_LIMIT = 100_000
 """OpenTelemetry's default of 128 evicts the oldest attributes first, and with them the token ids."""
 
-_RETRYABLE = frozenset({408, 429})
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 2.0
-_LONGEST_RETRY_AFTER_SECONDS = 30.0
-_REQUEST_TIMEOUT_SECONDS = 10.0
 
 _logger = logging.getLogger(__name__)
 
@@ -105,16 +98,6 @@ class SequenceSpanProcessor(SpanProcessor):
         _sequence.stamp(span)
 
 
-@dataclass(slots=True)
-class _Refusal:
-    """Why a request was not acknowledged."""
-
-    reason: str
-    retry: bool
-    after_seconds: float | None = None
-    """The wait that the endpoint asked for. None: it asked for none."""
-
-
 class LosslessSpanProcessor(SpanProcessor):
     """Queues ended spans, bounded by bytes, and sends them until they are acknowledged.
 
@@ -143,7 +126,7 @@ class LosslessSpanProcessor(SpanProcessor):
         shutdown_seconds: float = 10,
     ) -> None:
         self.url = url
-        self._post = _Poster(url, headers or {}, certificate)
+        self._post = Poster(url, headers or {}, certificate)
         self._queue_bytes = queue_bytes
         self._batch_bytes = batch_bytes
         self._delay_seconds = delay_seconds
@@ -312,56 +295,6 @@ class LosslessSpanProcessor(SpanProcessor):
             self._lost += count
 
 
-class _Poster:
-    """Posts bodies over one connection that is kept, with nothing between us and the standard library."""
-
-    def __init__(self, url: str, headers: Mapping[str, str], certificate: str | None) -> None:
-        self._parts: SplitResult = urlsplit(url)
-        if self._parts.scheme not in {"http", "https"} or not self._parts.hostname:
-            raise ValueError(f"{url!r} is not an http(s) URL: give the OTLP endpoint as http://HOST:PORT")
-        self._target = self._parts.path + (f"?{self._parts.query}" if self._parts.query else "")
-        self._headers = {"content-type": "application/x-protobuf", "user-agent": "spangrad", **headers}
-        self._certificate = certificate
-        self._connection: http.client.HTTPConnection | None = None
-
-    def forget_connection(self) -> None:
-        """Leave the connection to whoever opened it."""
-        self._connection = None
-
-    def __call__(self, body: bytes) -> int | _Refusal:
-        """Post once.
-
-        Returns:
-            how many spans an accepting endpoint rejected, or why it did not accept.
-        """
-        kept = self._connection is not None
-        try:
-            status, after, answer = self._exchange(body)
-        except (OSError, http.client.HTTPException) as error:
-            self._connection = None
-            if kept:  # the endpoint may have closed an idle connection, which says nothing about its health
-                return self(body)
-            return _Refusal(f"{type(error).__name__}: {error}", retry=True)
-        if 200 <= status < 300:
-            return _rejected(answer)
-        reason = f"HTTP {status} {answer[:200].decode(errors='replace').strip()}"
-        return _Refusal(reason, retry=status in _RETRYABLE or status >= 500, after_seconds=after)
-
-    def _exchange(self, body: bytes) -> tuple[int, float | None, bytes]:
-        if self._connection is None:
-            self._connection = self._connect()
-        self._connection.request("POST", self._target, body, self._headers)
-        response = self._connection.getresponse()
-        return response.status, _retry_after(response.headers.get("retry-after")), response.read()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "https":
-            secure = ssl.create_default_context(cafile=self._certificate)
-            return http.client.HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_SECONDS, context=secure)
-        return http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_SECONDS)
-
-
 def approximate_bytes(span: ReadableSpan) -> int:
     """About how many bytes a span takes: its texts and arrays count, its fixed fields are a constant."""
     size = 200 + len(span.name)
@@ -391,18 +324,3 @@ def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str]
     provider.add_span_processor(SequenceSpanProcessor())
     provider.add_span_processor(LosslessSpanProcessor(traces_url(endpoint), headers))
     return provider
-
-
-def _rejected(answer: bytes) -> int:
-    """Spans that a 2xx answer says were rejected; 0 for an answer that is not OTLP's."""
-    try:
-        return ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans
-    except Exception:  # protobuf's DecodeError has several homes
-        return 0
-
-
-def _retry_after(value: str | None) -> float | None:
-    try:
-        return min(max(float(value), 0), _LONGEST_RETRY_AFTER_SECONDS) if value else None
-    except ValueError:  # a date: our own backoff is good enough
-        return None

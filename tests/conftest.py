@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from running_engine import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from running_store import running_store, store_settings
 
-from spangrad.settings import StoreSettings
+from spangrad.settings import Settings, StoreSettings
 
 
 @pytest.fixture(scope="session")
@@ -16,4 +18,33 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
     directory = tmp_path_factory.mktemp("store")
     settings = store_settings(directory / "data")
     with running_store(settings, directory / "store.log"):
+        yield settings
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the two-tools example's model: shared, so never written to."""
+    from examples.two_tools.model import build_model
+
+    directory = tmp_path_factory.mktemp("tiny-model")
+    build_model(directory, seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A running vLLM that serves `tiny_model`, shared by the whole test run: its version only grows. Mark tests with `vllm`."""
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
+    directory = tmp_path_factory.mktemp("engine")
+    settings = engine_settings(tiny_model, directory / "cache")
+    with running_engine(settings, directory / "engine.log"):
+        yield settings
+
+
+@pytest.fixture(scope="session")
+def gateway(engine: Settings, store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A running gateway between `engine` and `store`, shared by the whole test run."""
+    settings = gateway_settings(engine, store)
+    with running_gateway(settings, tmp_path_factory.mktemp("gateway") / "gateway.log"):
         yield settings

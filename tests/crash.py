@@ -13,27 +13,25 @@ from typing import Any
 CRASHED = 42
 
 
-def crashes(action: Callable[[], object], files: set[Path], events: set[str]) -> Iterator[int]:
+def crashes(action: Callable[[int], object], file: Path, functions: set[str]) -> Iterator[int]:
     """Run `action` in a forked child that dies at its first boundary, then at its second, until a child lives; yield after each death.
 
-    Args:
-        action: opens its own files and connections.
-        files: source files whose boundaries count.
-        events: what is a boundary there: "line", "call", "return".
+    A boundary is a line, or the return, of one of the `functions` of the source `file`. `action` is given its number, and opens its own
+    files and connections.
     """
     boundary = 0
-    while _run(action, {str(file) for file in files}, events, boundary) == CRASHED:
+    while _run(action, str(file), functions, boundary) == CRASHED:
         yield boundary
         boundary += 1
 
 
-def _run(action: Callable[[], object], files: set[str], events: set[str], boundary: int) -> int:
+def _run(action: Callable[[int], object], file: str, functions: set[str], boundary: int) -> int:
     child = os.fork()
     if not child:
         code = 1
         try:
-            _trace(files, events, boundary)
-            action()
+            _trace(file, functions, boundary)
+            action(boundary)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -45,15 +43,18 @@ def _run(action: Callable[[], object], files: set[str], events: set[str], bounda
     return code
 
 
-def _trace(files: set[str], events: set[str], boundary: int) -> None:
+def _trace(file: str, functions: set[str], boundary: int) -> None:
     left = boundary
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if event in events:
+        if event in {"line", "return"}:
             if left == 0:
                 os._exit(CRASHED)
             left -= 1
         return local
 
-    sys.settrace(lambda frame, event, argument: local(frame, event, argument) if frame.f_code.co_filename in files else None)
+    def watched(frame: FrameType, *_: Any) -> Any:
+        return local if frame.f_code.co_filename == file and frame.f_code.co_name in functions else None
+
+    sys.settrace(watched)

@@ -174,6 +174,7 @@ class AttemptGateway(HttpServer):
         self.chat_headers: list[dict[str, str]] = []
         self.reply = reply
         self.ready = 200
+        self.chatted = threading.Semaphore(0)
         self._lock = threading.Lock()
         super().__init__(port)
 
@@ -195,6 +196,7 @@ class AttemptGateway(HttpServer):
                     self.calls[key] = self.calls.get(key, 0) + 1
                 self.chats.append(body)
                 self.chat_headers.append(headers)
+                self.chatted.release()
                 message = {"role": "assistant", "content": self.reply(body["messages"])}
                 choice = {"index": 0, "message": message, "finish_reason": "stop"}
                 usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -365,6 +367,50 @@ class SpanFactory:
             pl.DataFrame(self.answers, schema=dict(ANSWERS)),
         )
 
+    def load_otlp(self, request: dict[str, Any], rollout: str = "r") -> None:
+        """Add the spans of an OTLP/JSON request, as if all of them named the rollout; what they lack of the contract is made up."""
+        for resource in request["resourceSpans"]:
+            about = {one["key"]: next(iter(one["value"].values())) for one in resource["resource"]["attributes"]}
+            for scope in resource["scopeSpans"]:
+                for span in scope["spans"]:
+                    self._load_span(span, scope["scope"]["name"], about, rollout)
+
+    def _load_span(self, span: dict[str, Any], scope: str, about: dict[str, Any], rollout: str) -> None:
+        attributes = {one["key"]: next(iter(one["value"].values())) for one in span.get("attributes", [])}
+        counted = "spangrad.seq" in attributes
+        own = {
+            "SpanId": span["spanId"],
+            "TraceId": span["traceId"],
+            "Timestamp": self.time(0) + timedelta(microseconds=int(span["startTimeUnixNano"]) % 10**15 / 1000),
+            "ProcessId": about["service.instance.id"] if counted else "",
+            "Seq": int(attributes.get("spangrad.seq", 0)),
+            "Attributes": {key: str(value) for key, value in attributes.items() if len(str(value)) <= 1024},
+        }
+        status = {0: "Unset", 1: "Ok", 2: "Error"}[span.get("status", {}).get("code", 0)]
+        if scope == "spangrad.gateway":
+            ids = {name: attributes.get(f"spangrad.{key}", "") for name, key in _GATEWAY_BYTES.items()}
+            arrays = {
+                name: [one[0] for one in struct.iter_unpack("<f" if name == "Logprobs" else "<I", base64.b64decode(text))]
+                for name, text in ids.items()
+            }
+            self.call(span.get("parentSpanId", ""), rollout=rollout)
+            self.calls[-1] |= {name: own[name] for name in own if name != "Attributes"} | arrays
+            self.calls[-1] |= {
+                "ResponseId": attributes.get("gen_ai.response.id", ""),
+                "HttpStatus": int(attributes["http.response.status_code"]),
+            }
+        else:
+            self.span(
+                span["name"], span.get("parentSpanId", ""), rollout=rollout, service=about["service.name"], scope=scope, status=status
+            )
+        self.spans[-1] |= own
+        if scope == "openinference.instrumentation.openai" and "output.value" in attributes:
+            said = json.loads(attributes["output.value"])
+            (choice,) = said["choices"]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            arrays = {"PromptIds": said["prompt_token_ids"], "ResponseIds": choice["token_ids"], "Logprobs": logprobs}
+            self.answer(span["spanId"], ResponseId=said["id"], **arrays)
+
     def otlp(self, *spans: str) -> bytes:
         """The given spans (all of them, when none is given) as an OTLP/JSON request, evaluation events and gateway attributes included."""
         chosen = [row for row in self.spans if row["RowKind"] == "span" and (not spans or row["SpanId"] in spans)]
@@ -439,6 +485,9 @@ class SpanFactory:
     def time(seconds: float) -> datetime:
         """An instant so many seconds after the start of 2026."""
         return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+
+
+_GATEWAY_BYTES = {"PromptIds": "prompt.token_ids", "ResponseIds": "response.token_ids", "Logprobs": "response.logprobs"}
 
 
 def _otlp_value(value: Any) -> dict[str, object]:

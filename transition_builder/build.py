@@ -53,7 +53,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     evaluations = resolve(rows, _named_spans(frames), frames.rollouts).join(may_reward.select(_ATTEMPT), on=_ATTEMPT, how="semi")
     said = rewards.evaluations(evaluations, may_reward, current, nodes)
     earned = rewards.tool_errors(nodes, joined.tree, current, may_reward, spec)
-    given = concat([said.filter(pl.col("Value").is_not_null()), earned], REWARDS)
+    given = concat([said.filter(pl.col("Value").is_not_null()), earned], REWARDS).sort(*_ATTEMPT, "CallId", "Name", "Source", *_SPAN)
 
     concluded = _conclude(calls, frames.rollouts, _reward_faults(may_reward, said), spec)
     placed = concluded.join(final, on=_ATTEMPT, how="semi").select(*_ATTEMPT, "CallId", "Order", "Choice", Kept=pl.col("Reason") == "")
@@ -197,7 +197,8 @@ def _stamp(frame: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
 
 
 def _transitions(kept: pl.DataFrame, given: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
-    ids = [transition_id(call, spec.spec, REVISION) for call in kept["CallId"]]
+    name = spec.spec
+    ids = [transition_id(call, name, REVISION) for call in kept["CallId"]]
     return conform(
         _stamp(kept, spec)
         .with_columns(

@@ -45,7 +45,11 @@ class Joined:
 
 
 def uncovered(nodes: pl.DataFrame, tree: Forest, gateway_calls: pl.DataFrame) -> pl.DataFrame:
-    """Openai-level spans (TraceId, SpanId, Timestamp, ServiceName, SpanName) with no gateway call below them: their answers are worth reading."""
+    """Openai-level spans with no gateway call below them, whose answers are worth reading.
+
+    Returns:
+        TraceId, SpanId, Timestamp, ServiceName and SpanName of each.
+    """
     covered = _clients(nodes, tree, _locate(nodes, gateway_calls))
     rest = np.setdiff1d(np.flatnonzero(nodes["IsOpenAI"].to_numpy()), covered)
     return nodes.select(*_SPAN, "Timestamp", "ServiceName", "SpanName")[rest]

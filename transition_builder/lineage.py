@@ -117,7 +117,7 @@ def paths(nodes: pl.DataFrame, tree: Forest, spans: Indices) -> Paths:
     ours = pl.col("ProcessId") != ""
     facts = nodes.select(
         process=pl.when(ours).then("ProcessId").otherwise(pl.format("~{}", "ServiceName")).rank("dense").cast(pl.Int64),
-        seq=pl.when(ours).then(pl.col("Seq").cast(pl.Int64)).otherwise(pl.col("Timestamp").cast(pl.Int64)),
+        seq=pl.when(ours).then(pl.col("Seq").cast(pl.Int64, strict=False).fill_null(0)).otherwise(pl.col("Timestamp").cast(pl.Int64)),
     )
     process, seq = np.append(facts["process"].to_numpy(), -1), np.append(facts["seq"].to_numpy(), -1)
     above = tree.above_process(process[:-1])

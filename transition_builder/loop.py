@@ -22,8 +22,8 @@ import polars as pl
 import tenacity
 
 from spangrad.clickhouse import connect
-from spangrad.errors import StoreError
-from spangrad.settings import Settings
+from spangrad.errors import BuilderError, StoreError
+from spangrad.settings import BuilderSettings, Settings
 from transition_builder.build import build
 from transition_builder.complete import decide
 from transition_builder.frames import ROOTS, Built, Verdict, empty
@@ -74,8 +74,10 @@ class Builder:
         """Connect to the store.
 
         Raises:
+            BuilderError: `builder.agent_pattern` is no regular expression.
             StoreError: it does not answer.
         """
+        _check(settings.builder)
         client = connect(settings.store)
         self._spec = settings.builder
         self._source = Source(client, settings)
@@ -91,23 +93,26 @@ class Builder:
         began = time.monotonic()
         summary = Summary()
         self._admit(self._source.new_roots())
-        now = self._source.now()
-        due = self._due(now)
-        if due.height:
-            verdicts = decide(self._source.facts(due), now, self._spec)
-            for rollouts in _portions(verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)):
-                summary.add(self._sink.write(build(self._source.frames(rollouts), self._spec)))
-                summary.rollouts += rollouts.height
-                self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
-            checked = (
-                pl.when(pl.struct(_ROLLOUT).is_in(due.select(pl.struct(_ROLLOUT)).to_series().implode())).then(now).otherwise("CheckedAt")
-            )
-            self._pending = self._pending.with_columns(CheckedAt=checked.cast(pl.Datetime("us", "UTC")))
+        if self._pending.height:
+            self._conclude(self._source.now(), summary)
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
         if summary.rollouts:
             log.info("built %s", summary)
         return summary
+
+    def _conclude(self, now: datetime, summary: Summary) -> None:
+        """Judge the rollouts whose turn it is, and build those that no longer wait."""
+        due = self._due(now)
+        if due.is_empty():
+            return
+        verdicts = decide(self._source.facts(due), now, self._spec).join(due, on=_ROLLOUT, how="semi")
+        for rollouts in _portions(verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)):
+            summary.add(self._sink.write(build(self._source.frames(rollouts), self._spec)))
+            summary.rollouts += rollouts.height
+            self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
+        checked = pl.when(pl.struct(_ROLLOUT).is_in(due.select(pl.struct(_ROLLOUT)).to_series().implode())).then(now).otherwise("CheckedAt")
+        self._pending = self._pending.with_columns(CheckedAt=checked.cast(pl.Datetime("us", "UTC")))
 
     def _admit(self, roots: pl.DataFrame) -> None:
         new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
@@ -173,6 +178,15 @@ def _stoppable() -> Generator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _check(spec: BuilderSettings) -> None:
+    try:
+        pl.select(pl.lit("").str.contains(spec.agent_pattern))
+    except pl.exceptions.ComputeError as error:
+        raise BuilderError(
+            f"builder.agent_pattern = {spec.agent_pattern!r} is no regular expression: {str(error).splitlines()[-1].strip()}."
+        ) from None
 
 
 def _portions(rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:

@@ -35,7 +35,8 @@ OVERLAP_SECONDS = 120
 _KEYS_A_QUERY = 1000
 _NEVER = 2**62
 
-_ROOT_COLUMNS = f"""
+_ROOTS = f"""
+SELECT
     RunId, Mode, RolloutKey AS RolloutId, Attempt,
     Attributes['{semconv.GROUP_ID}'] AS GroupId,
     toUInt32OrZero(Attributes['{semconv.GROUP_SIZE}']) AS GroupSize,
@@ -45,20 +46,20 @@ _ROOT_COLUMNS = f"""
     Attributes['{semconv.ROLLOUT_FAILURE}'] AS Failure,
     TraceId, SpanId, toUnixTimestamp64Micro(IngestedAt) AS IngestedAt
 FROM otel.rollout_spans
-PREWHERE SpanName = '{semconv.ROOT_SPAN_NAME}'
-WHERE RowKind = 'span' AND RolloutKeySource = 'rollout' AND mapContains(Attributes, '{semconv.ROLLOUT_FINAL}')
+PREWHERE SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout' AND {{which}}
+WHERE mapContains(Attributes, '{semconv.ROLLOUT_FINAL}')
+ORDER BY IngestedAt
+LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
 """
-_FIRST_ARRIVAL = "ORDER BY IngestedAt LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId"
-_NEW_ROOTS = f"""
-SELECT {_ROOT_COLUMNS} AND Final AND otel.rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
-    AND (RunId, RolloutKey) NOT IN (
-        SELECT RunId, RolloutId FROM otel.drops WHERE BuildSpec = %(spec)s AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
-        UNION ALL
-        SELECT RunId, RolloutId FROM otel.transitions
-        WHERE BuildSpec = %(spec)s AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND toUnixTimestamp64Micro(IngestedAt) < %(doubtful)s)
-{_FIRST_ARRIVAL}
+# All of this is decided before any attributes are read, so that a poll reads those of unbuilt rollouts alone.
+_UNBUILT = """
+otel.rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND (RunId, RolloutKey) NOT IN (
+    SELECT RunId, RolloutId FROM otel.drops WHERE BuildSpec = %(spec)s AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
+    UNION ALL
+    SELECT RunId, RolloutId FROM otel.transitions
+    WHERE BuildSpec = %(spec)s AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
+        AND toUnixTimestamp64Micro(IngestedAt) < %(doubtful)s)
 """
-_ROOTS = f"SELECT {_ROOT_COLUMNS} AND RolloutKey IN %(keys)s {_FIRST_ARRIVAL}"
 _NEWEST_TRANSITION = "SELECT toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.transitions WHERE BuildSpec = %(spec)s"
 
 _PRESENCE = f"""
@@ -105,15 +106,15 @@ class Source:
         if self._seen_until is None:
             doubtful = int(self._frame(_NEWEST_TRANSITION, {"spec": self._spec}).item()) - overlap
         since = 0 if self._seen_until is None else self._seen_until - overlap
-        roots = conform(self._frame(_NEW_ROOTS, {"since": since, "spec": self._spec, "doubtful": doubtful}), ROOTS)
+        roots = conform(self._frame(_ROOTS.format(which=_UNBUILT), {"since": since, "spec": self._spec, "doubtful": doubtful}), ROOTS)
         self._seen_until = until
-        return roots
+        return roots.filter("Final")
 
     def facts(self, rollouts: pl.DataFrame) -> Facts:
         """What has arrived of the given rollouts (RolloutId)."""
         roots, presence, counts = list[pl.DataFrame](), list[pl.DataFrame](), list[pl.DataFrame]()
         for keys in _batches(rollouts["RolloutId"]):
-            roots.append(self._frame(_ROOTS, {"keys": keys}))
+            roots.append(self._frame(_ROOTS.format(which="RolloutKey IN %(keys)s"), {"keys": keys}))
             named = self._frame(_PRESENCE.format(where=_NAMED), {"keys": keys})
             presence.append(named)
             traces = list(_batches(named["TraceId"]))

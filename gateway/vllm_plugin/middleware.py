@@ -16,6 +16,7 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, ask
 from spangrad.semconv import ANSWER_FIELD
@@ -25,6 +26,8 @@ POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
 VERSION_VARIABLE = "SPANGRAD_ENGINE__VERSION"
 MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 """The environment's names of the settings that the middleware reads, set by `spangrad engine`."""
+
+PAUSED = {"error": {"message": "the engine is paused, and holds no weights that it may answer with", "type": "engine_paused", "code": 503}}
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,8 +44,11 @@ class SpangradMiddleware:
         self.version = int(os.environ[VERSION_VARIABLE])
         self.tokenizer_hash = tokenizer_hash(Path(os.environ[MODEL_VARIABLE]))
         self.warm = False
-        self._running = asyncio.Event()
-        self._running.set()
+        self._moving = asyncio.Event()
+        """Not set in a pause that keeps calls: those that arrive wait for its end."""
+        self._moving.set()
+        self._refusing = False
+        """Whether a pause has ended all calls: those that arrive are refused until vLLM is resumed."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Take one connection."""
@@ -77,24 +83,29 @@ class SpangradMiddleware:
             except (ValueError, TypeError, KeyError):
                 await _respond(send, 400, {"error": "new_version must be a policy version: a whole number, as a string"})
                 return
-        if path == "/pause":
+        aborts = path == "/pause" and parse_qs(scope["query_string"].decode()).get("mode", ["abort"]) == ["abort"]
+        if path == "/pause" and not aborts:
             # Calls that arrive from now on wait here, so that the version they start with is read after the reload.
-            self._running.clear()
+            self._moving.clear()
 
         async def watch(message: Message) -> None:
             if message["type"] == "http.response.start":
                 obeyed = message["status"] == 200
                 if path == "/update_weight_version" and obeyed:
                     self.version = version
-                elif (path == "/resume" and obeyed) or (path == "/pause" and not obeyed):
-                    self._running.set()
+                elif (path == "/resume" and obeyed) or (path == "/pause" and (aborts or not obeyed)):
+                    self._refusing = aborts and obeyed
+                    self._moving.set()
             await send(message)
 
         await self.app(scope, _replay(body, receive), watch)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        await self._running.wait()
+        await self._moving.wait()
+        if self._refusing:
+            await _respond(send, 503, PAUSED)
+            return
         try:
             request = json.loads(body)
         except ValueError:

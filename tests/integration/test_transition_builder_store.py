@@ -14,7 +14,7 @@ from running_store import running_store, store_settings
 
 import fakes
 from spangrad.clickhouse import connect
-from spangrad.errors import StoreError
+from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from transition_builder.loop import Builder, build_once
@@ -282,6 +282,11 @@ def test_following_survives_a_store_that_goes_away_and_stops_at_once(tmp_path: P
     finally:
         follower.stop(0)
     assert "1 rollouts: 1 transitions, 0 drops, 1 rewards" in log.read_text()
+
+
+def test_a_pattern_that_is_none_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(BuilderError, match=r"builder.agent_pattern = '\(' is no regular expression: .*unclosed group"):
+        build_once(Settings(builder=BuilderSettings(agent_pattern="(")))
 
 
 def test_a_store_that_is_down_at_the_start_is_an_error() -> None:

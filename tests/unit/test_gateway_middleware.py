@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine, event
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, ask
-from gateway.vllm_plugin.middleware import SpangradMiddleware
+from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
 from spangrad.weights import tokenizer_hash
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
@@ -82,7 +82,14 @@ async def call(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "headers": [(b"content-length", str(len(raw)).encode())]}
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(b"content-length", str(len(raw)).encode())],
+    }
     await middleware(scope, receive, send)
     return sent[0]["status"], dict(sent[0]["headers"]), [message["body"] for message in sent[1:]]
 
@@ -151,7 +158,7 @@ async def test_errors_and_other_paths_pass_as_they_are(vllm: Vllm, middleware: S
     assert (await call(middleware, "/tokenize", {}))[::2] == (500, [b"{}"])
 
 
-async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middleware: SpangradMiddleware, tmp_path: Path) -> None:
     vllm.refuses = True
     await call(middleware, "/update_weight_version", {"new_version": "4"})
     assert middleware.version == 3
@@ -184,7 +191,7 @@ async def test_an_answer_that_a_reload_fell_into_names_both_versions(vllm: Vllm,
 
 
 async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middleware: SpangradMiddleware) -> None:
-    await call(middleware, "/pause", {})
+    await call(middleware, "/pause?mode=keep", {})
     answering = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
     await asyncio.wait({answering}, timeout=0.05)
     assert vllm.asked == []
@@ -194,9 +201,22 @@ async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middle
     assert json.loads(parts[0])["spangrad"] == field(middleware, 4, 4)
 
 
+async def test_a_pause_that_ends_calls_ends_those_that_wait_and_refuses_more_until_vllm_is_resumed(
+    vllm: Vllm, middleware: SpangradMiddleware
+) -> None:
+    await call(middleware, "/pause?mode=keep", {})
+    waiting = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
+    await asyncio.wait({waiting}, timeout=0.05)
+    await call(middleware, "/pause", {})
+    refusal = (503, [json.dumps(PAUSED).encode()])
+    assert [(await waiting)[::2], (await call(middleware, CHAT_PATH, ASKED))[::2]] == [refusal, refusal]
+    await call(middleware, "/resume", {})
+    assert (await call(middleware, CHAT_PATH, ASKED))[0] == 200
+
+
 async def test_a_pause_that_vllm_refuses_holds_nobody(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.refuses = True
-    await call(middleware, "/pause", {})
+    await call(middleware, "/pause?mode=keep", {})
     assert (await asyncio.wait_for(call(middleware, CHAT_PATH, ASKED), 1))[0] == 400
 
 

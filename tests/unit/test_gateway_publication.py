@@ -99,7 +99,7 @@ async def test_a_failure_after_the_reload_takes_the_engine_out_until_it_is_publi
         assert status == 502
         assert answer["error"]["message"].startswith(f"publication of version 1 failed at {failed}: ")
         assert answer["error"]["message"].endswith("The engine is down.")
-        assert stage.engine.orders == [*STEPS[: STEPS.index(step) + 1], "/abort_requests"]
+        assert stage.engine.orders == [*STEPS[: STEPS.index(step) + 1], "/pause"]
         down = await state(stage)
         assert (down["status"], down["version"]) == ("down", 0)
         status, body = await stage.chat()
@@ -153,6 +153,19 @@ async def test_new_calls_wait_while_weights_are_published_and_calls_in_flight_go
         assert (await new)[0] == 200
         assert stage.engine.orders == ["chat", *STEPS, "chat"]
         assert [span.attributes["spangrad.policy.version.start"] for span in await stage.spans(2)] == [0, 1]
+
+
+async def test_a_trainer_that_leaves_does_not_leave_the_engine_half_way(weights: Path) -> None:
+    async with staged() as stage:
+        await stage.readiness("serving")
+        stage.engine.hold_reload.clear()
+        publishing = asyncio.create_task(publish(stage, weights))
+        await stage.engine.reloading.wait()
+        publishing.cancel()
+        assert (await state(stage))["status"] == "publishing"
+        stage.engine.hold_reload.set()
+        assert (await stage.chat())[0] == 200
+        assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
 
 
 async def test_a_restarted_engine_is_admitted_again_with_the_version_that_it_has(weights: Path) -> None:

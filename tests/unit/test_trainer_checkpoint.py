@@ -46,7 +46,13 @@ def visible(directory: Path) -> list[str]:
 def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path, base: Path):
     made = write(tmp_path / "policies", base)
     assert made.path == tmp_path / "policies/org%2Fpolicy/main/v1"
-    assert sorted(one.name for one in made.path.iterdir()) == ["STABLE", "config.json", "model.safetensors", "optimizer.pt", "tokenizer.json"]
+    assert sorted(one.name for one in made.path.iterdir()) == [
+        "STABLE",
+        "config.json",
+        "model.safetensors",
+        "optimizer.pt",
+        "tokenizer.json",
+    ]
     assert (made.path / "optimizer.pt").read_text() == "state"
     assert (made.checksum, made.tokenizer_hash) == (checksum_directory(made.path), tokenizer_hash(base))
     marker = json.loads((made.path / "STABLE").read_text())
@@ -65,7 +71,7 @@ def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path
 def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
     directory = tmp_path / "policies"
     deaths = whole = 0
-    for deaths, _ in enumerate(crashes(lambda: write(directory, base), {Path(checkpoint.__file__)}, {"line", "return"}), start=1):
+    for deaths, _ in enumerate(crashes(lambda _: write(directory, base), Path(checkpoint.__file__), {"write"}), start=1):
         versions = [one for one in visible(directory) if one.endswith("/v1")]
         if versions:
             whole += 1

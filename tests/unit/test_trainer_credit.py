@@ -45,7 +45,11 @@ def test_the_return_is_the_sum_of_all_rewards_of_all_calls():
             transition_row("a", 0, rewards=(8.0,), GroupId="other"),
         ]
     )
-    assert credit.returns(rows).select("GroupId", "RolloutId", "Return").rows() == [("group", "a", 1.25), ("group", "b", 0.0), ("other", "a", 8.0)]
+    assert credit.returns(rows).select("GroupId", "RolloutId", "Return").rows() == [
+        ("group", "a", 1.25),
+        ("group", "b", 0.0),
+        ("other", "a", 8.0),
+    ]
     assert credit.identical(rows).to_list() == [1.25, 0.0, 1.25, 8.0]
 
 
@@ -112,7 +116,9 @@ ROLLOUTS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=4), min_si
 @given(rollouts=ROLLOUTS, data=st.data())
 def test_laws(rollouts: list[list[float]], data: st.DataObject):
     rows = [
-        transition_row(str(i), turn, rewards=(reward,), GroupId=str(i % 2)) for i, rewards in enumerate(rollouts) for turn, reward in enumerate(rewards)
+        transition_row(str(i), turn, rewards=(reward,), GroupId=str(i % 2))
+        for i, rewards in enumerate(rollouts)
+        for turn, reward in enumerate(rewards)
     ]
     whole = frame(rows)
     by_rollout = np.array(advantages(whole, "identical", "rollout"))

@@ -81,41 +81,44 @@ def test_a_crash_orphans_the_number_and_frees_the_rollouts(tmp_path: Path):
 def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(tmp_path: Path):
     """Law 4: whatever instruction is the last, recovery leaves all of a batch or nothing, and the next run does the rest once."""
 
-    def train_two_batches() -> None:
-        ledger = opened(tmp_path / "now")
+    def train(boundary: int, groups: tuple[str, ...] = ("g1",)) -> None:
+        ledger = opened(tmp_path / str(boundary))
         ledger.recover()
         if ledger.frontier() is None:
             ledger.register_initial(PolicyVersion("policy", 0, None, None, "float32:00", "/v0"), "tokenizer", "run")
-        for name in ("g1", "g2"):
+        for name in groups:
             if ("train", name) not in ledger.finished_groups("run", "spec"):
                 ledger.commit(ledger.begin(rollouts(f"{name}-a", f"{name}-b", of=name)), **FACTS)
         ledger.close()
 
-    deaths = 0
-    statuses: set[tuple[VersionStatus | None, ...]] = set()
-    for _ in crashes(train_two_batches, {Path(ledger_module.__file__)}, {"line", "return"}):
-        deaths += 1
-        ledger = opened(tmp_path / "now")
+    def trained(boundary: int) -> tuple[list[str], list[VersionStatus | None]]:
+        """What is trained, after checking that each version is whole or nothing, and that numbers and parents make one line."""
+        ledger = opened(tmp_path / str(boundary))
         ledger.recover()
-        versions = ledger.versions()
-        statuses.add(tuple(one.status for one in versions))
+        versions, parent, found = ledger.versions(), None, []
         assert [one.version for one in versions] == list(range(len(versions))), "a number was used twice or skipped"
-        parent = None
-        trained: list[str] = []
         for one in versions:
-            rows = ledger.batch(one.policy_version.batch_id or "")
+            rows = [row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")]
             if one.status is VersionStatus.ORPHANED:
                 assert rows == []
             else:
                 assert one.policy_version.parent == parent
-                assert len(rows) == (2 if parent is not None else 0)
+                assert len(rows) == (0 if parent is None else 2)
                 parent = one.version
-                trained += [row.rollout_id for row in rows]
-        assert trained == ["g1-a", "g1-b", "g2-a", "g2-b"][: len(trained)], "a rollout was repeated or skipped"
-        assert ledger.finished_groups("run", "spec") == {("train", name[:2]) for name in trained}
+            found += rows
+        assert ledger.finished_groups("run", "spec") == {("train", name[:2]) for name in found}
         ledger.close()
-    assert deaths > 100, "the boundaries were not found"
-    assert any(VersionStatus.ORPHANED in one for one in statuses), "no death fell between begin and commit"
+        return found, [one.status for one in versions]
+
+    whole = ["g1-a", "g1-b", "g2-a", "g2-b"]
+    seen: set[tuple[int, int]] = set()
+    for boundary in crashes(train, Path(ledger_module.__file__), {"begin", "commit", "recover"}):
+        found, statuses = trained(boundary)
+        assert found == whole[: len(found)], "a rollout was repeated or skipped"
+        seen.add((len(found), statuses.count(VersionStatus.ORPHANED)))
+        train(boundary, ("g1", "g2"))
+        assert trained(boundary)[0] == whole
+    assert seen == {(0, 0), (0, 1), (2, 0)}, "deaths fell before, within and after the batch"
 
 
 def test_expired_groups_stay_out_and_are_counted(tmp_path: Path):

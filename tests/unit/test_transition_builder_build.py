@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import fakes
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
+
+import fakes
 from spangrad.settings import BuilderSettings
 from spangrad.types import call_id, transition_id
 from transition_builder.build import build
@@ -266,9 +267,11 @@ def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[l
     frames = spans.frames()
     built = build(frames, spec)
 
+    for frame in (built.transitions, built.drops, built.rewards):
+        assert frame.null_count().sum_horizontal().to_list() == [0]
     dropped = built.drops.filter(pl.col("CallId") != "")
     left = Counter([*built.transitions["CallId"], *dropped["CallId"]])
-    assert left == Counter(expected)
+    assert left == Counter(list(expected))
     assert dict(dropped.select("CallId", "Reason").rows()) == {call: reason for call, reason in expected.items() if reason}
     assert Counter(built.drops.filter(pl.col("CallId") == "")["RolloutId"]) == Counter(empty)
 

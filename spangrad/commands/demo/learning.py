@@ -91,7 +91,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                     number=len(history.steps),
                     version=version,
                     success=success_rate(outcomes),
-                    mean_return=_mean([sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]),
+                    mean_reward=_mean([sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]),
                     rollouts=len(outcomes),
                     calls=sum(outcome.calls or 0 for outcome in outcomes),
                     seconds_rollout=rolled_out - began,

@@ -76,7 +76,7 @@ class Step:
     """The version that sampled the batch."""
     success: float
     """Share of rollouts with final reward 1."""
-    mean_return: float
+    mean_reward: float
     rollouts: int
     calls: int
     seconds_rollout: float
@@ -86,7 +86,7 @@ class Step:
     def line(self, clock: str) -> str:
         """The step in one line."""
         return (
-            f"{clock} step {self.number:3d}  success {self.success:.2f}  return {self.mean_return:+.2f}  rollouts {self.rollouts}"
+            f"{clock} step {self.number:3d}  success {self.success:.2f}  reward {self.mean_reward:+.2f}  rollouts {self.rollouts}"
             f"  calls {self.calls}  rollout {self.seconds_rollout:.1f} s  build, train, reload {self.seconds_until_served:.1f} s"
         )
 
@@ -171,9 +171,9 @@ def plot(path: Path, steps: Sequence[Step], held_out: float) -> None:
     numbers = [step.number for step in steps]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(numbers, [step.success for step in steps], color="#1f6feb", label="success rate")
-    axes.plot(numbers, [step.mean_return for step in steps], color="#8b949e", linewidth=1, label="mean return")
+    axes.plot(numbers, [step.mean_reward for step in steps], color="#8b949e", linewidth=1, label="mean final reward")
     axes.axhline(held_out, color="#2da44e", linestyle="--", linewidth=1, label=f"last version, held-out rollouts: {held_out:.2f}")
-    axes.set(xlabel="training step", ylim=(min(-1.0, *(step.mean_return for step in steps)), 1.05), title="From spans to gradients")
+    axes.set(xlabel="training step", ylim=(min(-1.0, *(step.mean_reward for step in steps)), 1.05), title="From spans to gradients")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

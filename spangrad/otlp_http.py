@@ -1,0 +1,94 @@
+"""One OTLP/HTTP request with spans: sent, and its answer read.
+
+In: an encoded `ExportTraceServiceRequest`. Out: whether it was taken, and if not, whether to try again.
+Invariant: nothing between us and the standard library, so that no instrumentation of an agent's HTTP client is touched.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+_RETRYABLE = frozenset({408, 429})
+_LONGEST_RETRY_AFTER_SECONDS = 30.0
+_REQUEST_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why a request was not acknowledged."""
+
+    reason: str
+    retry: bool
+    after_seconds: float | None = None
+    """The wait that the endpoint asked for. None: it asked for none."""
+
+
+class Poster:
+    """Posts bodies over one connection that is kept."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], certificate: str | None) -> None:
+        self._parts: SplitResult = urlsplit(url)
+        if self._parts.scheme not in {"http", "https"} or not self._parts.hostname:
+            raise ValueError(f"{url!r} is not an http(s) URL: give the OTLP endpoint as http://HOST:PORT")
+        self._target = self._parts.path + (f"?{self._parts.query}" if self._parts.query else "")
+        self._headers = {"content-type": "application/x-protobuf", "user-agent": "spangrad", **headers}
+        self._certificate = certificate
+        self._connection: http.client.HTTPConnection | None = None
+
+    def forget_connection(self) -> None:
+        """Leave the connection to whoever opened it."""
+        self._connection = None
+
+    def __call__(self, body: bytes) -> int | Refusal:
+        """Post once.
+
+        Returns:
+            how many spans an accepting endpoint rejected, or why it did not accept.
+        """
+        kept = self._connection is not None
+        try:
+            status, after, answer = self._exchange(body)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection = None
+            if kept:  # the endpoint may have closed an idle connection, which says nothing about its health
+                return self(body)
+            return Refusal(f"{type(error).__name__}: {error}", retry=True)
+        if 200 <= status < 300:
+            return _rejected(answer)
+        reason = f"HTTP {status} {answer[:200].decode(errors='replace').strip()}"
+        return Refusal(reason, retry=status in _RETRYABLE or status >= 500, after_seconds=after)
+
+    def _exchange(self, body: bytes) -> tuple[int, float | None, bytes]:
+        if self._connection is None:
+            self._connection = self._connect()
+        self._connection.request("POST", self._target, body, self._headers)
+        response = self._connection.getresponse()
+        return response.status, _retry_after(response.headers.get("retry-after")), response.read()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "https":
+            secure = ssl.create_default_context(cafile=self._certificate)
+            return http.client.HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_SECONDS, context=secure)
+        return http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_SECONDS)
+
+
+def _rejected(answer: bytes) -> int:
+    """Spans that a 2xx answer says were rejected; 0 for an answer that is not OTLP's."""
+    try:
+        return ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans
+    except Exception:  # protobuf's DecodeError has several homes
+        return 0
+
+
+def _retry_after(value: str | None) -> float | None:
+    try:
+        return min(max(float(value), 0), _LONGEST_RETRY_AFTER_SECONDS) if value else None
+    except ValueError:  # a date: our own backoff is good enough
+        return None

@@ -1,0 +1,359 @@
+"""The gateway, the plugin and the supervisor with a real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clickhouse_connect.driver.client import Client
+from running_engine import ROOT, VLLM_PYTHON, fetch
+
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import Settings
+from spangrad.weights import checksum_directory, tokenizer_hash
+
+pytestmark = pytest.mark.vllm
+
+MESSAGES = [{"role": "user", "content": "say rome"}]
+GREEDY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def rows(gateway: Settings) -> Callable[[str], list[dict[str, Any]]]:
+    client: Client = connect(gateway.store)
+
+    def of_rollout(rollout: str) -> list[dict[str, Any]]:
+        """The calls of a rollout, once the gateway's count of them has arrived."""
+        expected = fetch(f"{gateway.gateway.url}/rollout/{rollout}/attempt/0/calls")["calls"]
+        query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
+        wait_until(lambda: len({row["SpanId"] for row in client.query(query).named_results()}) >= expected, 10, "the calls' rows")
+        return list(client.query(query).named_results())
+
+    return of_rollout
+
+
+def post(url: str, body: dict[str, Any]) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read()
+
+
+def chunks(stream: bytes) -> list[dict[str, Any]]:
+    *events, done, end = stream.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+def same(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs between two runs of the same request."""
+    return {name: value for name, value in answer.items() if name not in {"id", "created"}}
+
+
+def test_vllm_answers_with_ids_unasked_on_the_plain_road(engine: Settings, tiny_model: Path) -> None:
+    answer = fetch(engine.gateway.engine_url + CHAT, GREEDY)
+    version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
+    facts = {"policy": "policy", "version_start": version, "version_end": version, "tokenizer_hash": tokenizer_hash(tiny_model)}
+    (choice,) = answer["choices"]
+    assert answer["spangrad"] == facts
+    assert answer["prompt_token_ids"] == [1, 4, 7, 12, 2, 1, 5]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+    stream = chunks(post(engine.gateway.engine_url + CHAT, {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}))
+    assert stream[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert [one for chunk in stream for part in chunk["choices"] for one in part.get("token_ids") or []] == choice["token_ids"]
+    incomplete = {name: value for name, value in facts.items() if name != "version_end"}
+    assert [chunk.get("spangrad") for chunk in stream] == [incomplete, *[None] * (len(stream) - 2), facts]
+    completion = fetch(f"{engine.gateway.engine_url}/v1/completions", {"model": "policy", "prompt": "say rome", "max_tokens": 2})
+    (choice,) = completion["choices"]
+    assert (choice["prompt_token_ids"], completion["spangrad"]) == ([7, 12], facts)
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+
+
+def merged(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A stream with its tokens in one chunk: how many tokens vLLM puts into one depends on its haste."""
+    first, *rest, usage = stream
+    whole = rest[-1]
+    for chunk in reversed(rest[:-1]):
+        (part,), (total,) = chunk["choices"], whole["choices"]
+        assert chunk.keys() == whole.keys()
+        assert part.keys() | {"stop_reason"} == total.keys()
+        total["delta"]["content"] = part["delta"]["content"] + total["delta"]["content"]
+        for name in ("token_ids", "logprobs"):
+            assert (part[name] is None) == (total[name] is None)
+        if part["token_ids"]:
+            total["token_ids"] = part["token_ids"] + total["token_ids"]
+        if part["logprobs"]:
+            total["logprobs"]["content"] = part["logprobs"]["content"] + total["logprobs"]["content"]
+    return [first, whole, usage]
+
+
+EXTRAS: list[dict[str, Any]] = [{}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}, {"n": 1, "stop": ["lima"]}]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+def test_the_gateways_answer_is_vllms_own(gateway: Settings, engine: Settings, extra: dict[str, Any]) -> None:
+    """Its plugin makes vLLM answer with ids unasked; without what was not asked for, that is what the gateway's client gets."""
+    asked = {**GREEDY, **extra}
+    wants_ids, wants_logprobs = "return_token_ids" in extra, "logprobs" in extra
+
+    def bare(answer: dict[str, Any]) -> dict[str, Any]:
+        """Without our field, and null where vLLM writes null for what was not asked for."""
+        answer.pop("spangrad", None)
+        if not wants_ids and "prompt_token_ids" in answer:
+            answer["prompt_token_ids"] = None
+        for choice in answer["choices"]:
+            for name, wanted in (("token_ids", wants_ids), ("logprobs", wants_logprobs)):
+                if name in choice and not wanted:
+                    choice[name] = None
+        return same(answer)
+
+    direct, through = engine.gateway.engine_url + CHAT, gateway.gateway.url + CHAT
+    assert same(fetch(through, asked)) == bare(fetch(direct, asked))
+    streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    assert merged([same(chunk) for chunk in chunks(post(through, streamed))]) == merged(
+        [bare(one) for one in chunks(post(direct, streamed))]
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_logprobs": 2},
+        {"temperature": -1},
+        {"model": "nobody"},
+        {"messages": "x"},
+        {"max_tokens": 4096},
+        {"tools": [TOOL], "tool_choice": "auto"},
+    ],
+    ids=str,
+)
+def test_vllms_refusals_are_vllms_own(gateway: Settings, engine: Settings, wrong: dict[str, Any]) -> None:
+    def refusal(url: str) -> tuple[int, Any]:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(url + CHAT, {**GREEDY, **wrong})
+        return caught.value.code, json.loads(caught.value.read())
+
+    assert refusal(gateway.gateway.url) == refusal(engine.gateway.engine_url)
+
+
+def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engine: Settings, rows: Callable[[str], list[Any]]) -> None:
+    prefix = f"{gateway.gateway.url}/rollout/store-1/attempt/0"
+    direct = fetch(engine.gateway.engine_url + CHAT, GREEDY)
+    fetch(prefix + CHAT, GREEDY)
+    post(prefix + CHAT, {**GREEDY, "stream": True})
+    fetch(prefix + CHAT, {**GREEDY, "n": 2, "temperature": 1.0, "seed": 3, "top_k": 5})
+    (choice,) = direct["choices"]
+    expected = {
+        "PromptIds": direct["prompt_token_ids"],
+        "ResponseIds": choice["token_ids"],
+        "IdsSource": "engine",
+        "Policy": "policy",
+        "VersionStart": direct["spangrad"]["version_start"],
+        "VersionEnd": direct["spangrad"]["version_end"],
+        "TokenizerHash": direct["spangrad"]["tokenizer_hash"],
+        "Temperature": 0.0,
+        "TopK": 0,
+        "FinishReason": "stop",
+        "HttpStatus": 200,
+        "Constrained": False,
+        "ErrorType": "",
+    }
+    whole, stream, first, second = rows("store-1")
+    for row in (whole, stream):
+        assert {name: row[name] for name in expected} == expected
+        assert row["Logprobs"] == pytest.approx([one["logprob"] for one in choice["logprobs"]["content"]], abs=1e-6)
+    assert [(row["Choice"], row["PromptIds"], row["TopK"]) for row in (first, second)] == [
+        (0, direct["prompt_token_ids"], 5),
+        (1, direct["prompt_token_ids"], 5),
+    ]
+    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) > 0 for row in (first, second))
+
+
+def test_a_stream_that_the_client_cuts_leaves_the_tokens_that_came(gateway: Settings, rows: Callable[[str], list[Any]]) -> None:
+    url = f"{gateway.gateway.url}/rollout/cut-1/attempt/0{CHAT}"
+    body = {**GREEDY, "stream": True, "max_tokens": 110, "ignore_eos": True}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for _ in range(8):
+            answer.readline()
+    (row,) = rows("cut-1")
+    # Where the client's leaving overtakes the engine, the call is cut; else it was whole already. Either way nothing is invented.
+    assert row["Aborted"] is (row["FinishReason"] == "")
+    assert 3 <= len(row["ResponseIds"]) == len(row["Logprobs"]) <= 110
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled(engine: Settings) -> None:
+    """At temperature 0.7 the logprobs of all tokens are log_softmax(logits / 0.7) of those at temperature 1."""
+    everything = {**GREEDY, "max_tokens": 1, "logprobs": True, "top_logprobs": 15, "seed": 1}
+
+    def distribution(temperature: float) -> dict[str, float]:
+        answer = fetch(engine.gateway.engine_url + CHAT, {**everything, "temperature": temperature})
+        top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return {one["token"]: one["logprob"] for one in top}
+
+    one = distribution(1.0)
+    assert len(one) == 15
+    scaled = {token: value / 0.7 for token, value in one.items()}
+    norm = log(sum(2.718281828459045**value for value in scaled.values()))
+    assert distribution(0.7) == pytest.approx({token: value - norm for token, value in scaled.items()}, abs=1e-4)
+
+
+def test_new_weights_are_served_and_wrong_ones_refused(
+    gateway: Settings, engine: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
+) -> None:
+    policy = f"{gateway.gateway.url}/admin/policies/policy"
+    other = perturbed(tiny_model, tmp_path / "other")
+    before = fetch(policy)
+    version = before["version"]
+    old = fetch(engine.gateway.engine_url + CHAT, GREEDY)
+
+    refused = publish(policy, other, version + 1, checksum="float32:0000000000000000")
+    assert "Write them anew" in refused["error"]["message"]
+    assert fetch(policy) == before
+    assert fetch(engine.gateway.engine_url + CHAT, GREEDY)["choices"] == old["choices"]
+
+    published = publish(policy, other, version + 1)
+    assert (published["version"], published["checksum"]) == (version + 1, checksum_directory(other))
+    assert published["seconds"] < 10
+    assert fetch(policy) == {**before, "version": version + 1}
+    held = fetch(f"{engine.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
+    assert held == {"results": [checksum_directory(other)]}
+    new = fetch(f"{gateway.gateway.url}/rollout/reload-1/attempt/0{CHAT}", {**GREEDY, "logprobs": True, "return_token_ids": True})
+    assert logprobs(new) != pytest.approx(logprobs(old), abs=1e-3)
+    assert logprobs(new) == pytest.approx(reference_logprobs(other, new), abs=1e-4)
+    (row,) = rows("reload-1")
+    assert (row["VersionStart"], row["VersionEnd"]) == (version + 1, version + 1)
+
+    assert publish(policy, other, version + 1)["seconds"] == 0
+    assert "not newer" in publish(policy, tiny_model, version + 1)["error"]["message"]
+    # Leave the engine with the weights that other tests expect.
+    assert publish(policy, tiny_model, version + 2)["version"] == version + 2
+    assert logprobs(fetch(engine.gateway.engine_url + CHAT, GREEDY)) == pytest.approx(logprobs(old), abs=1e-5)
+
+
+def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Path, rows: Callable[[str], list[Any]]) -> None:
+    policy = f"{gateway.gateway.url}/admin/policies/policy"
+    version = fetch(policy)["version"]
+    url = f"{gateway.gateway.url}/rollout/flight-1/attempt/0{CHAT}"
+    long = {**GREEDY, "max_tokens": 110, "ignore_eos": True, "temperature": 1.0}
+    answers: list[dict[str, Any]] = []
+    callers = [threading.Thread(target=lambda: answers.extend(fetch(url, long) for _ in range(3))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    assert publish(policy, tiny_model, version + 1)["version"] == version + 1
+    for caller in callers:
+        caller.join()
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [110] * 12
+    found = rows("flight-1")
+    assert {(row["VersionStart"], row["VersionEnd"]) for row in found} <= {
+        (version, version),
+        (version, version + 1),
+        (version + 1, version + 1),
+    }
+    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
+
+
+def test_weights_that_do_not_fit_take_the_engine_out_until_good_ones_come(
+    gateway: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
+) -> None:
+    policy = f"{gateway.gateway.url}/admin/policies/policy"
+    version = fetch(policy)["version"]
+    url = f"{gateway.gateway.url}/rollout/misfit-1/attempt/0{CHAT}"
+    answers: list[dict[str, Any]] = []
+    endless = {**GREEDY, "max_tokens": 110, "ignore_eos": True}
+    callers = [threading.Thread(target=lambda: answers.extend(fetch(url, endless) for _ in range(2))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+
+    refused = publish(policy, widened(tiny_model, tmp_path / "widened"), version + 1)
+    assert f"publication of version {version + 1} failed at reload" in refused["error"]["message"]
+    down = fetch(policy)
+    assert (down["version"], down["status"]) == (version, "down")
+    # Calls that were frozen in the engine have ended; those that came after were refused. None hangs, and each has its span.
+    for caller in callers:
+        caller.join(20)
+    assert not any(caller.is_alive() for caller in callers)
+    assert fetch(url, GREEDY)["error"]["type"] == "engine_down"
+    ended = {(row["FinishReason"], row["Aborted"], row["ErrorType"]) for row in rows("misfit-1")}
+    assert ended <= {("length", False, ""), ("abort", True, ""), ("", False, "503"), ("", False, "engine_down")}
+
+    assert publish(policy, tiny_model, version + 1)["version"] == version + 1
+    assert fetch(url, GREEDY)["choices"][0]["finish_reason"] == "stop"
+
+
+CHECKSUMS = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+from gateway.vllm_plugin import worker
+torch.manual_seed(0)
+tensors = {"a": torch.randn(7, 5), "b": torch.randn(3) * 1e30, "c": torch.tensor([0.0, -0.0, float("inf"), 1e-42])}
+save_file(tensors, f"{sys.argv[1]}/model.safetensors")
+worker.CHUNK_WORDS = 4
+padded = [tensors["b"], torch.cat([tensors["a"], torch.zeros(2, 5)]), tensors["c"].flip(0)]
+for dtype in (torch.float32, torch.bfloat16):
+    print(worker.checksum(one.to(dtype) for one in padded))
+"""
+
+
+def test_the_workers_checksum_is_the_files(tmp_path: Path) -> None:
+    """In any order, with padding, in float32 and as the engine casts to bfloat16."""
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
+    command = [str(VLLM_PYTHON), "-c", CHECKSUMS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [checksum_directory(tmp_path), checksum_directory(tmp_path, "bfloat16")]
+
+
+def publish(policy: str, path: Path, version: int, checksum: str | None = None) -> dict[str, Any]:
+    return fetch(f"{policy}/versions", {"version": version, "path": str(path), "checksum": checksum or checksum_directory(path)})
+
+
+def widened(model: Path, directory: Path) -> Path:
+    """A copy of a model whose output layer has the wrong shape."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, directory)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = np.concatenate([weights["lm_head.weight"]] * 2, axis=1)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def perturbed(model: Path, directory: Path) -> Path:
+    """A copy of a model with other weights."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, directory)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: value * 1.25 for name, value in weights.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def logprobs(answer: dict[str, Any]) -> list[float]:
+    return [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+
+
+def reference_logprobs(model: Path, answer: dict[str, Any]) -> list[float]:
+    """What transformers says of the tokens of an answer; the greedy distribution is vLLM's at temperature 0, unscaled."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt, response = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([prompt + response])).logits[0]
+    at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    return at[torch.arange(len(response)), torch.tensor(response)].tolist()

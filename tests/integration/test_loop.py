@@ -1,0 +1,211 @@
+"""The stages together: real runner, vLLM, gateway, store, builder and verl, and the laws that only the whole can break."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_engine import fetch, gateway_settings, running_gateway
+
+from runner.agents import AgentSpec, CallableAgent, CommandAgent
+from runner.runner import Outcome, Runner
+from spangrad.clickhouse import connect
+from spangrad.commands.demo.services import write_settings
+from spangrad.settings import Settings, load_settings
+from spangrad.types import Mode, Task
+from transition_builder.loop import build_once
+
+pytestmark = pytest.mark.vllm
+
+AGENTS = Path(__file__).resolve().parent.parent / "agents"
+ASK = CallableAgent("plain_agents:ask", directory=AGENTS)
+TASKS = [Task("lima", {"city": "lima"}), Task("rome", {"city": "rome"})]
+
+
+def own_run(settings: Settings, **builder: object) -> Settings:
+    """The settings with a run of the test's own."""
+    run = uuid.uuid4().hex
+    return settings.model_copy(
+        update={
+            "runner": settings.runner.model_copy(update={"run_id": run, "concurrency": 8}),
+            "trainer": settings.trainer.model_copy(update={"run_id": run}),
+            "builder": settings.builder.model_copy(update={"policy": "policy", **builder}),
+        }
+    )
+
+
+def roll_out(
+    settings: Settings, agent: AgentSpec, tasks: Sequence[Task], logs: Path, *, mode: Mode = Mode.TRAIN, size: int = 4, gateway: bool = True
+) -> list[Outcome]:
+    async def run() -> list[Outcome]:
+        async with Runner(settings, agent, logs=logs, use_gateway=gateway) as runner:
+            return await runner.run(tasks, mode=mode, group_size=size)
+
+    return asyncio.run(run())
+
+
+def build_all(settings: Settings, rollouts: int, timeout_seconds: float = 30) -> None:
+    """Build until every rollout of the run has left the builder."""
+    end = time.monotonic() + timeout_seconds
+    while (built := ask(settings, "SELECT uniqExact(RolloutId) FROM otel.v_builds WHERE RunId = {run:String}")[0][0]) < rollouts:
+        assert time.monotonic() < end, f"{built} of {rollouts} rollouts were built"
+        build_once(settings)
+        time.sleep(0.1)
+
+
+def ask(settings: Settings, query: str) -> list[tuple[Any, ...]]:
+    client = connect(settings.store)
+    try:
+        return list(client.query(query, parameters={"run": settings.runner.run_id}).result_rows)
+    finally:
+        client.close()
+
+
+def train_once(settings: Settings, directory: Path, model: Path, **trainer: object) -> str:
+    """`spangrad train --once` in a process of its own; what it logged."""
+    values: dict[str, object] = {
+        "store.url": settings.store.url,
+        "gateway.url": settings.gateway.url,
+        "builder.policy": "policy",
+        "trainer.run_id": settings.runner.run_id,
+        "trainer.model": str(model),
+        "trainer.directory": str(directory / "policies"),
+        "trainer.groups_per_batch": 2,
+        "trainer.learning_rate": 1e-3,
+        "trainer.max_staleness": 100,
+        "trainer.publish": False,
+        **trainer,
+    }
+    assert load_settings(values, env={}).builder.spec == settings.builder.spec
+    write_settings(directory / "spangrad.toml", values)
+    command = [sys.executable, "-m", "spangrad", "train", "--once", "--config", str(directory / "spangrad.toml")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stderr
+
+
+def test_calls_are_transitions_and_drops_and_a_refused_call_is_a_drop(gateway: Settings, tmp_path: Path) -> None:
+    settings = own_run(gateway)
+    agent = CallableAgent("plain_agents:stumble", directory=AGENTS)
+    outcomes = roll_out(settings, agent, TASKS, tmp_path, size=2)
+    assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 2)] * 4
+    build_all(settings, 4)
+    calls, transitions = (
+        ask(settings, f"SELECT count(), uniqExact(CallId) FROM otel.{view} WHERE RunId = {{run:String}}")[0]
+        for view in ("v_calls", "v_transitions")
+    )
+    drops = ask(settings, "SELECT Reason, count(), uniqExact(CallId) FROM otel.v_drops WHERE RunId = {run:String} GROUP BY Reason")
+    assert (calls, transitions, drops) == ((8, 8), (4, 4), [("call_failed", 4, 4)])
+    # The reward of a rollout whose last call was dropped stands on the last kept one.
+    kept = ask(
+        settings, "SELECT RolloutId, sum(arraySum(Rewards.Value)) FROM otel.v_transitions WHERE RunId = {run:String} GROUP BY RolloutId"
+    )
+    assert dict(kept) == {outcome.key.rollout_id: (outcome.reward or {})["reward"] for outcome in outcomes}
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
+    engine: Settings, store: Any, tmp_path: Path, seconds: int
+) -> None:
+    held = gateway_settings(engine, store, export_delay_seconds=seconds)
+    with running_gateway(held, tmp_path / "gateway.log"):
+        settings = own_run(held)
+        began = time.monotonic()
+        outcomes = roll_out(settings, ASK, TASKS, tmp_path)
+        assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 1)] * 8
+        looks = 0
+        while time.monotonic() - began < seconds - 1:
+            build_once(settings)
+            assert ask(settings, "SELECT count() FROM otel.v_builds WHERE RunId = {run:String}") == [(0,)]
+            looks += 1
+            time.sleep(0.2)
+        assert looks > 0, "the rollouts took longer than the spans were held back: the test has shown nothing"
+        assert ask(settings, "SELECT countIf(Final) FROM otel.v_rollouts WHERE RunId = {run:String}") == [(8,)]
+        build_all(settings, 8, timeout_seconds=seconds + 30)
+    built = ask(settings, "SELECT count(), uniqExact(RolloutId) FROM otel.v_transitions WHERE RunId = {run:String}")
+    drops = ask(settings, "SELECT count() FROM otel.v_drops WHERE RunId = {run:String}")
+    assert (built, drops) == ([(8, 8)], [(0,)])
+
+
+def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_served(
+    gateway: Settings, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = own_run(gateway)
+    cool = [Task(task.task_id, {"city": task.task_id, "temperature": 0.7}) for task in TASKS]
+    held_out = {outcome.key.rollout_id for outcome in roll_out(settings, ASK, cool, tmp_path, mode=Mode.VALIDATE)}
+    trained = {outcome.key.rollout_id for outcome in roll_out(settings, ASK, cool, tmp_path, size=12)}
+    build_all(settings, 32)
+    served = fetch(f"{gateway.gateway.url}/admin/policies/policy")["version"]
+    log = train_once(settings, tmp_path, tiny_model)
+    assert "step 1 -> version 1: 2 groups, 24 rollouts, 24 transitions" in log
+    batch = {rollout for (rollout,) in ask(settings, "SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String}")}
+    assert (batch, batch & held_out) == (trained, set())
+    ((temperature, gap, steps),) = ask(
+        settings,
+        "SELECT (SELECT groupUniqArray(Temperature) FROM otel.v_transitions WHERE RunId = {run:String}),"
+        " max(Metrics['logprob_gap']), count() FROM otel.v_policy_versions WHERE RunId = {run:String} AND Parent IS NOT NULL",
+    )
+    assert (temperature, steps) == ([0.7], 1)
+    assert 0 < gap < 1e-3
+    spans = {span for (span,) in ask(settings, "SELECT SpanId FROM otel.v_calls WHERE RunId = {run:String} AND Mode = 'train'")}
+    mine = "(SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String})"
+    lineage = ask(settings, f"SELECT SpanId FROM otel.v_lineage WHERE Version = 1 AND RolloutId IN {mine}")
+    assert {span for (span,) in lineage} == spans
+    # A second run finds nothing left, and changes nothing.
+    assert "step" not in train_once(settings, tmp_path, tiny_model)
+    assert fetch(f"{gateway.gateway.url}/admin/policies/policy")["version"] == served
+
+
+def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: Settings, tmp_path: Path) -> None:
+    settings = own_run(gateway)
+    agent = CommandAgent((sys.executable, "plain_agents.py"), directory=AGENTS)
+    outcomes = roll_out(settings, agent, TASKS[:1], tmp_path, size=2)
+    assert [(outcome.reward, outcome.failure, outcome.calls) for outcome in outcomes] == [({"reward": 0.5}, None, 1)] * 2
+    build_all(settings, 2)
+    rows = ask(
+        settings,
+        "SELECT t.RolloutId, t.Mode, c.ParentSpanId = r.SpanId, arraySum(t.Rewards.Value), length(t.ResponseIds) > 0"
+        " FROM otel.v_transitions AS t INNER JOIN otel.v_calls AS c ON c.CallId = t.CallId"
+        " INNER JOIN otel.v_rollouts AS r ON r.RolloutId = t.RolloutId"
+        " WHERE t.RunId = {run:String}",
+    )
+    assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
+
+
+def test_the_plain_road_builds_from_the_agents_own_spans(
+    engine: Settings, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{engine.gateway.engine_url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    settings = own_run(engine.model_copy(update={"store": store}), quiet_seconds=1)
+    outcomes = roll_out(settings, ASK, TASKS[:1], tmp_path, size=3, gateway=False)
+    assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, None)] * 3
+    build_all(settings, 3)
+    version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
+    rows = ask(
+        settings,
+        "SELECT PromptIds, length(ResponseIds) = length(Logprobs), Version, Temperature, Policy FROM otel.v_transitions"
+        " WHERE RunId = {run:String}",
+    )
+    assert rows == [([1, 4, 7, 14, 2, 1, 5], 1, version, 1.0, "policy")] * 3
+    assert ask(settings, "SELECT count() FROM otel.v_calls WHERE RunId = {run:String}") == [(0,)]
+
+
+def test_a_rollout_without_a_reward_is_a_drop_and_never_a_zero(gateway: Settings, tmp_path: Path) -> None:
+    settings = own_run(gateway)
+    settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"max_attempts": 1})})
+    agent = CommandAgent((sys.executable, "-c", "print(1)"), evaluator="json:loads", directory=AGENTS)
+    silent = CommandAgent((sys.executable, "-c", "pass"), directory=AGENTS)
+    outcomes = [*roll_out(settings, silent, TASKS[:1], tmp_path, size=1), *roll_out(settings, agent, TASKS[:1], tmp_path, size=1)]
+    assert [outcome.reward for outcome in outcomes] == [None, None]
+    build_all(settings, 2)
+    assert ask(settings, "SELECT count() FROM otel.v_rewards WHERE RunId = {run:String}") == [(0,)]
+    drops = ask(settings, "SELECT Reason, CallId, count() FROM otel.v_drops WHERE RunId = {run:String} GROUP BY ALL")
+    assert drops == [("attempt_failed", "", 2)]

@@ -1,0 +1,335 @@
+"""Rollouts through real agent hosts, against a small gateway and a small OTLP endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import AttemptGateway, OtlpSink, SunkSpan
+from runner.agents import AgentSpec, CallableAgent, CommandAgent
+from runner.runner import Outcome, Runner, agent_environment
+from spangrad import semconv
+from spangrad.errors import AgentError, GatewayError, StoreError
+from spangrad.processes import free_ports
+from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.types import AttemptFailure, Mode, Task
+
+AGENT = """
+    import asyncio, json, os, random, signal, time, urllib.request
+    from opentelemetry import trace
+    tracer = trace.get_tracer("agent")
+
+    def call(endpoint):
+        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "x"}]}).encode()
+        urllib.request.urlopen(urllib.request.Request(endpoint + "/chat/completions", body)).read()
+
+    async def busy(given):
+        with tracer.start_as_current_span("outer"):
+            await asyncio.sleep(random.random() / 50)
+            with tracer.start_as_current_span("inner"):
+                await asyncio.sleep(random.random() / 50)
+                return {"reward": given["n"], "twice": 2 * given["n"]}
+
+    def moody(given, endpoint):
+        calls = given.get("calls", 0)
+        for _ in range(calls):
+            call(endpoint)
+        attempt = int(endpoint.split("/")[-2])
+        mood = given["moods"][attempt]
+        if mood == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mood == "hang":
+            time.sleep(60)
+        if mood == "raise":
+            raise RuntimeError("bad day")
+        return mood
+"""
+EVENT = semconv.EVALUATION_EVENT
+
+
+def reward_event(name: str, value: float) -> tuple[str, dict[str, object]]:
+    return EVENT, {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value}
+
+
+class Stage:
+    """A runner with what is around it."""
+
+    def __init__(self, runner: Runner, sink: OtlpSink, gateway: AttemptGateway) -> None:
+        self.runner = runner
+        self.sink = sink
+        self.gateway = gateway
+
+    def roots(self) -> list[SunkSpan]:
+        return self.sink.named("rollout")
+
+
+@asynccontextmanager
+async def stage(directory: Path, agent: AgentSpec, **settings: Any) -> AsyncIterator[Stage]:
+    (directory / "mine.py").write_text(textwrap.dedent(AGENT))
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        found = Settings(
+            store=StoreSettings(otlp_endpoint=sink.url),
+            gateway=GatewaySettings(url=gateway.url),
+            runner=RunnerSettings(run_id="run", **settings),
+        )
+        async with Runner(found, agent, logs=directory / "logs") as runner:
+            yield Stage(runner, sink, gateway)
+
+
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+
+
+def facts(root: SunkSpan) -> dict[str, object]:
+    """A root's attributes but for those that are new each time."""
+    fresh = {semconv.ROLLOUT_ID, semconv.GROUP_ID, semconv.PROCESS_ID, semconv.SEQ}
+    assert fresh <= root.attributes.keys()
+    return {key: value for key, value in root.attributes.items() if key not in fresh}
+
+
+async def test_64_rollouts_at_once_and_no_span_in_the_wrong_one(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:busy", directory=tmp_path)
+    async with stage(tmp_path, agent, workers=2, concurrency=32) as on:
+        tasks = [Task(f"task-{n}", {"n": n}) for n in range(8)]
+        seen: list[Outcome] = []
+        outcomes = await on.runner.run(tasks, mode=Mode.VALIDATE, group_size=8, progress=seen.append)
+        assert [(o.task_id, o.reward, o.failure, o.calls) for o in outcomes] == [
+            (f"task-{n}", {"reward": float(n), "twice": 2.0 * n}, None, 0) for n in range(8) for _ in range(8)
+        ]
+        assert sorted(seen, key=repr) == sorted(outcomes, key=repr)
+        roots = {str(root.attributes[semconv.ROLLOUT_ID]): root for root in on.roots()}
+        assert roots.keys() == {o.key.rollout_id for o in outcomes}
+        assert Counter(root.attributes[semconv.GROUP_ID] for root in roots.values()) == Counter(
+            dict.fromkeys({root.attributes[semconv.GROUP_ID] for root in roots.values()}, 8)
+        )
+        assert {key: on.gateway.announced[key, 0]["mode"] for key in roots} == dict.fromkeys(roots, "validate")
+        by_name = {o.key.rollout_id: o.task_id for o in outcomes}
+        for root_id, root in roots.items():
+            n = int(by_name[root_id].removeprefix("task-"))
+            assert facts(root) == {
+                "spangrad.run.id": "run",
+                "spangrad.rollout.mode": "validate",
+                "spangrad.rollout.attempt": 0,
+                "spangrad.task.id": f"task-{n}",
+                "spangrad.group.size": 8,
+                "spangrad.rollout.calls": 0,
+                "spangrad.rollout.final": True,
+            }
+            assert (root.events, root.parent_id, root.status) == ((reward_event("reward", n), reward_event("twice", 2 * n)), "", "UNSET")
+        spans = {span.span_id: span for span in on.sink.spans}
+        outer, inner = on.sink.named("outer"), on.sink.named("inner")
+        assert len(outer) == len(inner) == 64
+        misattributed = [s for s in outer if s.parent_id != roots[str(s.attributes[semconv.ROLLOUT_ID])].span_id]
+        misattributed += [s for s in inner if spans[s.parent_id].attributes[semconv.ROLLOUT_ID] != s.attributes[semconv.ROLLOUT_ID]]
+        misattributed += [s for s in outer + inner if s.trace_id != roots[str(s.attributes[semconv.ROLLOUT_ID])].trace_id]
+        assert misattributed == []
+        assert len({s.attributes[semconv.PROCESS_ID] for s in outer}) == 2
+
+
+async def test_failed_attempts_are_data(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=8, timeout_seconds=1.5) as on:
+        moods = {
+            "second try": ["raise", 0.5],
+            "never": ["raise", None],
+            "invalid": ["text", "text"],
+            "hangs": ["hang", 1.0],
+            "crashes": [0.0, 0.0],
+        }
+        outcomes = await on.runner.run([Task(name, {"moods": m, "calls": 2}) for name, m in moods.items()], mode=Mode.TRAIN, group_size=1)
+        assert [(o.task_id, o.key.attempt, o.reward, o.failure, o.detail, o.calls) for o in outcomes] == [
+            ("second try", 1, {"reward": 0.5}, None, "", 2),
+            ("never", 1, None, AttemptFailure.NO_REWARD, "the agent gave no reward", 2),
+            ("invalid", 1, None, AttemptFailure.INVALID_OUTPUT, "the reward is 'text', not a finite number", 2),
+            ("hangs", 1, {"reward": 1.0}, None, "", 2),
+            ("crashes", 0, {"reward": 0.0}, None, "", 2),
+        ]
+        roots = {(root.attributes[semconv.TASK_ID], root.attributes[semconv.ROLLOUT_ATTEMPT]): root for root in on.roots()}
+        keys = (semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL, semconv.ROLLOUT_CALLS)
+        told = {name: (*(root.attributes.get(key) for key in keys), root.status, root.events) for name, root in roots.items()}
+        assert told == {
+            ("second try", 0): ("exception", False, 2, "ERROR", ()),
+            ("second try", 1): (None, True, 2, "UNSET", (reward_event("reward", 0.5),)),
+            ("never", 0): ("exception", False, 2, "ERROR", ()),
+            ("never", 1): ("no_reward", True, 2, "ERROR", ()),
+            ("invalid", 0): ("invalid_output", False, 2, "ERROR", ()),
+            ("invalid", 1): ("invalid_output", True, 2, "ERROR", ()),
+            ("hangs", 0): ("timeout", False, 2, "ERROR", ()),
+            ("hangs", 1): (None, True, 2, "UNSET", (reward_event("reward", 1.0),)),
+            ("crashes", 0): (None, True, 2, "UNSET", (reward_event("reward", 0.0),)),
+        }
+        assert len({roots["never", n].attributes[semconv.ROLLOUT_ID] for n in (0, 1)}) == 1
+        assert len({roots["never", n].trace_id for n in (0, 1)}) == 2
+
+
+async def test_a_crash_fails_its_neighbours_and_the_process_is_replaced(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=4, max_attempts=2, timeout_seconds=30) as on:
+        tasks = [Task("neighbour", {"moods": ["hang", 1.0]}), Task("crash", {"moods": ["crash", "crash"]})]
+        outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
+        assert {o.task_id: (o.key.attempt, o.failure) for o in outcomes}["crash"] == (1, AttemptFailure.CRASH)
+        assert outcomes[1].detail.startswith("the agent's process ended with exit code -9. The end of ")
+        first = [r for r in on.roots() if r.attributes[semconv.ROLLOUT_ATTEMPT] == 0]
+        assert {r.attributes[semconv.TASK_ID]: r.attributes[semconv.ROLLOUT_FAILURE] for r in first} == {
+            "neighbour": "crash",
+            "crash": "crash",
+        }
+        (again,) = await on.runner.run([Task("next", {"moods": [0.5]})], mode=Mode.TRAIN, group_size=1)
+        assert again.reward == {"reward": 0.5}
+
+
+PROGRAM = """
+    import json, os, sys, urllib.request
+    from opentelemetry import trace
+    given = json.load(sys.stdin)
+    trace.get_tracer("program").start_span("in the program").end()
+    if given == "fail":
+        sys.exit(4)
+    if given == "hang":
+        import time; time.sleep(60)
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    urllib.request.urlopen(urllib.request.Request(url, body)).read()
+    os.system("sleep 60 &")  # a grandchild that nobody waits for
+    print("some words")
+    if given != "silent":
+        print(json.dumps({"given": given, "key": os.environ["OPENAI_API_KEY"], "cwd": os.getcwd()}) if given == "judge" else given)
+"""
+
+
+async def test_a_program_is_an_agent(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    agent = CommandAgent((sys.executable, "program.py"), directory=tmp_path, instrument=True)
+    async with stage(tmp_path, agent, concurrency=4, max_attempts=1, timeout_seconds=10) as on:
+        tasks = [Task(str(given), given) for given in (0.25, "fail", "silent", "words")]
+        outcomes = await on.runner.run(tasks, mode=Mode.PROBE, group_size=1)
+        assert [(o.reward, o.failure, o.detail, o.calls) for o in outcomes] == [
+            ({"reward": 0.25}, None, "", 1),
+            (None, AttemptFailure.EXIT_CODE, "exit code 4", 0),
+            (None, AttemptFailure.INVALID_OUTPUT, "the reward is 'some words', not a finite number", 1),
+            (None, AttemptFailure.INVALID_OUTPUT, "the reward is 'words', not a finite number", 1),
+        ]
+        roots = {root.attributes[semconv.ROLLOUT_ID]: root for root in on.roots()}
+        inside = on.sink.named("in the program")
+        assert len(inside) == 4
+        assert [s for s in inside if s.parent_id != roots[s.attributes[semconv.ROLLOUT_ID]].span_id] == []
+    assert [command for command, directory in _processes() if directory == str(tmp_path)] == []
+
+
+def _processes() -> list[tuple[bytes, str]]:
+    """Command line and working directory of all processes that we may see."""
+    return [((p / "cmdline").read_bytes(), _cwd(p)) for p in Path("/proc").glob("[0-9]*") if _readable(p)]
+
+
+def _readable(process: Path) -> bool:
+    try:
+        return bool((process / "cmdline").read_bytes()) and bool(_cwd(process))
+    except OSError:
+        return False
+
+
+def _cwd(process: Path) -> str:
+    return str((process / "cwd").readlink())
+
+
+async def test_a_program_with_an_evaluator_that_hangs_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    right = {"given": "judge", "key": "none", "cwd": str(tmp_path)}
+    (tmp_path / "judge.py").write_text(f"def judge(given, output):\n    return float(output == {right!r})\n")
+    agent = CommandAgent((sys.executable, "program.py"), evaluator="judge:judge", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=2, max_attempts=1, timeout_seconds=3) as on:
+        outcomes = await on.runner.run([Task("a", "judge"), Task("b", "hang")], mode=Mode.TRAIN, group_size=1)
+        assert [(o.reward, o.failure) for o in outcomes] == [({"reward": 1.0}, None), (None, AttemptFailure.TIMEOUT)]
+        assert on.sink.named("in the program") == []
+
+
+async def test_a_cancelled_run_ends_its_root_spans_and_leaves_no_process(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=2) as on:
+        task = asyncio.create_task(on.runner.run([Task("t", {"moods": ["hang"], "calls": 1})], mode=Mode.TRAIN, group_size=2))
+        for _ in range(2):
+            assert await asyncio.to_thread(on.gateway.chatted.acquire, timeout=10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [(r.attributes[semconv.ROLLOUT_FAILURE], r.attributes[semconv.ROLLOUT_FINAL]) for r in on.roots()] == [
+            ("cancelled", True)
+        ] * 2
+    assert _children() == []
+
+
+def _children() -> list[str]:
+    """Agent hosts among this process's children."""
+    found = [p for p in Path("/proc").glob("[0-9]*") if _readable(p)]
+    return [
+        str(p)
+        for p in found
+        if b"spangrad.agent_host" in (p / "cmdline").read_bytes() and f"PPid:\t{os.getpid()}\n" in (p / "status").read_text()
+    ]
+
+
+async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    away = f"http://127.0.0.1:{port}"
+    agent = CallableAgent("mine:busy", directory=tmp_path)
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        settings = Settings(store=StoreSettings(otlp_endpoint=away), gateway=GatewaySettings(url=gateway.url))
+        with pytest.raises(
+            StoreError, match=f"the store at {away} does not answer .* Start it with `spangrad store`, or set store.otlp_endpoint"
+        ):
+            await Runner(settings, agent, logs=tmp_path).__aenter__()
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=away))
+        with pytest.raises(
+            GatewayError, match=f"the gateway at {away} does not answer .* Start it with `spangrad gateway`, or set gateway.url"
+        ):
+            await Runner(settings, agent, logs=tmp_path).__aenter__()
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=gateway.url))
+        with pytest.raises(AgentError, match=r"'mine:busy' cannot be loaded from .*: ModuleNotFoundError"):
+            await Runner(settings, agent, logs=tmp_path).__aenter__()
+        sink.refusals = [(401, {})]
+        with pytest.raises(StoreError, match=re.escape("refuses spans: HTTP 401 not now. Check store.otlp_endpoint and store.token.")):
+            await Runner(settings, agent, logs=tmp_path).__aenter__()
+        assert sink.spans == []
+    assert _children() == []
+
+
+def test_an_agents_environment() -> None:
+    settings = Settings(
+        store=StoreSettings(otlp_endpoint="http://s:1", token="t"),  # pyright: ignore[reportArgumentType]
+        gateway=GatewaySettings(url="http://g:2/", token="k"),  # pyright: ignore[reportArgumentType]
+    )
+    started = {"PATH": "/bin", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
+    store = {
+        "PATH": "/bin",
+        "OTEL_SERVICE_NAME": "mine",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20t",
+    }
+    assert agent_environment(started, settings, "mine", use_gateway=True) == {
+        **store,
+        "OPENAI_BASE_URL": "http://g:2/v1",
+        "OPENAI_API_KEY": "k",
+    }
+    assert agent_environment(started, settings, "mine", use_gateway=False) == {**store, "OPENAI_BASE_URL": "http://other"}
+
+
+async def test_without_a_gateway_there_is_no_number_of_calls(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
+    with OtlpSink() as sink:
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url))
+        async with Runner(settings, CallableAgent("mine:busy", directory=tmp_path), logs=tmp_path, use_gateway=False) as runner:
+            (outcome,) = await runner.run([Task("t", {"n": 3})], mode=Mode.TRAIN, group_size=1)
+        assert (outcome.calls, outcome.reward) == (None, {"reward": 3.0, "twice": 6.0})
+        (root,) = sink.named("rollout")
+        assert semconv.ROLLOUT_CALLS not in root.attributes

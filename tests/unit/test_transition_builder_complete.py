@@ -1,0 +1,142 @@
+"""When a rollout may be built: nothing partial, and nothing forever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import pytest
+
+import fakes
+from spangrad.settings import BuilderSettings
+from transition_builder.complete import decide
+from transition_builder.frames import COUNTS, PRESENCE, ROOTS, Facts
+
+SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
+
+
+class Arrivals:
+    """What has arrived of one rollout, the root at second 0 of the store's clock."""
+
+    def __init__(self) -> None:
+        self.roots: list[dict[str, Any]] = []
+        self.presence: list[dict[str, Any]] = []
+        self.counts: list[dict[str, Any]] = []
+
+    def root(self, attempt: int = 0, *, final: bool = True, **facts: Any) -> Arrivals:
+        named = {"RunId": "run", "Mode": "train", "RolloutId": "r", "Attempt": attempt, "GroupId": "g", "GroupSize": 2, "TaskId": "t"}
+        arrived = {"TraceId": f"t{attempt}", "SpanId": f"root{attempt}", "IngestedAt": fakes.SpanFactory.time(0)}
+        self.roots.append(named | arrived | {"Calls": None, "Final": final, "Failure": ""} | facts)
+        return self.here(attempt, 0)
+
+    def here(self, attempt: int, seconds: float, evaluations: int = 0, **facts: Any) -> Arrivals:
+        self.presence.append(
+            {"RunId": "run", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": attempt, "TraceId": f"t{attempt}"}
+            | {"Evaluations": evaluations, "LastArrival": fakes.SpanFactory.time(seconds)}
+            | facts
+        )
+        return self
+
+    def calls(self, attempt: int, count: int, **facts: Any) -> Arrivals:
+        named = {"RunId": "run", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": attempt, "TraceId": f"t{attempt}"}
+        self.counts.append(named | {"Calls": count} | facts)
+        return self
+
+    def verdict(self, at: float) -> tuple[str, str]:
+        facts = Facts(
+            pl.DataFrame(self.roots, schema=dict(ROOTS)),
+            pl.DataFrame(self.presence, schema=dict(PRESENCE)),
+            pl.DataFrame(self.counts, schema=dict(COUNTS)),
+        )
+        (row,) = decide(facts, fakes.SpanFactory.time(at), SPEC).select("Verdict", "Detail").rows()
+        return row
+
+
+def test_as_many_calls_as_the_gateway_answered_and_a_reward() -> None:
+    arrivals = Arrivals().root(Calls=3).calls(0, 2)
+    assert arrivals.verdict(1) == ("waiting", "")
+    arrivals.calls(0, 1)
+    assert arrivals.verdict(1) == ("waiting", "")
+    arrivals.here(0, 1, evaluations=1)
+    assert arrivals.verdict(1) == ("complete", "")
+
+
+def test_more_calls_than_were_counted_do_not_keep_it_waiting() -> None:
+    assert Arrivals().root(Calls=1).calls(0, 2).here(0, 0, 1).verdict(1) == ("complete", "")
+
+
+def test_a_failure_needs_no_reward_but_all_its_calls() -> None:
+    arrivals = Arrivals().root(Calls=1, Failure="crash")
+    assert arrivals.verdict(1) == ("waiting", "")
+    assert arrivals.calls(0, 1).verdict(1) == ("complete", "")
+
+
+def test_missing_calls_end_the_wait_as_incomplete_and_a_missing_reward_as_complete() -> None:
+    short = Arrivals().root(Calls=3).calls(0, 2).here(0, 1, 1)
+    assert short.verdict(599.9) == ("waiting", "")
+    assert short.verdict(600) == ("incomplete", "2 of 3 calls arrived within 600 s")
+    assert Arrivals().root(Calls=1, Failure="crash").verdict(600) == (
+        "incomplete",
+        "0 of 1 calls arrived within 600 s; the attempt failed: crash",
+    )
+    mute = Arrivals().root(Calls=1).calls(0, 1)
+    assert mute.verdict(599.9) == ("waiting", "")
+    assert mute.verdict(600) == ("complete", "")
+
+
+def test_without_a_count_it_is_complete_when_nothing_new_comes() -> None:
+    arrivals = Arrivals().root().here(0, 0, 1)
+    assert arrivals.verdict(29.9) == ("waiting", "")
+    assert arrivals.verdict(30) == ("complete", "")
+    arrivals.here(0, 20)
+    assert arrivals.verdict(30) == ("waiting", "")
+    assert arrivals.verdict(50) == ("complete", "")
+    assert Arrivals().root().verdict(599) == ("waiting", "")
+    assert Arrivals().root().verdict(600) == ("complete", "")
+
+
+def test_calls_of_earlier_attempts_are_waited_for_but_cost_the_final_one_nothing() -> None:
+    arrivals = Arrivals().root(0, final=False, Calls=2, Failure="crash").calls(0, 1).root(1, Calls=1).calls(1, 1).here(1, 1, 1)
+    assert arrivals.verdict(1) == ("waiting", "")
+    assert arrivals.verdict(600) == ("complete", "")
+    assert arrivals.calls(0, 1).verdict(1) == ("complete", "")
+
+
+def test_the_root_of_an_earlier_attempt_is_waited_for() -> None:
+    arrivals = Arrivals().root(1, Calls=0).here(1, 0, 1)
+    assert arrivals.verdict(1) == ("waiting", "")
+    assert arrivals.verdict(600) == ("complete", "")
+    assert arrivals.root(0, final=False, Calls=0).verdict(1) == ("complete", "")
+
+
+def test_rewards_of_an_earlier_attempt_do_not_count() -> None:
+    arrivals = Arrivals().root(0, final=False, Calls=0).here(0, 0, 1).root(1, Calls=0)
+    assert arrivals.verdict(1) == ("waiting", "")
+
+
+def test_a_rollout_that_has_not_ended_has_no_verdict() -> None:
+    facts = Facts(
+        pl.DataFrame(Arrivals().root(final=False, Calls=0).roots, schema=dict(ROOTS)),
+        pl.DataFrame(schema=dict(PRESENCE)),
+        pl.DataFrame(schema=dict(COUNTS)),
+    )
+    assert decide(facts, fakes.SpanFactory.time(1e6), SPEC).rows() == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [
+        ({"RolloutKeySource": "trace", "RolloutKey": "t0", "RunId": "", "Attempt": 9}, "complete"),  # its trace is the rollout's
+        ({"RolloutKeySource": "trace", "RolloutKey": "t5", "TraceId": "t5"}, "waiting"),  # a trace of somebody else's
+        ({"RunId": ""}, "complete"),  # it names its rollout, not its run
+        ({"RunId": "other run"}, "waiting"),
+    ],
+)
+def test_whose_call_it_is(facts: dict[str, Any], verdict: str) -> None:
+    assert Arrivals().root(Calls=1).here(0, 0, 1).calls(0, 1, **facts).verdict(1) == (verdict, "")
+
+
+def test_a_trace_that_two_attempts_share_decides_nothing() -> None:
+    foreign = {"RolloutKeySource": "trace", "RolloutKey": "t0", "TraceId": "t0"}
+    arrivals = Arrivals().root(0, final=False, Calls=0).root(1, Calls=1).here(1, 0, 1, TraceId="t0").calls(1, 1, **foreign)
+    assert arrivals.verdict(1) == ("waiting", "")

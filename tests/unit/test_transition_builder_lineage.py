@@ -1,0 +1,182 @@
+"""Agents' names and the order of calls, on hand-made trees and on spans that real frameworks made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+import fakes
+from spangrad.settings import BuilderSettings
+from transition_builder import lineage
+from transition_builder.build import build
+from transition_builder.frames import Built
+from transition_builder.lineage import Forest
+
+SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
+
+
+def forest(*parents: int) -> Forest:
+    """Parents by number; -1 for none."""
+    return Forest.of(np.array([len(parents) if parent < 0 else parent for parent in parents], dtype=np.int64))
+
+
+def marked(*names: int, size: int) -> lineage.Mask:
+    return np.isin(np.arange(size), names)
+
+
+def test_ancestors_are_found_through_chains_of_any_depth() -> None:
+    chain = forest(-1, *range(999))
+    assert chain.nearest(marked(0, 500, size=1000))[[0, 499, 500, 999]].tolist() == [0, 0, 500, 500]
+    assert chain.topmost(marked(3, 500, size=1000))[[2, 3, 499, 999]].tolist() == [1000, 3, 3, 3]
+    assert chain.depth[[0, 999, 1000]].tolist() == [1, 1000, 0]
+
+
+def test_cycles_are_cut_off_and_cost_nothing_else() -> None:
+    tangled = forest(1, 2, 0, 2, -1, 4, 6)  # 0 > 1 > 2 > 0, 3 hangs on it, 6 is its own parent
+    assert tangled.nearest(marked(0, 4, size=7)).tolist() == [0, 7, 7, 7, 4, 4, 7, 7]
+    assert tangled.depth.tolist() == [1, 1, 1, 1, 1, 2, 1, 0]
+    assert tangled.common_depth(np.array([0, 5, 5]), np.array([1, 4, 5])).tolist() == [0, 1, 2]
+
+
+def order_of(spans: fakes.SpanFactory) -> list[str]:
+    built = build(spans.frames(), BuilderSettings())
+    return built.transitions.sort("Turn")["SpanId"].to_list()
+
+
+def ended(spans: fakes.SpanFactory) -> str:
+    spans.evaluation(root := spans.root())
+    return root
+
+
+def test_the_agents_own_count_decides_and_not_the_gateways_arrivals() -> None:
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    first, second = spans.span("POST", root), spans.span("POST", root)
+    late = spans.call(second)
+    early = spans.call(first)
+    assert order_of(spans) == [early, late]
+
+
+def test_retries_below_one_span_are_in_the_gateways_order() -> None:
+    spans = fakes.SpanFactory()
+    client = spans.client(ended(spans))
+    calls = [spans.call(client) for _ in range(3)]
+    assert order_of(spans) == calls
+
+
+def test_a_worker_process_stands_where_it_was_started() -> None:
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    before, spawn, after = (spans.span(name, root) for name in ("before", "spawn", "after"))
+    last = spans.call(after)
+    inner = [spans.call(spans.span("POST", spawn, process="worker")) for _ in range(2)]
+    first = spans.call(before)
+    assert order_of(spans) == [first, *inner, last]
+
+
+def test_of_two_workers_the_one_whose_call_was_taken_first_goes_first() -> None:
+    spans = fakes.SpanFactory()
+    spawn = spans.span("spawn", ended(spans))
+    posts = {name: [spans.span("POST", spawn, process=name) for _ in range(2)] for name in ("a", "b")}
+    b = [spans.call(one) for one in posts["b"]]
+    a = [spans.call(one) for one in posts["a"]]
+    assert order_of(spans) == [*b, *a]
+
+
+def test_spans_without_our_processors_are_ordered_by_their_services_clock() -> None:
+    spans = fakes.SpanFactory(clocks={"gateway": -1000})
+    root = ended(spans)
+    first, second = (spans.span("POST", root, service="shop", ProcessId="", Seq=0) for _ in range(2))
+    late, early = spans.call(second), spans.call(first)
+    assert order_of(spans) == [early, late]
+
+
+def test_an_absurd_sequence_number_harms_nobody() -> None:
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    posts = [spans.span("POST", root) for _ in range(2)]
+    spans.spans[-2]["Seq"] = 2**64 - 1
+    calls = [spans.call(post) for post in posts]
+    assert order_of(spans) == calls
+
+
+def agents_of(spans: fakes.SpanFactory) -> list[str]:
+    return build(spans.frames(), BuilderSettings()).transitions.sort("Turn")["AgentName"].to_list()
+
+
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        ({"kind": "AGENT"}, "inner"),
+        ({"kind": "AGENT", "Attributes": {"agent.name": "Named"}}, "Named"),
+        ({"Attributes": {"gen_ai.agent.name": "native"}}, "native"),
+        ({"Attributes": {"graph.node.id": "node"}}, "node"),
+        ({"kind": "CHAIN"}, "outer"),
+    ],
+)
+def test_the_nearest_ancestor_names_the_agent(inner: dict[str, Any], name: str) -> None:
+    spans = fakes.SpanFactory()
+    outer = spans.span("outer", ended(spans), kind="AGENT")
+    spans.call(spans.client(spans.span("step", spans.span("inner", outer, **inner), kind="CHAIN")))
+    assert agents_of(spans) == [name]
+
+
+def test_without_agents_the_outermost_chain_then_the_service_names_it() -> None:
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    graph = spans.span("LangGraph", root, kind="CHAIN", service="shop")
+    spans.call(spans.client(spans.span("model", graph, kind="CHAIN", service="shop"), service="shop"))
+    spans.call(spans.span("POST", root, service="shop"))
+    spans.call(root)
+    spans.call("missing")
+    assert agents_of(spans) == ["LangGraph", "shop", "runner", ""]
+
+
+def captured(name: str) -> tuple[Built, dict[str, str]]:
+    """Build what a real framework sent, beside a root of ours; second, the names of all its spans."""
+    spans = fakes.SpanFactory()
+    ended(spans)
+    for line in (SPANS / name).read_text().splitlines():
+        spans.load_otlp(json.loads(line))
+    names = {str(row["SpanId"]): str(row["SpanName"]) for row in spans.spans}
+    return build(spans.frames(), BuilderSettings(tool_error_reward=-1)), names
+
+
+def summary(built: Built) -> list[tuple[Any, ...]]:
+    return built.transitions.select("AgentName", pl.col("ResponseIds").list.len(), "Rewards.Name").rows()
+
+
+def test_langgraph_with_a_failing_tool() -> None:
+    built, names = captured("langgraph_tool_error.jsonl")
+    assert summary(built) == [("agent", 12, ["tool_error"]), ("agent", 5, ["reward"])]
+    assert [names[span] for span in built.transitions["SpanId"]] == ["ChatCompletion", "ChatCompletion"]
+    assert [names[span] for span in built.rewards.filter(pl.col("Name") == "tool_error")["SpanId"]] == ["broken"]
+    assert built.drops.rows() == []
+
+
+def test_langchains_agent() -> None:
+    built, _ = captured("langchain_linked.jsonl")
+    assert summary(built) == [("calc_agent", 7, []), ("calc_agent", 5, ["reward", "tool_error"])]
+    assert built.drops.rows() == []
+
+
+def test_the_agents_sdk_hands_over_from_one_agent_to_another() -> None:
+    built, names = captured("openai_agents+gateway.jsonl")
+    assert summary(built) == [("Triage", 7, []), ("Triage", 4, []), ("Specialist", 5, ["tool_error"]), ("Specialist", 5, ["reward"])]
+    assert {names[span] for span in built.transitions["SpanId"]} == {"chat"}
+    assert built.drops.rows() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("parallel_calls+gateway.jsonl", 4), ("clock_skew+gateway.jsonl", 3), ("raw_http+gateway.jsonl", 2)]
+)
+def test_the_gateways_calls_are_counted_once_and_in_the_agents_order(name: str, calls: int) -> None:
+    built, names = captured(name)
+    assert [names[span] for span in built.transitions["SpanId"]] == ["chat"] * calls
+    assert built.transitions["Turn"].to_list() == list(range(calls))
+    assert built.drops.rows() == []

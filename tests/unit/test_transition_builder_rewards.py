@@ -1,0 +1,209 @@
+"""Which rewards count, and which call each of them goes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fakes
+from spangrad.settings import BuilderSettings
+from transition_builder.build import build
+from transition_builder.frames import Built
+from transition_builder.rewards import rule_hash
+
+
+def said(built: Built) -> list[tuple[Any, ...]]:
+    names = dict(built.transitions.select("CallId", "SpanId").rows()) | {"": ""}
+    return [(names.get(call, "?"), *rest) for call, *rest in built.rewards.select("CallId", "Name", "Value", "Source", "SpanId").rows()]
+
+
+def given(built: Built) -> list[list[tuple[str, float, str]]]:
+    lists = built.transitions.select("Rewards.Name", "Rewards.Value", "Rewards.Source").rows()
+    return [list(zip(*one, strict=True)) for one in lists]
+
+
+def test_the_first_source_that_names_a_reward_wins() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    work = spans.span("work", root)
+    spans.call(work)
+    spans.evaluation(root, 1)
+    spans.evaluation(work, 2)
+    spans.evaluation(work, 3, kind="evaluation_log")
+    spans.evaluation(work, 4, name="style")
+    spans.evaluation(work, 5, name="style", kind="evaluation_log")
+    spans.evaluation(work, 6, name="tone", kind="evaluation_log")
+    built = build(spans.frames(), BuilderSettings())
+    assert said(built) == [
+        ("", "reward", 1.0, "runner", root),
+        ("", "style", 4.0, "evaluation_event", work),
+        ("", "tone", 6.0, "evaluation_log", work),
+    ]
+    assert given(built) == [[("reward", 1.0, "runner"), ("style", 4.0, "evaluation_event"), ("tone", 6.0, "evaluation_log")]]
+
+
+def test_a_span_is_believed_the_last_time_and_different_spans_add_up() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    first, second = spans.span("step", root), spans.span("step", root)
+    spans.call(root)
+    spans.evaluation(first, 1)
+    spans.evaluation(first, 2)
+    spans.evaluation(second, 4)
+    built = build(spans.frames(), BuilderSettings())
+    assert said(built) == [("", "reward", 2.0, "evaluation_event", first), ("", "reward", 4.0, "evaluation_event", second)]
+    assert [sum(value for _, value, _ in one) for one in given(built)] == [6.0]
+
+
+def test_an_evaluation_on_a_calls_own_span_is_the_calls() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    client = spans.client(root)
+    spans.call(client, HttpStatus=500)
+    retried = spans.call(client, choices=2)
+    plain = spans.client(root)
+    spans.answer(plain)
+    last = spans.call(root)
+    spans.evaluation(client, 1)
+    spans.evaluation(plain, 2)
+    spans.evaluation(last, 4)
+    spans.evaluation(root, 8)
+    spans.evaluation(root, 16, name="named", kind="evaluation_log")
+    spans.spans[-1]["Attributes"]["gen_ai.response.id"] = f"id-{plain}"  # type: ignore[index]
+    built = build(spans.frames(), BuilderSettings())
+    assert built.transitions.select("SpanId", "Choice").rows() == [(retried, 0), (retried, 1), (plain, 0), (last, 0)]
+    assert given(built) == [
+        [("reward", 1.0, "evaluation_event")],
+        [],
+        [("reward", 2.0, "evaluation_event"), ("named", 16.0, "evaluation_log")],
+        [("reward", 8.0, "runner"), ("reward", 4.0, "evaluation_event")],
+    ]
+
+
+def test_rewards_of_dropped_calls_move_to_the_nearest_earlier_kept_one_else_to_the_first() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    for value, fault in [(2, True), (4, False), (8, True), (16, False), (32, True)]:
+        spans.evaluation(spans.call(root, Logprobs=[] if fault else [-1, -1]), value)
+    built = build(spans.frames(), BuilderSettings())
+    assert [sorted(value for _, value, _ in one) for one in given(built)] == [[2, 4, 8], [1, 16, 32]]
+    assert built.rewards["Value"].sum() == 63
+
+
+@pytest.mark.parametrize("score", ["NaN", "inf", "-Infinity", "1e999", "good", ""])
+def test_a_score_that_is_no_finite_number_is_no_reward(score: str) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1, name="fine")
+    spans.evaluation(root, score, name="odd")
+    spans.call(root)
+    built = build(spans.frames(), BuilderSettings())
+    assert built.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: odd")]
+    assert built.rewards.select("Name", "Value").rows() == [("fine", 1.0)]
+
+
+def test_a_bad_score_that_loses_to_a_better_source_does_no_harm() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    spans.evaluation(spans.span("judge", root), "NaN")
+    spans.call(root)
+    assert given(build(spans.frames(), BuilderSettings())) == [[("reward", 1.0, "runner")]]
+
+
+def test_an_evaluation_without_a_score_is_no_reward() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root)
+    spans.spans[-1]["Attributes"] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": "pass"}
+    spans.call(root)
+    assert build(spans.frames(), BuilderSettings()).drops["Reason"].to_list() == ["no_reward"]
+
+
+AIR = BuilderSettings(tool_error_reward=-0.5)
+
+
+def blamed(spans: fakes.SpanFactory, spec: BuilderSettings = AIR) -> list[str]:
+    """The spans of the calls that failed tools are blamed on, in the order of the tools."""
+    built = build(spans.frames(), spec)
+    spans_of = {str(row["CallId"]): str(row["SpanId"]) for row in spans.calls}
+    errors = [row for row in built.rewards.iter_rows(named=True) if row["Name"] == "tool_error"]
+    return [spans_of[row["CallId"]] for row in sorted(errors, key=lambda row: row["SpanId"])]
+
+
+def test_a_failed_tool_rewards_the_call_before_it() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    spans.span("early", agent, kind="TOOL", status="Error")  # nothing caused it
+    first = spans.call(spans.span("POST", agent))
+    spans.span("fine", agent, kind="TOOL")
+    second = spans.call(spans.span("POST", agent))
+    broken = [spans.span("broken", agent, kind="TOOL", status="Error") for _ in range(2)]
+    third = spans.call(spans.span("POST", agent))
+    built = build(spans.frames(), AIR)
+    assert built.rewards.filter(built.rewards["Source"] == "air").select("Name", "Value", "RuleHash", "SpanId").rows() == [
+        ("tool_error", -0.5, rule_hash(AIR), span) for span in broken
+    ]
+    assert built.transitions.select("SpanId", "Rewards.Name", "Rewards.Value").rows() == [
+        (first, [], []),
+        (second, ["tool_error", "tool_error"], [-0.5, -0.5]),
+        (third, ["reward"], [1.0]),
+    ]
+    assert build(spans.frames(), BuilderSettings()).rewards["Name"].to_list() == ["reward"]
+
+
+def test_only_the_tools_that_the_rule_names_count() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    call = spans.call(spans.span("POST", root))
+    spans.span("run search", root, kind="TOOL", status="Error", Attributes={"tool.name": "search"})
+    spans.span("write", root, kind="TOOL", status="Error")
+    assert blamed(spans, BuilderSettings(tool_error_reward=-1, tool_error_tools=("search",))) == [call]
+    assert blamed(spans) == [call, call]
+
+
+def test_of_two_agents_at_once_the_tools_own_is_blamed() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agents = [spans.span("worker", root, kind="AGENT") for _ in range(2)]  # the same name
+    calls = [spans.call(spans.span("POST", agent)) for agent in agents]
+    for agent in agents:
+        spans.span("broken", agent, kind="TOOL", status="Error")
+    assert blamed(spans) == calls
+
+
+def test_a_call_inside_another_tool_is_not_blamed() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    outer = spans.span("outer", root, kind="AGENT")
+    asked = spans.call(spans.span("POST", outer))
+    helper = spans.span("ask helper", outer, kind="TOOL", status="Error")
+    spans.call(spans.span("POST", spans.span("outer", helper, kind="AGENT")))
+    spans.span("broken", outer, kind="TOOL", status="Error")
+    assert blamed(spans) == [asked, asked]
+
+
+def test_a_tool_call_id_decides_where_both_spans_have_it() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    asks = {"llm.output_messages.0.message.tool_calls.1.tool_call.id": "call_7"}
+    asked = spans.call(spans.span("POST", spans.client(root, Attributes=asks)))
+    spans.call(spans.span("POST", spans.client(root)))
+    spans.span("broken", root, kind="TOOL", status="Error", Attributes={"tool_call.id": "call_7"})
+    assert blamed(spans) == [asked]
+
+
+def test_a_failed_attempt_has_no_rewards() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root(failure="crash")
+    spans.call(spans.span("POST", root))
+    spans.span("broken", root, kind="TOOL", status="Error")
+    assert build(spans.frames(), AIR).rewards.rows() == []
