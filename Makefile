@@ -52,7 +52,7 @@ format: setup-server
 	$(BIN)/ruff format $(PACKAGES)
 
 bench: setup
-	$(BIN)/python -m pytest -m bench $(ARGS)
+	@set -e; for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
 docs: setup-server
 	$(BIN)/python -m pytest tests/unit/test_docs.py $(ARGS)

@@ -83,12 +83,20 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     await stop.wait()
     # First no new requests, then an answer for each that is in: the inserters commit meanwhile.
     ingest.hurry()
+    cancelling = asyncio.create_task(_cancel_statements(engine))
     await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner in runners))
+    cancelling.cancel()
     await asyncio.to_thread(ingest.close)
     await asyncio.to_thread(interface.close)
     traces.close()
     logs.close()
     logger.info("store stopped")
+
+
+async def _cancel_statements(engine: Engine) -> None:
+    """Give statements half the time to end by themselves."""
+    await asyncio.sleep(STOP_SECONDS / 2)
+    await asyncio.to_thread(engine.kill_queries)
 
 
 async def _listen(application: web.Application, host: str, port: int) -> web.AppRunner:

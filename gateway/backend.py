@@ -72,9 +72,9 @@ class Backend:
         self.status = BackendStatus.DOWN
         self.reason = f"the engine at {self.url} is not admitted yet"
         self.info: EngineInfo | None = None
-        """None: never admitted."""
+        """None: never reached while it was warm."""
         self.checksum = ""
-        """Of the parameters in the engine's memory, in its dtype; empty before the first admission."""
+        """Of the parameters in the engine's memory, in its dtype; empty: not known."""
         self.lock = asyncio.Lock()
         """Held by whoever changes the status."""
         self._session = session
@@ -153,17 +153,17 @@ class Backend:
             self.reason = f"the engine at {self.url} is warming up"
         else:
             try:
+                # Known before the verdict: whoever publishes to an engine that is down compares with its dtype.
+                self.info, self.checksum = info, await self.read_checksum()
                 pause = await self._request("GET", "/is_paused", None, CONTROL_SECONDS)
                 if self._decode("/is_paused", pause, _Pause).is_paused:
                     raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
-                checksum = await self.read_checksum()
                 await self.probe(info.version)
             except EngineError as error:
                 self.take_down(f"the engine at {self.url} was not admitted: {error}", broken=True)
-                self.info = info
             else:
-                self.serve(info, checksum)
-                log.info("engine admitted: policy %r version %d at %s, %s", info.policy, info.version, self.url, checksum)
+                self.serve(info, self.checksum)
+                log.info("engine admitted: policy %r version %d at %s, %s", info.policy, info.version, self.url, self.checksum)
 
     async def read_info(self) -> EngineInfo:
         """What the engine serves."""

@@ -136,7 +136,7 @@ def _check(engine: EngineSettings) -> Path:
     tokenizer_hash(model)
     if not os.access(engine.python, os.X_OK):
         raise EngineError(
-            f"engine.python = {str(engine.python)!r} is no interpreter. Make vLLM's environment with `make engine`, "
+            f"engine.python = {str(engine.python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
             "or set engine.python to the Python of an environment that holds vLLM."
         )
     if engine.host not in {"127.0.0.1", "::1", "localhost"}:

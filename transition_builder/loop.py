@@ -184,9 +184,8 @@ def _check(spec: BuilderSettings) -> None:
     try:
         pl.select(pl.lit("").str.contains(spec.agent_pattern))
     except pl.exceptions.ComputeError as error:
-        raise BuilderError(
-            f"builder.agent_pattern = {spec.agent_pattern!r} is no regular expression: {str(error).splitlines()[-1].strip()}."
-        ) from None
+        reason = next((line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")), "Polars refuses it")
+        raise BuilderError(f"builder.agent_pattern = {spec.agent_pattern!r} is no regular expression: {reason}. Mend it.") from None
 
 
 def _portions(rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:

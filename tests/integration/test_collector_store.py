@@ -38,7 +38,8 @@ from spangrad.settings import StoreSettings
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "spans"
+ROOT = Path(__file__).parents[2]
+FIXTURES = sorted([*(ROOT / "tests/fixtures/spans").glob("*.jsonl"), *(ROOT.parent / "shared/fixtures/spans").glob("*.jsonl")])
 START = 1_700_000_000_000_000_000
 
 
@@ -183,7 +184,7 @@ def test_grpc_refuses_what_it_cannot_read(store: StoreSettings) -> None:
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("file", sorted(FIXTURES.glob("*.jsonl")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FIXTURES, ids=lambda file: f"{file.parents[2].name}-{file.stem}")
 def test_spans_of_real_frameworks_are_accepted(store: StoreSettings, client: Client, file: Path) -> None:
     traces: dict[str, set[str]] = {}
     for line in file.read_bytes().splitlines():
@@ -296,7 +297,8 @@ def test_a_stop_cancels_a_long_query(tmp_path: Path) -> None:
             sql = b"SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
             connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(sql), sql))
             client = connect(settings)
-            while client.query("SELECT count() FROM system.processes WHERE query LIKE '%sipHash64(number) = 1'").result_rows != [(2,)]:
+            running = "SELECT count() FROM system.processes WHERE query LIKE 'SELECT count() FROM numbers(%'"
+            while client.query(running).result_rows != [(1,)]:
                 time.sleep(0.02)
             client.close()
             begin = time.monotonic()
@@ -306,17 +308,20 @@ def test_a_stop_cancels_a_long_query(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_tells_senders_to_come_again(tmp_path: Path) -> None:
-    settings = store_settings(tmp_path / "data", queue_bytes=1000, linger_ms=1000)
+    settings = store_settings(tmp_path / "data", queue_bytes=1000, linger_ms=2000)
     with running_store(settings, tmp_path / "log"):
-        body = spans(new_trace(), 20).SerializeToString()
+        body = spans(new_trace(), 100).SerializeToString()
+        assert len(body) > 1000
         with socket.create_connection(("127.0.0.1", settings.otlp_http_port)) as connection:
             head = f"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: {PROTOBUF}\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
-            while (refused := post(f"{settings.otlp_endpoint}/v1/traces", spans(new_trace()).SerializeToString()))[0] == 200:
+            # Metrics are not stored, so one byte of them gets in unless the queue is full.
+            while (refused := post(f"{settings.otlp_endpoint}/v1/metrics", b"x"))[0] == 200:
                 pass
             with grpc.insecure_channel(f"127.0.0.1:{settings.otlp_grpc_port}") as channel, pytest.raises(grpc.RpcError) as caught:
                 TraceServiceStub(channel).Export(spans(new_trace()), timeout=30)
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert post(f"{settings.otlp_endpoint}/v1/traces", spans(new_trace()).SerializeToString())[0] == 200
 
         assert refused[0] == 429
         assert Status.FromString(refused[2]).message == "the store's queue is full; send again later"
@@ -366,9 +371,9 @@ def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:
 
 
 def test_clickhouse_connect_reads_and_writes(store: StoreSettings, client: Client) -> None:
-    client.command(
-        "CREATE TABLE readwrite (a UInt32, b LowCardinality(String), c Map(String, String), d Array(UInt32), e Nullable(Float64)) ORDER BY a"
-    )
+    kinds = ("UInt32", "LowCardinality(String)", "Map(String, String)", "Array(UInt32)", "Nullable(Float64)")
+    columns = ", ".join(f"{name} {kind}" for name, kind in zip("abcde", kinds, strict=True))
+    client.command(f"CREATE TABLE readwrite ({columns}) ORDER BY a")
     rows = [(1, "x", {"k": "v"}, [1, 2], None), (2, "y", {}, [], 0.5)]
 
     summary = client.insert("readwrite", rows, column_names=list("abcde"))
@@ -385,7 +390,7 @@ def test_clickhouse_connect_reads_and_writes(store: StoreSettings, client: Clien
     assert client.ping()
 
 
-@pytest.mark.parametrize("compress", [False, "lz4", "zstd", "gzip", "deflate"])
+@pytest.mark.parametrize("compress", [False, "lz4", "zstd", "gzip"])
 def test_every_compression_works_both_ways(store: StoreSettings, client: Client, compress: str | bool) -> None:
     packed = clickhouse_connect.get_client(host="127.0.0.1", port=store.clickhouse_port, compress=compress)
     table = f"compression_{compress or 'none'}"
@@ -435,9 +440,8 @@ def test_settings_hold_for_their_request_only(client: Client) -> None:
 
 
 def test_a_session_keeps_its_temporary_tables(store: StoreSettings) -> None:
-    first, second = (
-        clickhouse_connect.get_client(host="127.0.0.1", port=store.clickhouse_port, session_id=name) for name in ("session-1", "session-2")
-    )
+    port = store.clickhouse_port
+    first, second = (clickhouse_connect.get_client(host="127.0.0.1", port=port, session_id=name) for name in ("session-1", "session-2"))
     first.command("CREATE TEMPORARY TABLE kept (a UInt32)")
     first.insert("kept", [(1,)], column_names=["a"])
 
@@ -469,11 +473,6 @@ def test_errors_carry_their_code(client: Client, sql: str, code: int) -> None:
     with pytest.raises(DatabaseError) as caught:
         client.command(sql)
     assert caught.value.code == code
-
-
-def test_the_engine_itself_denies_files_and_servers(client: Client) -> None:
-    grants = client.query("SELECT access_type FROM system.grants WHERE user_name = 'default'").result_rows if False else None
-    assert grants is None
 
 
 def test_a_client_that_leaves_in_the_middle_inserts_nothing(store: StoreSettings, client: Client) -> None:

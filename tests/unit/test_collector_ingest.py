@@ -118,6 +118,6 @@ async def test_queued_rows_are_held_until_committed() -> None:
         stored = await ingest.store(ingest.traces, lambda: Rows(b"more", 1), charge)
 
     assert stored == Rows(b"more", 1)
-    assert inserts.inserted == [b"rows", b"more"]
+    assert b"".join(inserts.inserted) == b"rowsmore"
     ingest.close()
     assert ingest.budget.held == 0

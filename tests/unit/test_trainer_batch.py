@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
+
 from fakes import transition_row
 from spangrad.errors import TrainerError
 from trainer.batch import layout

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crash import crashes
+
 from spangrad.errors import CheckpointError
 from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
@@ -34,9 +35,8 @@ def save_state(directory: Path) -> None:
 
 
 def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_state) -> Checkpoint:
-    return checkpoint.write(
-        directory, policy="org/policy", branch="main", version=version, parent=0, batch_id="b", base=base, weights=WEIGHTS.items(), save_state=save
-    )  # fmt: skip
+    names = {"policy": "org/policy", "branch": "main", "batch_id": "b"}
+    return checkpoint.write(directory, **names, version=version, parent=0, base=base, weights=WEIGHTS.items(), save_state=save)
 
 
 def visible(directory: Path) -> list[str]:
@@ -71,7 +71,8 @@ def test_a_version_is_a_model_directory_with_its_state_and_marker(tmp_path: Path
 def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
     directory = tmp_path / "policies"
     deaths = whole = 0
-    for deaths, _ in enumerate(crashes(lambda _: write(directory, base), Path(checkpoint.__file__), {"write"}), start=1):
+    for _ in crashes(lambda _: write(directory, base), Path(checkpoint.__file__), {"write"}):
+        deaths += 1
         versions = [one for one in visible(directory) if one.endswith("/v1")]
         if versions:
             whole += 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-from fakes import transition_row
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fakes import transition_row
 from spangrad.errors import SettingsError
 from trainer import credit
 

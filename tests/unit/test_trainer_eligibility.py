@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
+
 from fakes import transition_row
 from trainer.eligibility import ExpiryReason, expiry_reasons
 from trainer.source import Group

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from crash import crashes
+
 from spangrad.errors import LedgerError
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import ledger as ledger_module

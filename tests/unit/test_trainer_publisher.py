@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from pydantic import SecretStr
+
 from spangrad.errors import GatewayError
 from spangrad.processes import free_ports
 from spangrad.settings import GatewaySettings
@@ -39,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_POST = do_GET
+    do_POST = do_GET  # noqa: N815
 
     def log_message(self, *_: object) -> None:
         pass

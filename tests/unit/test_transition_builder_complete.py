@@ -11,6 +11,7 @@ import fakes
 from spangrad.settings import BuilderSettings
 from transition_builder.complete import decide
 from transition_builder.frames import COUNTS, PRESENCE, ROOTS, Facts
+from transition_builder.resolve import resolve
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
 
@@ -136,7 +137,12 @@ def test_whose_call_it_is(facts: dict[str, Any], verdict: str) -> None:
     assert Arrivals().root(Calls=1).here(0, 0, 1).calls(0, 1, **facts).verdict(1) == (verdict, "")
 
 
-def test_a_trace_that_two_attempts_share_decides_nothing() -> None:
-    foreign = {"RolloutKeySource": "trace", "RolloutKey": "t0", "TraceId": "t0"}
-    arrivals = Arrivals().root(0, final=False, Calls=0).root(1, Calls=1).here(1, 0, 1, TraceId="t0").calls(1, 1, **foreign)
-    assert arrivals.verdict(1) == ("waiting", "")
+@pytest.mark.parametrize(("shared", "owner"), [(False, [("run", "r", 1)]), (True, [])])
+def test_a_trace_that_two_attempts_share_decides_nothing(shared: bool, owner: list[tuple[str, str, int]]) -> None:
+    arrivals = Arrivals().here(1, 0)
+    if shared:
+        arrivals.here(0, 0, TraceId="t1")
+    foreign = arrivals.calls(9, 1, RunId="", RolloutKeySource="trace", RolloutKey="t1", TraceId="t1").counts
+    rollouts = pl.DataFrame({"RunId": ["run"], "RolloutId": ["r"]})
+    found = resolve(pl.DataFrame(foreign, schema=dict(COUNTS)), pl.DataFrame(arrivals.presence, schema=dict(PRESENCE)), rollouts)
+    assert found.select("RunId", "RolloutId", "Attempt").rows() == owner

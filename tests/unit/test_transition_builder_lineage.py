@@ -62,6 +62,15 @@ def test_the_agents_own_count_decides_and_not_the_gateways_arrivals() -> None:
     assert order_of(spans) == [early, late]
 
 
+def test_a_clock_that_jumps_back_within_a_process_changes_nothing() -> None:
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    posts = [spans.span("POST", root) for _ in range(2)]
+    spans.spans[-1]["Timestamp"] = fakes.SpanFactory.time(-3600)
+    calls = [spans.call(post) for post in posts]
+    assert order_of(spans) == calls
+
+
 def test_retries_below_one_span_are_in_the_gateways_order() -> None:
     spans = fakes.SpanFactory()
     client = spans.client(ended(spans))

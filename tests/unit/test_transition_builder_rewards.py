@@ -178,6 +178,16 @@ def test_of_two_agents_at_once_the_tools_own_is_blamed() -> None:
     assert blamed(spans) == calls
 
 
+def test_a_tool_that_no_common_count_places_after_a_call_blames_nobody() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    spans.call(spans.span("POST", root))
+    spans.span("idle", root, process="worker")
+    spans.span("broken", root, kind="TOOL", status="Error", process="worker")
+    assert blamed(spans) == []
+
+
 def test_a_call_inside_another_tool_is_not_blamed() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()

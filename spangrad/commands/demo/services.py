@@ -19,6 +19,8 @@ from spangrad.errors import SpangradError
 from spangrad.processes import Child, die_with_parent, free_ports, wait_until
 from spangrad.settings import Settings
 
+CHECKOUT = Path(__file__).resolve().parents[3]
+"""Where `make setup` put vLLM's environment."""
 MARKER = ".spangrad-run"
 MODEL_TIMEOUT_SECONDS = 300
 
@@ -51,6 +53,7 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "gateway.url": f"http://127.0.0.1:{gateway}",
         "gateway.engine_url": f"http://127.0.0.1:{engine}",
         "engine.port": engine,
+        "engine.python": str(CHECKOUT / ".venv-vllm" / "bin" / "python"),
         "engine.model": str(directory / "model"),
         "engine.dtype": "float32",
         "engine.max_model_len": 128,

@@ -1,0 +1,119 @@
+"""`spangrad demo` as a user runs it: its report, its questions, and nothing left behind whenever it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spangrad.processes import require_free_port, wait_until
+
+pytestmark = pytest.mark.vllm
+
+
+def command(directory: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "spangrad", "demo", "--directory", str(directory), *arguments]
+
+
+def left_behind(directory: Path) -> list[str]:
+    """Command lines of processes that know the run's directory."""
+    found: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(directory) in line:
+                found.append(line)
+    return found
+
+
+def require_nothing_left(directory: Path) -> None:
+    wait_until(lambda: left_behind(directory) == [], 10, f"the end of every process of {directory}")
+    settings = tomllib.loads((directory / "spangrad.toml").read_text())
+    for section, key in (
+        ("store", "otlp_http_port"),
+        ("store", "otlp_grpc_port"),
+        ("store", "clickhouse_port"),
+        ("gateway", "port"),
+        ("engine", "port"),
+    ):
+        require_free_port("127.0.0.1", settings[section][key], f"{section}.{key}")
+
+
+def check_accounts(report: dict[str, Any]) -> None:
+    """What holds for every run, long or short."""
+    assert report["spans"] > report["calls"] >= report["transitions"] > 0
+    assert report["calls"] == report["transitions"] + report["dropped_calls"]
+    assert report["policy_versions"] == report["steps"] + 1
+    assert 0 < report["max_logprob_gap"] < 1e-3
+    assert all(seconds > 0 for seconds in report["seconds"].values())
+
+
+def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    demo = subprocess.run(
+        command(run, "--max-steps", "2", "--group-size", "4"), capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    report = json.loads((run / "report.json").read_text())
+    check_accounts(report)
+    assert (report["steps"], report["rollouts"], [step["version"] for step in report["curve"]]) == (2, 48, [0, 1])
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    require_nothing_left(run)
+    lineage = "SELECT DISTINCT Version, SpanId FROM otel.v_lineage WHERE Version = (SELECT max(Version) FROM otel.v_policy_versions)"
+    asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), lineage]
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    rows = [line.split() for line in answer.stdout.splitlines()[1:]]
+    assert {version for version, _ in rows} == {"2"}
+    assert len(rows) == report["curve"][1]["calls"]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "starting vLLM",
+        pytest.param("making the tiny model", marks=pytest.mark.slow),
+        pytest.param("step   0", marks=pytest.mark.slow),
+        pytest.param("step   1", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_stopped_at_any_moment_it_leaves_nothing_behind(tmp_path: Path, moment: str, stop: signal.Signals) -> None:
+    run, log = tmp_path / "demo", tmp_path / "log"
+    with log.open("wb") as out:
+        demo = subprocess.Popen(
+            command(run, "--group-size", "4"), stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True
+        )
+    try:
+        wait_until(lambda: moment in log.read_text() or demo.poll() is not None, 180, moment)
+        assert demo.poll() is None, log.read_text()
+        time.sleep(0.5)
+        demo.send_signal(stop)
+        code = demo.wait(60)
+    finally:
+        demo.kill()
+    assert code == (130 if stop is signal.SIGINT else -stop), log.read_text()
+    assert "Traceback" not in log.read_text()
+    require_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 7, 11])
+def test_the_demo_learns(tmp_path: Path, seed: int) -> None:
+    run = tmp_path / "demo"
+    subprocess.run(command(run, "--seed", str(seed)), timeout=1100, check=True, cwd=tmp_path)
+    report = json.loads((run / "report.json").read_text())
+    check_accounts(report)
+    assert report["success_first"] <= 0.4
+    assert report["success_last"] >= 0.9

@@ -1,0 +1,191 @@
+"""A trainer whose store, optimiser and gateway are fakes: everything between them is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from crash import crashes, survives
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from fakes import transition_row
+from spangrad.settings import BuilderSettings, Settings, TrainerSettings
+from spangrad.types import PolicyVersion, VersionStatus
+from trainer import loop
+from trainer.batch import Batch
+from trainer.ledger import Ledger, LedgerVersion
+from trainer.loop import Trainer
+from trainer.mirror import Mirror
+from trainer.publisher import Publisher
+from trainer.shutdown import Shutdown
+from trainer.source import BatchRollout, Group, Loaded
+
+SPEC = BuilderSettings().spec
+
+
+def group(name: str) -> Group:
+    return Group("run", "train", SPEC, name)
+
+
+@dataclass
+class FakeSource:
+    """Groups of two rollouts, one that won and one that lost, all sampled by `version`."""
+
+    names: list[str]
+    version: int | Callable[[], int] = 0
+    rewards: tuple[float, float] = (1.0, 0.0)
+    changes: dict[str, dict[str, object]] = field(default_factory=dict)
+
+    def ready(self) -> list[Group]:
+        return [group(name) for name in self.names]
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        version = self.version if isinstance(self.version, int) else self.version()
+        rollouts = [(one, f"{one.group_id}-{i}", self.rewards[i]) for one in groups for i in range(2)]
+        rows = [
+            transition_row(
+                rollout, rewards=(reward,), GroupId=one.group_id, BuildSpec=SPEC, Version=version, **self.changes.get(one.group_id, {})
+            )
+            for one, rollout, reward in rollouts
+        ]
+        return Loaded([BatchRollout(one, rollout, 0, 0) for one, rollout, _ in rollouts], pl.DataFrame(rows))
+
+
+@dataclass
+class FakeOptimiser:
+    """Adds 1 to its only weight at each step."""
+
+    weight: float = 0.0
+    fails: BaseException | None = None
+    interrupted: bool = False
+    batches: list[Batch] = field(default_factory=list)
+    data_parallel_size: int = 1
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.batches.append(batch)
+        if self.fails:
+            raise self.fails
+        if self.interrupted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.weight += batch.trainable
+        return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": float(batch.trainable)}
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        yield "weight", np.array([self.weight], np.float32)
+
+    def save_state(self, directory: Path) -> None:
+        (directory / "optimizer.pt").write_text(str(self.weight))
+
+
+class FakeMirror(Mirror):
+    """Writes to a list what the real one writes to the store."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.written: list[LedgerVersion] = []
+
+    def catch_up(self) -> int:
+        self.written += self._ledger.versions()
+        return len(self.written)
+
+    def write(self, version: LedgerVersion) -> None:
+        self.written.append(version)
+
+
+class FakePublisher(Publisher):
+    """A gateway that keeps what it serves in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def served(self, policy: str) -> int:
+        return json.loads(self._file.read_text())[-1]
+
+    def publish(self, version: PolicyVersion) -> float:
+        self._file.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        return 0.25
+
+
+def write_base(directory: Path) -> Path:
+    """A model directory that holds one weight."""
+    directory.mkdir()
+    save_file({"weight": np.zeros(1, np.float32)}, directory / "model.safetensors")
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def settings(base: Path, directory: Path, **changes: object) -> Settings:
+    """Of a trainer that takes two groups a batch, however stale."""
+    facts = {"run_id": "run", "model": base, "directory": directory, "groups_per_batch": 2, "poll_seconds": 0.001, "max_staleness": 9}
+    return Settings(trainer=TrainerSettings(**{**facts, **changes}))  # type: ignore[arg-type]
+
+
+def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None = None) -> Trainer:
+    """A trainer as `train` wires it, begun."""
+    ledger = Ledger(chosen.trainer.directory, chosen.trainer.policy, chosen.trainer.branch)
+    newest = loop.prepare(ledger, chosen)
+    source.changes = {name: {"TokenizerHash": newest.tokenizer_hash, **source.changes.get(name, {})} for name in source.names}
+    state = Path(newest.policy_version.path) / "optimizer.pt"
+    served = chosen.trainer.directory / "served.json"
+    if not served.exists():
+        served.write_text("[0]")
+    trainer = Trainer(
+        settings=chosen,
+        ledger=ledger,
+        source=source,
+        optimiser=optimiser or FakeOptimiser(float(state.read_text()) if state.exists() else 0.0),
+        normalise=lambda values, _: values * 2 - 1,
+        mirror=FakeMirror(ledger),
+        publisher=FakePublisher(served),
+        shutdown=Shutdown(),
+    )
+    trainer.start()
+    return trainer
+
+
+def committed(trainer: Trainer) -> dict[int, list[str]]:
+    """The rollouts of each committed version's batch."""
+    versions = [one for one in trainer.ledger.versions() if one.status is VersionStatus.COMMITTED]
+    return {one.version: [row.rollout_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")] for one in versions}
+
+
+def die_at_every_boundary(base: Path, directory: Path) -> int:
+    """Train a batch, dying at one boundary of the step after the other and going on from there; return how many deaths there were.
+
+    This process only forks: Polars starts threads, which do not survive a fork.
+    """
+    names = ["a", "b", "c", "d"]
+
+    def train(boundary: int) -> None:
+        wired(settings(base, directory / str(boundary)), FakeSource(names[:2])).run(follow=False)
+
+    def go_on(boundary: int) -> None:
+        own = directory / str(boundary)
+        trainer = wired(settings(base, own), FakeSource(names))
+        trainer.run(follow=False)
+        batches = committed(trainer)
+        assert list(batches.values()) == [[], ["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
+        newest = loop.newest_version(trainer.ledger)
+        assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0", "a step was repeated or skipped"
+        here = {one.name for one in (own / "policy/main").iterdir()}
+        assert here == {"lock", *(f"v{version}" for version in batches if version)}, "an uncommitted version was left"
+        assert json.loads((own / "served.json").read_text())[-1] == newest.version
+
+    deaths = 0
+    for boundary in crashes(train, Path(loop.__file__), {"step", "_commit"}):
+        deaths += 1
+        survives(go_on, boundary)
+    return deaths
+
+
+if __name__ == "__main__":
+    print(die_at_every_boundary(Path(sys.argv[1]), Path(sys.argv[2])))
