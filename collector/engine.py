@@ -124,7 +124,9 @@ class Engine:
 
     def kill_queries(self) -> None:
         """Cancel every statement that is still running."""
-        self._keeper.query("KILL QUERY WHERE query_id != queryID() ASYNC")
+        handle = self.handle()
+        handle.query("KILL QUERY WHERE query_id != queryID() ASYNC")
+        handle.close()
 
     def close(self) -> None:
         """Close the engine, when all other handles are closed, and give up the directory."""

@@ -68,8 +68,9 @@ async def publish(backend: Backend, policy: str, request: PublicationRequest) ->
             return Publication(policy, request.version, request.checksum, 0.0)
         if request.version <= info.version and not (backend.status is BackendStatus.DOWN and request.version == info.version):
             raise PublicationError(409, f"version {request.version} is not newer than version {info.version}, which is served.")
+        sound = backend.status is BackendStatus.SERVING
         async with backend.closed():
-            await _replace_weights(backend, request, expected)
+            await _replace_weights(backend, request, expected, sound=sound)
             backend.serve(msgspec.structs.replace(info, version=request.version), expected)
     seconds = time.monotonic() - began
     log.info("published: policy %r version %d from %s (%.3f s)", policy, request.version, request.path, seconds)
@@ -91,7 +92,8 @@ def _expected_checksum(request: PublicationRequest, engine_checksum: str) -> str
         raise PublicationError(409, str(error)) from error
 
 
-async def _replace_weights(backend: Backend, request: PublicationRequest, expected: str) -> None:
+async def _replace_weights(backend: Backend, request: PublicationRequest, expected: str, *, sound: bool) -> None:
+    """Take the engine through the steps; `sound` tells whether the weights that it has may be served on."""
     step = "pause"
     try:
         # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
@@ -112,7 +114,7 @@ async def _replace_weights(backend: Backend, request: PublicationRequest, expect
         await backend.probe(request.version)
     except EngineError as error:
         reason = f"publication of version {request.version} failed at {step}: {error}"
-        if step == "pause":
+        if step == "pause" and sound:
             await _resume_old(backend, reason)
         else:
             await _give_up(backend, reason)

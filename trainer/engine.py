@@ -158,14 +158,12 @@ def _worker(model: Path, settings: TrainerSettings, device: str) -> Any:
     from transformers.utils import logging as transformers_logging
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine_workers import TrainingWorker
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of a rename on the first step
-    if device == "cpu":  # verl registers this engine for cuda and npu only
-        EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
+    if device == "cpu":
+        _register_cpu_engine()
     optimizer = FSDPOptimizerConfig(
         lr=settings.learning_rate,
         betas=settings.betas,
@@ -209,6 +207,15 @@ def _worker(model: Path, settings: TrainerSettings, device: str) -> Any:
     )
     worker.set_loss_fn(functools.partial(_checked_ppo_loss, actor, settings.logprob_gap_alarm))
     return worker
+
+
+@functools.cache
+def _register_cpu_engine() -> None:
+    """Verl registers its FSDP2 engine for accelerators only."""
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
 
 
 def _checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:

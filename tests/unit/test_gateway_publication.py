@@ -132,6 +132,16 @@ async def test_a_failure_before_the_reload_leaves_the_old_version_served(weights
         assert (await stage.chat())[0] == 200
 
 
+async def test_an_engine_that_is_out_is_not_resumed_by_a_publication_that_fails_early(weights: Path) -> None:
+    async with staged() as stage:
+        await stage.readiness("serving")
+        for stage.engine.refuses in ("reload_weights", "/pause"):
+            status, answer = await publish(stage, weights)
+            assert (status, answer["error"]["message"].endswith("The engine is down.")) == (502, True)
+        assert "/resume" not in stage.engine.orders
+        assert (await stage.chat())[0] == 503
+
+
 async def test_new_calls_wait_while_weights_are_published_and_calls_in_flight_go_on(weights: Path) -> None:
     async with staged() as stage:
         await stage.readiness("serving")

@@ -1,0 +1,177 @@
+"""verl itself, on a CPU: the gap, the alarm, what a step does, and that a resume repeats it exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from sampling import logprobs_of, sampled_rows
+
+from fakes import transition_row
+from spangrad.errors import CheckpointError, TrainerError
+from spangrad.settings import TrainerSettings
+from trainer import checkpoint, credit
+from trainer.batch import Batch, layout
+from trainer.engine import STATE_FILE, Engine, group_relative
+
+SETTINGS = TrainerSettings(learning_rate=1e-3)
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Engine:
+    return Engine(tiny_model, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_model: Path) -> pl.DataFrame:
+    """24 true samples: half at temperature 1, half at 0.7."""
+    return pl.DataFrame(sampled_rows(tiny_model, 12, temperature=1.0, seed=1) + sampled_rows(tiny_model, 12, temperature=0.7, seed=2))
+
+
+ADVANTAGES = pl.Series(np.linspace(-1, 1, 24))
+
+
+def batch(rows: pl.DataFrame, advantages: pl.Series = ADVANTAGES, **changes: int) -> Batch:
+    return layout(rows, advantages, **{"version": 0, "max_tokens": 64, **changes})
+
+
+def weights(engine: Engine) -> dict[str, np.ndarray]:
+    return {name: value.copy() for name, value in engine.weights()}
+
+
+def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert list(one) == list(other)
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def written(engine: Engine, base: Path, directory: Path) -> checkpoint.Checkpoint:
+    names = {"policy": "p", "branch": "main", "batch_id": "b"}
+    return checkpoint.write(directory, **names, version=1, parent=0, base=base, weights=engine.weights(), save_state=engine.save_state)
+
+
+def test_sampled_logprobs_are_the_trainers_at_each_rows_temperature(engine: Engine, rows: pl.DataFrame):
+    metrics = engine.step(batch(rows))
+    assert metrics["logprob_gap"] < 1e-4
+    assert 0 < metrics["logprob_gap_mean"] < metrics["logprob_gap"]
+    assert metrics["grad_norm"] > 0
+    assert metrics["clip_fraction"] == 0
+    assert metrics["updated"] == 1
+
+
+def test_a_wrong_temperature_or_logprob_raises_the_alarm_and_touches_nothing(engine: Engine, rows: pl.DataFrame):
+    before = weights(engine)
+    off_by_one = [[*logprobs[:-1], logprobs[-1] - 0.02] for logprobs in rows["Logprobs"].to_list()]
+    faults = [
+        rows.with_columns(Temperature=pl.lit(1.0)),
+        rows.with_columns(Logprobs=pl.Series([*rows["Logprobs"].to_list()[:-1], off_by_one[-1]])),
+        rows.with_columns(Logprobs=pl.Series([[float("nan")] * len(one) for one in rows["Logprobs"].to_list()])),
+    ]
+    for fault in faults:
+        with pytest.raises(TrainerError, match=r"prefix cache.*processed_logprobs.*tokenizer.*dtype"):
+            engine.step(batch(fault))
+        with pytest.raises(TrainerError, match="so no step was taken"):
+            engine.step(batch(fault, pl.Series(np.zeros(24))))
+    assert differences(before, weights(engine)) == 0
+    assert engine.step(batch(rows))["logprob_gap"] < 1e-4, "the refused steps left something behind"
+
+
+def test_rows_of_older_weights_are_not_held_against_the_alarm(engine: Engine, rows: pl.DataFrame):
+    stale = rows.with_columns(Version=pl.lit(0), Logprobs=pl.Series([[value - 0.5 for value in one] for one in rows["Logprobs"].to_list()]))
+    mixed = pl.concat([rows.with_columns(Version=pl.lit(1)), stale])
+    metrics = engine.step(batch(mixed, pl.concat([ADVANTAGES, ADVANTAGES]), version=1))
+    assert metrics["logprob_gap"] < 1e-4
+    assert "logprob_gap" not in engine.step(batch(stale, version=1))
+
+
+def test_a_positive_advantage_raises_its_responses_logprob(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+    chosen = pl.Series([1.0] + [0.0] * 23)
+    before = sum(logprobs_of(tiny_model, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list()))
+    engine.step(batch(rows, chosen))
+    made = checkpoint.write(
+        tmp_path,
+        policy="p",
+        branch="main",
+        version=1,
+        parent=0,
+        batch_id="b",
+        base=tiny_model,
+        weights=engine.weights(),
+        save_state=engine.save_state,
+    )
+    assert sum(logprobs_of(made.path, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list())) > before
+
+
+def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.DataFrame):
+    plain, padded = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
+    split = Engine(tiny_model, TrainerSettings(learning_rate=1e-3, max_tokens_per_device=40))
+    found = [
+        plain.step(batch(rows)),
+        padded.step(batch(rows, divisor=32)),
+        split.step(batch(rows)),
+    ]
+    for other in found[1:]:
+        assert other["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
+        assert other["logprob_gap_mean"] == pytest.approx(found[0]["logprob_gap_mean"], rel=0.5)
+    # AdamW's first step is the gradient's sign: a last bit may turn where the gradient is all but 0.
+    assert differences(weights(plain), weights(padded)) < 1e-4
+    assert differences(weights(plain), weights(split)) < 1e-4
+
+
+def test_zero_advantages_take_no_step_even_after_others(engine: Engine, rows: pl.DataFrame):
+    engine.step(batch(rows))
+    before = weights(engine)
+    metrics = engine.step(batch(rows.with_columns(Version=pl.lit(0)), pl.Series(np.zeros(24)), version=1))
+    assert (metrics["updated"], metrics["grad_norm"]) == (0, 0)
+    assert differences(before, weights(engine)) == 0, "AdamW's moments moved the weights"
+
+
+def test_a_resumed_engine_repeats_the_step_exactly(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+    later = rows.with_columns(Version=pl.lit(-1))
+    engine.step(batch(rows))
+    made = checkpoint.write(
+        tmp_path,
+        policy="p",
+        branch="main",
+        version=1,
+        parent=0,
+        batch_id="b",
+        base=tiny_model,
+        weights=engine.weights(),
+        save_state=engine.save_state,
+    )
+    expected = engine.step(batch(later))
+    resumed = Engine(made.path, SETTINGS)
+    resumed.load_state(made.path)
+    assert resumed.step(batch(later)) == expected
+    assert differences(weights(engine), weights(resumed)) == 0
+    forgetful = Engine(made.path, SETTINGS)
+    forgetful.step(batch(later))
+    assert differences(weights(engine), weights(forgetful)) > 0, "the optimiser's state matters"
+
+
+def test_a_damaged_state_is_named(engine: Engine, tmp_path: Path):
+    engine.save_state(tmp_path)
+    file = tmp_path / STATE_FILE
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+        engine.load_state(tmp_path)
+
+
+def test_verl_normalises_the_rollouts_of_a_group():
+    rows = [transition_row("win", turn, rewards=(1.0,) if turn == 8 else ()) for turn in range(9)] + [
+        transition_row("loss", rewards=(0.0,))
+    ]
+    frame = pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64)})
+    found = credit.advantages(frame, credit="identical", baseline="rollout", gamma=1, normalise=group_relative)
+    assert found.to_list() == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
+
+
+def test_training_starts_no_ray_cluster_and_says_nothing(engine: Engine, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):
+    import ray
+
+    engine.step(batch(rows))
+    assert not ray.is_initialized()
+    assert capfd.readouterr() == ("", "")

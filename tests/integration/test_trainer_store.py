@@ -1,0 +1,214 @@
+"""The trainer over a real span store and real verl: what it takes, what it leaves, and what one SQL query tells afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sampling import sampled_rows
+
+from spangrad.clickhouse import connect
+from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.weights import checksum_directory, tokenizer_hash
+from trainer.ledger import Ledger
+from trainer.loop import train
+from trainer.mirror import Mirror
+from trainer.source import BatchRollout, Group, Source
+
+SPEC = BuilderSettings().spec
+CALL = {
+    "TaskId": "task", "Choice": 0, "Timestamp": datetime(2026, 1, 1, tzinfo=UTC), "AgentName": "agent", "Policy": "policy",
+    "Model": "policy", "FinishReason": "stop", "BuildSpec": SPEC,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run() -> str:
+    return f"trainer-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -> Settings:
+    return Settings(
+        store=store,
+        trainer=TrainerSettings(
+            run_id=run, branch=run, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=2, learning_rate=1e-3, publish=False
+        ),
+    )
+
+
+class World:
+    """Puts built rollouts into the store."""
+
+    def __init__(self, settings: Settings, model: Path) -> None:
+        self.client = connect(settings.store)
+        self.run = settings.trainer.run_id
+        self.model = model
+        self.tokenizer = tokenizer_hash(model)
+        self.seed = 0
+
+    def group(self, name: str, rewards: list[float | None], *, size: int | None = None, temperature: float = 1.0, **changes: Any) -> None:
+        """A group whose rollouts have one call each; a reward of None is a rollout that left only a drop."""
+        facts = {"RunId": self.run, "GroupId": name, "GroupSize": size or len(rewards), **changes}
+        self.seed += 1
+        for i, reward in enumerate(rewards):
+            rollout = {**facts, "RolloutId": f"{name}-{i}"}
+            if reward is None:
+                self.insert("drops", [_drop({**CALL, **rollout})])
+                continue
+            (row,) = sampled_rows(self.model, 1, temperature=temperature, seed=1000 * self.seed + i, TokenizerHash=self.tokenizer)
+            values = row.pop("Rewards.Value")
+            assert values == []
+            names = {name: f"{name}-{self.run}-{rollout['RolloutId']}" for name in ("CallId", "TransitionId", "TraceId", "SpanId")}
+            reward_columns = {"Rewards.Name": ["reward"], "Rewards.Value": [reward], "Rewards.Source": ["runner"]}
+            self.insert("transitions", [{**row, **CALL, **names, **reward_columns, **rollout}])
+
+    def insert(self, table: str, rows: list[dict[str, Any]]) -> None:
+        self.client.insert(f"otel.{table}", [list(row.values()) for row in rows], column_names=list(rows[0]))
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in self.client.query(query, parameters={"run": self.run}).result_rows]
+
+
+def _drop(row: dict[str, Any]) -> dict[str, Any]:
+    """A rollout that ended without a call."""
+    columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Choice", "Policy"}
+    kept = {name: value for name, value in row.items() if name in columns}
+    return {"Mode": "train", "Attempt": 0, "Revision": 0, **kept, "CallId": "", "TraceId": "t", "SpanId": "s", "Reason": "no_calls"}
+
+
+@pytest.fixture
+def world(settings: Settings, tiny_model: Path) -> World:
+    return World(settings, tiny_model)
+
+
+def source(settings: Settings, world: World) -> Source:
+    return Source(world.client, settings)
+
+
+def test_only_whole_groups_of_this_run_mode_and_specification_are_ready(settings: Settings, world: World, run: str):
+    world.group("late", [1.0, 0.0])
+    world.group("waits", [1.0], size=2)
+    world.group("held-out", [1.0, 0.0], Mode="validate")
+    world.group("probe", [1.0, 0.0], Mode="probe")
+    world.group("other-spec", [1.0, 0.0], BuildSpec="another")
+    world.group("other-run", [1.0, 0.0], RunId=f"{run}-other")
+    world.group("unknown-size", [1.0])
+    world.client.command("ALTER TABLE otel.transitions UPDATE GroupSize = 0 WHERE GroupId = 'unknown-size' SETTINGS mutations_sync = 1")
+    world.group("early", [1.0, None, 0.0])
+    expected = [Group(run, "train", SPEC, "late"), Group(run, "train", SPEC, "early")]
+    assert source(settings, world).ready() == expected
+    world.group("waits", [None, None], size=2)
+    assert source(settings, world).ready() == [*expected, Group(run, "train", SPEC, "waits")]
+    told_otherwise = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"modes": ("validate",)})})
+    assert source(told_otherwise, world).ready() == [Group(run, "validate", SPEC, "held-out")]
+
+
+def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Settings, world: World, run: str):
+    world.group("g", [1.0, 0.25])
+    world.group("g", [1.0, 0.25])  # delivered twice
+    world.group("g", [0.5], size=2, Revision=1)
+    world.group("g", [8.0], size=2, Policy="another", RolloutId="g-0", Revision=1, Turn=7)
+    world.group("other", [3.0])
+    group = Group(run, "train", SPEC, "g")
+    loaded = source(settings, world).load([group])
+    assert [(one.group, one.rollout_id, one.attempt, one.revision) for one in loaded.rollouts] == [
+        (group, "g-0", 0, 1),
+        (group, "g-1", 0, 0),
+    ]
+    assert loaded.transitions.select("RolloutId", "Revision", "Rewards.Value").rows() == [("g-0", 1, [0.5]), ("g-1", 0, [0.25])]
+
+
+def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):
+    world.group("g", [1.0, 0.25])
+    world.group("g", [None], size=2, Revision=1)
+    loaded = source(settings, world).load([Group(run, "train", SPEC, "g")])
+    assert loaded.transitions["RolloutId"].to_list() == ["g-1"]
+    assert [(one.rollout_id, one.revision) for one in loaded.rollouts] == [("g-0", 1), ("g-1", 0)]
+
+
+def test_once_end_to_end(settings: Settings, world: World, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    world.group("alone", [1.0], size=1)
+    world.group("a", [1.0, 0.0, None])
+    world.group("b", [1.0, 0.25], temperature=0.7)
+    world.group("held-out", [1.0, 0.0], Mode="validate")
+    world.group("left", [1.0, 0.0])
+    train(settings, follow=False)
+
+    path = settings.trainer.directory.absolute() / f"policy/{run}/v1"
+    versions = (
+        "SELECT Version, Parent, Status, RunId, Mode, Path, Checksum FROM otel.v_policy_versions WHERE Branch = %(run)s ORDER BY Version"
+    )
+    assert world.rows(versions) == [
+        (0, None, "committed", run, "", str(tiny_model), checksum_directory(tiny_model)),
+        (1, 0, "committed", run, "train", str(path), checksum_directory(path)),
+    ]
+    assert checksum_directory(path) != checksum_directory(tiny_model)
+    ((metrics,),) = world.rows("SELECT Metrics FROM otel.v_policy_versions WHERE Branch = %(run)s AND Version = 1")
+    assert {name: metrics[name] for name in ("groups", "rollouts", "transitions", "mean_return", "updated")} == {
+        "groups": 2.0, "rollouts": 5.0, "transitions": 4.0, "mean_return": 0.5625, "updated": 1.0,
+    }  # fmt: skip
+    assert metrics["logprob_gap"] < 1e-4
+    assert metrics["grad_norm"] > 0
+    batches = "SELECT Version, Mode, GroupId, RolloutId, Attempt, BuildSpec, Revision FROM otel.v_batches WHERE RunId = %(run)s"
+    assert sorted(world.rows(batches)) == [
+        (1, "train", name, f"{name}-{i}", 0, SPEC, 0) for name, count in (("a", 3), ("b", 2)) for i in range(count)
+    ]
+    lineage = "SELECT Version, Parent, RolloutId, SpanId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY RolloutId"
+    assert world.rows(lineage) == [(1, 0, name, f"SpanId-{run}-{name}") for name in ("a-0", "a-1", "b-0", "b-1")]
+    assert "1 groups will not be trained (one_rollout): alone" in caplog.text
+
+    train(settings, follow=False)
+    assert world.rows("SELECT max(Version) FROM otel.v_policy_versions WHERE Branch = %(run)s") == [(1,)]
+    assert caplog.text.count("step 1 -> version 1") == 1
+
+
+def test_the_copy_in_the_store_catches_up_with_the_ledger(settings: Settings, world: World, run: str):
+    world.group("a", [1.0, 0.0])
+    world.group("b", [1.0, 0.0])
+    train(settings, follow=False)
+    world.client.command(f"DELETE FROM otel.policy_versions WHERE Branch = '{run}'")
+    world.client.command(f"DELETE FROM otel.batches WHERE Branch = '{run}' AND RolloutId = 'a-0'")
+    ledger = Ledger(settings.trainer.directory, "policy", run)
+    mirror = Mirror(world.client, settings.store.url, ledger)
+    assert (mirror.catch_up(), mirror.catch_up()) == (2, 0)
+    ledger.close()
+    assert world.rows("SELECT count() FROM otel.v_lineage WHERE Branch = %(run)s") == [(4,)]
+
+
+def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world: World, run: str, tmp_path: Path):
+    world.group("a", [1.0, 0.0])
+    world.group("b", [0.0, 1.0])
+    flags = {
+        "store.url": settings.store.url, "trainer.branch": run, "trainer.directory": settings.trainer.directory, "trainer.publish": "false",
+        "trainer.groups_per_batch": 2,
+    }  # fmt: skip
+    overrides = [word for name, value in flags.items() for word in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "spangrad", "train", "--follow", "--model", str(world.model), "--run-id", run, *overrides]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        trainer = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "SPANGRAD_CONFIG": ""})
+    try:
+        end = time.monotonic() + 60
+        while "step 1 -> version 1" not in log.read_text():
+            assert trainer.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(20) == 0
+    finally:
+        trainer.kill()
+    lines = [line.split(": ", 1)[1] for line in log.read_text().splitlines()]
+    assert [line.split(",")[0] for line in lines] == [
+        "version 0 of policy is loaded on cpu", "step 1 -> version 1: 2 groups", "stopped by SIGTERM",
+    ]  # fmt: skip

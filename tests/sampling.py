@@ -1,0 +1,51 @@
+"""Samples drawn from a model with transformers, so that their logprobs are true."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fakes import transition_row
+
+PROMPT = (1, 4, 7, 11, 2, 1, 5)
+"""`<|im_start|> user say CITY <|im_end|> <|im_start|> assistant` in the two-tools vocabulary; the fourth token is the city."""
+
+
+def sampled_rows(model: Path, count: int, *, temperature: float, seed: int, length: int = 3, **changes: object) -> list[dict[str, object]]:
+    """Rows of transitions with responses of 1 to `length` tokens."""
+    import torch
+
+    dice = torch.Generator().manual_seed(seed)
+    rows: list[dict[str, object]] = []
+    for i in range(count):
+        prompt = [*PROMPT[:3], PROMPT[3] + i % 4, *PROMPT[4:]]
+        response: list[int] = []
+        logprobs: list[float] = []
+        for _ in range(1 + i % length):
+            distribution = _distribution(model, [*prompt, *response], temperature)
+            token = int(torch.multinomial(distribution.exp(), 1, generator=dice))
+            response.append(token)
+            logprobs.append(float(distribution[token]))
+        facts = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": temperature}
+        rows.append(transition_row(f"{seed}-{i}", **{**facts, **changes}))
+    return rows
+
+
+def logprobs_of(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    """Logprob of each token of a response under a model."""
+    return [float(_distribution(model, [*prompt, *response[:i]], temperature)[token]) for i, token in enumerate(response)]
+
+
+def _distribution(model: Path, ids: list[int], temperature: float) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return (_load(model)(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
+
+
+@lru_cache(maxsize=8)
+def _load(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model)
