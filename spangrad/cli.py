@@ -27,7 +27,7 @@ COMMANDS = {
 
 app = App(name="spangrad", version=__version__, help="Train the language model inside any agent, from the spans that it already emits.")
 for _name, _help in COMMANDS.items():
-    app.command(f"spangrad.commands.{_name}:{_name}", name=_name, help=_help)
+    app.command(f"commands.{_name}:{_name}", name=_name, help=_help)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Out: clients, and `StoreError` with a remedy instead of a driver's traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -49,10 +50,16 @@ def store_errors(url: str) -> Generator[None]:
         yield
     except OperationalError as error:
         raise StoreError(
-            f"the span store at {url} does not answer ({_first_line(error)}). Start it with `spangrad store`, or set store.url."
+            f"the span store at {url} does not answer ({_reason(error)}). Start it with `spangrad store`, or set store.url."
         ) from error
     except ClickHouseError as error:
         raise StoreError(f"the span store at {url} refused: {_first_line(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why nobody answers: the system's words, where the driver has buried them in its own."""
+    found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", str(error))
+    return found[1] if found else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

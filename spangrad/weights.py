@@ -92,8 +92,8 @@ def _tensors(directory: Path) -> Iterator[tuple[str, NDArray[np.unsignedinteger]
     import numpy as np
 
     for file in sorted(directory.glob("*.safetensors")):
-        data = np.memmap(file, dtype=np.uint8, mode="r")
         try:
+            data = np.memmap(file, dtype=np.uint8, mode="r")  # ValueError when the file is empty
             (length,) = struct.unpack("<Q", data[:8].tobytes())
             header = json.loads(data[8 : 8 + length].tobytes())
         except (struct.error, ValueError):

@@ -26,6 +26,7 @@ from trainer import checkpoint
 from trainer.batch import Batch, layout
 from trainer.credit import Normalise, advantages, require_baseline, returns
 from trainer.eligibility import expiry_reasons
+from trainer.ledger import FILE as LEDGER_FILE
 from trainer.ledger import Ledger, LedgerVersion
 from trainer.mirror import Mirror
 from trainer.publisher import Publisher
@@ -240,6 +241,7 @@ def train(settings: Settings, *, follow: bool) -> None:
 
 
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
+    require_beginning(settings)
     client = connect(settings.store)
     ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
     try:
@@ -269,19 +271,37 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         client.close()
 
 
+def require_beginning(settings: Settings) -> None:
+    """See, before anything is opened or made, that there are weights to begin with, or a ledger that names some.
+
+    Raises:
+        SettingsError: there are neither.
+    """
+    model = settings.trainer.model
+    if model is None and not (settings.trainer.directory / LEDGER_FILE).exists():
+        raise SettingsError(
+            "trainer.model is not set. Give the directory of the weights that training begins with: `spangrad train --model DIR`."
+        )
+    if model is not None and not model.is_dir():
+        raise SettingsError(
+            f"trainer.model = {str(model)!r} is no directory. Give the one that holds the weights that training begins with."
+        )
+
+
 def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
     """Undo what a crash left, enter the weights that training begins with if there are none, and verify the newest version.
 
     Raises:
         SettingsError: there is no version and no trainer.model.
-        CheckpointError: the newest version's directory is not what was committed.
+        CheckpointError: trainer.model holds no weights or tokenizer, or the newest version's directory is not what was committed.
     """
     undo_leases(ledger, settings)
     if ledger.frontier() is None:
         model = settings.trainer.model
         if model is None:
             raise SettingsError(
-                "trainer.model is not set. Give the directory of the weights that training begins with: `spangrad train --model DIR`."
+                f"trainer.model is not set, and the ledger knows no version of {settings.trainer.policy} on {settings.trainer.branch}."
+                " Give the directory of the weights that training begins with: `spangrad train --model DIR`."
             )
         path = model.absolute()
         initial = PolicyVersion(settings.trainer.policy, 0, None, None, checksum_directory(path), str(path))

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from running_engine import fetch, gateway_settings, running_gateway
 
+from commands.demo.services import write_settings
 from runner.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.runner import Outcome, Runner
 from spangrad.clickhouse import connect
-from spangrad.commands.demo.services import write_settings
 from spangrad.settings import Settings, load_settings
 from spangrad.types import Mode, Task
 from transition_builder.loop import build_once

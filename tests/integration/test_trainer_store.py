@@ -121,10 +121,7 @@ def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Setting
     world.group("other", [3.0])
     group = Group(run, "train", SPEC, "g")
     loaded = source(settings, world).load([group])
-    assert [(one.group, one.rollout_id, one.attempt, one.revision) for one in loaded.rollouts] == [
-        (group, "g-0", 0, 1),
-        (group, "g-1", 0, 0),
-    ]
+    assert loaded.rollouts == [BatchRollout(group, "g-0", 0, 1), BatchRollout(group, "g-1", 0, 0)]
     assert loaded.transitions.select("RolloutId", "Revision", "Rewards.Value").rows() == [("g-0", 1, [0.5]), ("g-1", 0, [0.25])]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from commands.demo.services import clean_directory, demo_settings, write_settings
+from commands.options import flag_values
 from spangrad.cli import COMMANDS
-from spangrad.commands.demo.services import clean_directory, demo_settings, write_settings
-from spangrad.commands.options import flag_values
 from spangrad.errors import SettingsError, SpangradError
 from spangrad.settings import load_settings
 
@@ -52,7 +52,8 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
         (["gateway", "--set", "gateway.host=0.0.0.0"], {}, 1, "Set gateway.token, or bind 127.0.0.1."),
         (["engine"], {}, 1, "engine.model"),
         (["engine", "--model", "nowhere"], {}, 1, "nowhere"),
-        (["train"], {}, 1, "trainer.model"),
+        (["train"], {}, 2, "trainer.model is not set."),
+        (["train", "--model", "nowhere"], {}, 2, "trainer.model = 'nowhere' is no directory."),
         (["build"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "the span store at http://127.0.0.1:9 does not answer"),
     ],
 )

@@ -43,7 +43,8 @@ class TestPage:
 
     def test_files_exist(self, page: Path) -> None:
         named = re.findall(
-            r"`((?:spangrad|gateway|collector|runner|trainer|transition_builder|tests|docs|packaging|examples)/[^`]*)`", page.read_text()
+            r"`((?:spangrad|commands|gateway|collector|runner|trainer|transition_builder|tests|docs|packaging|examples)/[^`]*)`",
+            page.read_text(),
         )
         assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from spangrad.commands.options import ConfigFile, Overrides, flag_values
+from commands.options import ConfigFile, Overrides, flag_values
 from spangrad.errors import SpangradError
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "two_tools"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "two_tools"
 
 
 def demo(
@@ -43,7 +43,7 @@ def demo(
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    from spangrad.commands.demo.learning import Plan, learn
+    from commands.demo.learning import Plan, learn
 
     plan = Plan(example=example.resolve(), directory=directory, seed=seed, max_steps=max_steps, target=target, group_size=group_size)
     learn(plan, flag_values(set_), config)

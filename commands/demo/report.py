@@ -23,7 +23,7 @@ from spangrad.settings import Settings
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-    from spangrad.commands.demo.services import Services
+    from commands.demo.services import Services
 
 BUILD_TIMEOUT_SECONDS = 60
 

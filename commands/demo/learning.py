@@ -20,11 +20,11 @@ from types import ModuleType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from commands.demo.report import Step, conclude
+from commands.demo.services import Services, clean_directory, demo_settings, write_settings
 from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
 from spangrad import semconv
-from spangrad.commands.demo.report import Step, conclude
-from spangrad.commands.demo.services import Services, clean_directory, demo_settings, write_settings
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings, load_settings
 from spangrad.types import Mode, Task

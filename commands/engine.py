@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spangrad.commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
 
 def engine(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spangrad.commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
 
 def build(*, follow: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spangrad.commands.options import ConfigFile, Overrides, flag_values
+from commands.options import ConfigFile, Overrides, flag_values
 
 
 def config(*, config: ConfigFile = None, set_: Overrides = None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spangrad.commands.options import ConfigFile, Overrides, resolve
+from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
 
@@ -45,11 +47,11 @@ def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
     Raises:
         StoreError: none runs, and there is no data.
     """
-    from spangrad.commands.demo.services import answers
+    from commands.demo.services import answers
     from spangrad.processes import Child, free_ports, wait_until
 
     stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
-    if answers(f"{store.url}/ping"):
+    if _listens(store.url):
         yield store
         return
     if not stopped:
@@ -68,3 +70,14 @@ def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
             yield store.model_copy(update={"url": url, "token": None})
         finally:
             child.stop()
+
+
+def _listens(url: str) -> bool:
+    """Whether anybody is there, one who refuses included: then the refusal is the answer to show."""
+    try:
+        urllib.request.urlopen(f"{url}/ping", timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

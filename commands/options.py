@@ -55,3 +55,6 @@ def log_to_stderr() -> None:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    # Their warnings repeat, in worse words, what our errors say.
+    for driver in ("urllib3", "clickhouse_connect"):
+        logging.getLogger(driver).setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from spangrad.commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import AgentError
 from spangrad.types import Mode, Task
 
