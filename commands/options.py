@@ -56,5 +56,5 @@ def log_to_stderr() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     # Their warnings repeat, in worse words, what our errors say.
-    for driver in ("urllib3", "clickhouse_connect"):
+    for driver in ("urllib3.connectionpool", "clickhouse_connect"):
         logging.getLogger(driver).setLevel(logging.ERROR)

