@@ -7,18 +7,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running_engine import fetch, gateway_settings, running_gateway
+from running_engine import engine_settings, fetch, gateway_settings, running_engine, running_gateway
 
 from commands.demo.services import write_settings
 from runner.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.runner import Outcome, Runner
 from spangrad.clickhouse import connect
-from spangrad.settings import Settings, explain_settings, load_settings
+from spangrad.settings import Settings, StoreSettings, explain_settings, load_settings
 from spangrad.types import Mode, Task
 from transition_builder.loop import build_once
 
@@ -68,7 +68,7 @@ def ask(settings: Settings, query: str) -> list[tuple[Any, ...]]:
         client.close()
 
 
-def train_once(settings: Settings, directory: Path, model: Path, **trainer: object) -> str:
+def train_once(settings: Settings, directory: Path, model: Path) -> str:
     """`spangrad train --once` in a process of its own; what it logged."""
     values: dict[str, object] = {
         "store.url": settings.store.url,
@@ -79,9 +79,6 @@ def train_once(settings: Settings, directory: Path, model: Path, **trainer: obje
         "trainer.directory": str(directory / "policies"),
         "trainer.groups_per_batch": 2,
         "trainer.learning_rate": 1e-3,
-        "trainer.max_staleness": 100,
-        "trainer.publish": False,
-        **trainer,
     }
     assert load_settings(values, env={}).builder.spec == settings.builder.spec
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
@@ -112,7 +109,7 @@ def test_calls_are_transitions_and_drops_and_a_refused_call_is_a_drop(gateway: S
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
-    engine: Settings, store: Any, tmp_path: Path, seconds: int
+    engine: Settings, store: StoreSettings, tmp_path: Path, seconds: int
 ) -> None:
     held = gateway_settings(engine, store, export_delay_seconds=seconds)
     with running_gateway(held, tmp_path / "gateway.log"):
@@ -134,15 +131,23 @@ def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
     assert (built, drops) == ([(8, 8)], [(0,)])
 
 
+@pytest.fixture
+def fresh(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> Iterator[Settings]:
+    """An engine and a gateway of the test's own, which serve version 0."""
+    engine = engine_settings(tiny_model, tmp_path / "cache")
+    settings = gateway_settings(engine, store)
+    with running_engine(settings, tmp_path / "engine.log"), running_gateway(settings, tmp_path / "gateway.log"):
+        yield settings
+
+
 def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_served(
-    gateway: Settings, tiny_model: Path, tmp_path: Path
+    fresh: Settings, tiny_model: Path, tmp_path: Path
 ) -> None:
-    settings = own_run(gateway)
+    settings = own_run(fresh)
     cool = [Task(task.task_id, {"city": task.task_id, "temperature": 0.7}) for task in TASKS]
     held_out = {outcome.key.rollout_id for outcome in roll_out(settings, ASK, cool, tmp_path, mode=Mode.VALIDATE)}
     trained = {outcome.key.rollout_id for outcome in roll_out(settings, ASK, cool, tmp_path, size=12)}
     build_all(settings, 32)
-    served = fetch(f"{gateway.gateway.url}/admin/policies/policy")["version"]
     log = train_once(settings, tmp_path, tiny_model)
     assert "step 1 -> version 1: 2 groups, 24 rollouts, 24 transitions" in log
     batch = {rollout for (rollout,) in ask(settings, "SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String}")}
@@ -158,9 +163,15 @@ def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_ser
     mine = "(SELECT RolloutId FROM otel.v_batches WHERE RunId = {run:String})"
     lineage = ask(settings, f"SELECT SpanId FROM otel.v_lineage WHERE Version = 1 AND RolloutId IN {mine}")
     assert {span for (span,) in lineage} == spans
+    served = f"{settings.gateway.url}/admin/policies/policy"
+    assert fetch(served)["version"] == 1
+    roll_out(settings, ASK, cool, tmp_path, mode=Mode.PROBE, size=1)
+    build_all(settings, 34)
+    answered = ask(settings, "SELECT DISTINCT Version FROM otel.v_transitions WHERE RunId = {run:String} AND Mode = 'probe'")
+    assert answered == [(1,)]
     # A second run finds nothing left, and changes nothing.
     assert "step" not in train_once(settings, tmp_path, tiny_model)
-    assert fetch(f"{gateway.gateway.url}/admin/policies/policy")["version"] == served
+    assert fetch(served)["version"] == 1
 
 
 def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: Settings, tmp_path: Path) -> None:
@@ -180,7 +191,7 @@ def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: S
 
 
 def test_the_plain_road_builds_from_the_agents_own_spans(
-    engine: Settings, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Settings, store: StoreSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", f"{engine.gateway.engine_url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
