@@ -47,7 +47,6 @@ def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
     Raises:
         StoreError: none runs, and there is no data.
     """
-    from commands.demo.services import answers
     from spangrad.processes import Child, free_ports, wait_until
 
     stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
@@ -61,12 +60,14 @@ def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
     print(f"no store answers at {store.url}: opening {stopped[0]} for this question", file=sys.stderr)
     grpc, http, sql_port = free_ports(3)
     ports = ["--otlp-grpc-port", grpc, "--otlp-http-port", http, "--clickhouse-port", sql_port]
-    with TemporaryDirectory() as logs:
-        command = [sys.executable, "-m", "spangrad", "store", "--path", str(stopped[0]), *map(str, ports)]
-        child = Child("spangrad store", command, Path(logs) / "store.log")
+    with TemporaryDirectory() as scratch:
+        config = Path(scratch) / "spangrad.toml"
+        config.touch()  # the store's own settings, its token say, are for those who reach it over the network
+        command = [sys.executable, "-m", "spangrad", "store", "--config", str(config), "--path", str(stopped[0]), *map(str, ports)]
+        child = Child("spangrad store", command, Path(scratch) / "store.log", inherit_settings=False)
         try:
             url = f"http://127.0.0.1:{sql_port}"
-            wait_until(lambda: answers(f"{url}/ping"), 60, f"the store on {stopped[0]}", [child])
+            wait_until(lambda: _listens(url), 60, f"the store on {stopped[0]}", [child])
             yield store.model_copy(update={"url": url, "token": None})
         finally:
             child.stop()

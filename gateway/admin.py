@@ -37,8 +37,8 @@ class Admin:
     def routes(self) -> list[web.RouteDef]:
         """What aiohttp registers."""
         return [
-            web.put(r"/rollout/{rollout}/attempt/{attempt:\d+}", self.announce),
-            web.get(r"/rollout/{rollout}/attempt/{attempt:\d+}/calls", self.calls),
+            web.put(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}", self.announce),
+            web.get(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}/calls", self.calls),
             web.post("/admin/policies/{policy}/versions", self.publish),
             web.get("/admin/policies/{policy}", self.policy),
             web.get("/healthz", self.health),

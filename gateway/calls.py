@@ -26,7 +26,7 @@ from gateway.record import CallFacts, build_span
 from spangrad.settings import Settings
 
 MODELS_PATH = "/v1/models"
-ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d+}"
+ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}"
 ERROR_BYTES = 2000
 """How much of an error's body goes into the span's status."""
 
@@ -128,8 +128,10 @@ class Calls:
             facts.aborted = True
             return exchange.stream or web.Response()  # nobody reads it
         finally:
-            self._exporter.put(build_span(facts, self._process_id, time.time_ns()))
-            self._counts.end(attempt)
+            try:
+                self._exporter.put(build_span(facts, self._process_id, time.time_ns()))
+            finally:
+                self._counts.end(attempt)
 
     async def _answered(self, exchange: _Exchange) -> web.StreamResponse:
         """Answer a call; what can go wrong with the engine becomes an answer and a fact."""

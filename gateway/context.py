@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from spangrad import semconv
 
+_ATTEMPT_NUMBER = re.compile(r"[0-9]{1,4}")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 
 
@@ -85,7 +86,7 @@ def attempt_of(url: Attempt | None, baggage: Mapping[str, str]) -> Attempt | Non
         return url
     rollout = baggage.get(semconv.ROLLOUT_ID)
     number = baggage.get(semconv.ROLLOUT_ATTEMPT, "0")
-    return Attempt(rollout, int(number) if number.isascii() and number.isdigit() else 0) if rollout else None
+    return Attempt(rollout, int(number) if _ATTEMPT_NUMBER.fullmatch(number) else 0) if rollout else None
 
 
 def call_context(attempt: Attempt | None, announced: Announcement, baggage: Mapping[str, str], traceparent: str | None) -> CallContext:

@@ -56,9 +56,13 @@ class Counts:
                 tally.idle.set()
 
     async def calls(self, attempt: Attempt, wait_seconds: float) -> int | None:
-        """Calls of an attempt, after waiting for those in flight; None if it was never announced nor seen."""
+        """Calls of an attempt, after waiting for those in flight; None when this process cannot know them all.
+
+        The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
+        that was started later, or that had forgotten the attempt: earlier calls are missing from it.
+        """
         tally = self._tallies.get(attempt)
-        if tally is None:
+        if tally is None or tally.announced is NOTHING_ANNOUNCED:
             return None
         if tally.in_flight:
             try:

@@ -36,6 +36,9 @@ SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
 _CONSTRAINTS = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search")
 """Request fields that, where set, keep tokens from being sampled, shift their logits, or search in place of sampling."""
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises what is asked between 0 and this to this."""
+
 _Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | None
 
 
@@ -66,7 +69,7 @@ def build_span(facts: CallFacts, process_id: str, ended_ns: int) -> bytes:
         trace_id=context.span.trace_id,
         span_id=context.span.span_id,
         parent_span_id=context.parent.span_id if context.parent else b"",
-        name=f"{OPERATION} {model}" if model else OPERATION,
+        name=f"{OPERATION} {model}".encode("utf-8", "replace").decode() if model else OPERATION,
         kind=Span.SPAN_KIND_SERVER,
         flags=_SAMPLED_FLAG,
         start_time_unix_nano=facts.started_ns,
@@ -132,6 +135,9 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
     for name, (key, default) in SAMPLING_DEFAULTS.items():
         asked = request.get(name)
         effective[key] = type(default)(default) if asked is None else _number(asked, type(default))
+    temperature = effective[semconv.SAMPLING_TEMPERATURE]
+    if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
+        effective[semconv.SAMPLING_TEMPERATURE] = LEAST_TEMPERATURE
     return effective
 
 
@@ -191,11 +197,14 @@ def _any_value(value: _Value) -> AnyValue:
         case bool():
             return AnyValue(bool_value=value)
         case str():
-            return AnyValue(string_value=value)
+            # Headers may hold bytes that are no UTF-8, which Python carries as lone surrogates.
+            return AnyValue(string_value=value.encode("utf-8", "replace").decode())
         case bytes():
             return AnyValue(bytes_value=value)
-        case int():
+        case int() if -(2**63) <= value < 2**63:
             return AnyValue(int_value=value)
+        case int():
+            return AnyValue(string_value=str(value))
         case float():
             return AnyValue(double_value=value)
         case None:

@@ -31,7 +31,7 @@ from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)
 
-REQUEST_BYTES = 2**30
+REQUEST_BYTES = 32 * 2**20
 """Largest request: prompts may carry images."""
 KEEP_ALIVE_SECONDS = 3
 """Idle connections to the engine are given up before vLLM gives them up (5 s), so that none is closed under a request."""

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip==26.3"
+OTHER_PINS = "was made from other pins"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Environment:
             digest.update(source.read_bytes())
         return digest.hexdigest()
 
+    def runs(self) -> bool:
+        """Whether its interpreter does."""
+        try:
+            return subprocess.run([self.python, "-c", ""], check=False, capture_output=True).returncode == 0
+        except OSError:
+            return False
+
     def fault(self) -> str | None:
         """What keeps the environment from being used; None when it is whole."""
         if not self.directory.exists():
@@ -60,7 +68,7 @@ class Environment:
         if not self.stamp.exists():
             return "was left half-made"
         if self.stamp.read_text() != self.fingerprint:
-            return "was made from other pins"
+            return OTHER_PINS
         code = f"import importlib.util as u, sys; sys.exit(' '.join(m for m in {self.modules!r} if u.find_spec(m) is None) or 0)"
         try:
             probe = subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd="/", check=False)
@@ -117,7 +125,7 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
         return None
     say(f"{fault}: making it")
     started = time.monotonic()
-    if "broken" in fault or "half-made" in fault:
+    if environment.directory.exists() and (fault != OTHER_PINS or not environment.runs()):
         shutil.rmtree(environment.directory)
     environment.stamp.unlink(missing_ok=True)
     log = ROOT / ".setup" / f"{environment.name}.log"

@@ -57,7 +57,7 @@ class Outcome:
     seconds: float
     """From the start of its first attempt to the end of its last, waits for a free slot between them included."""
     calls: int | None
-    """Policy calls of the last attempt. None: there is no gateway to ask, or it has forgotten the attempt."""
+    """Policy calls of the last attempt. None: there is no gateway to ask, or it has forgotten the attempt, which then failed."""
 
 
 class Runner:
@@ -183,6 +183,8 @@ class Runner:
             except BaseException:
                 _close(span, Answer(None, AttemptFailure.CANCELLED, "the runner was stopped"), None, final=True)
                 raise
+            if self._gateway is not None and calls is None and answer.failure is None:
+                answer = Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
             final = final or answer.failure is None
             _close(span, answer, calls, final=final)
             if final:

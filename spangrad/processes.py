@@ -23,8 +23,19 @@ _PR_SET_PDEATHSIG = 1
 class Child:
     """A running process group with a log file."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        """Start `command` in a session of its own, both outputs appended to `log`; env is added to ours."""
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, inherit_settings: bool = True
+    ) -> None:
+        """Start `command` in a session of its own.
+
+        Args:
+            name: for messages.
+            command: the program and its arguments.
+            log: file to which both outputs are appended.
+            env: added to our environment.
+            inherit_settings: False keeps our SPANGRAD_ variables from it, because its settings are resolved already.
+        """
+        ours = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +45,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env={**ours, **(env or {})},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -117,7 +128,7 @@ def require_safe_bind(host: str, token: object | None, section: str) -> None:
     Raises:
         SpangradError: `host` is not loopback and there is no token.
     """
-    if host not in {"127.0.0.1", "::1", "localhost"} and token is None:
+    if host not in {"127.0.0.1", "::1", "localhost"} and not token:
         raise SpangradError(
             f"{section}.host = {host!r} would listen beyond this machine without a token. Set {section}.token, or bind 127.0.0.1."
         )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableVariableError
 
 from spangrad.errors import SettingsError
 
@@ -43,7 +44,7 @@ class StoreSettings(_Section):
     clickhouse_port: int = 8123
     path: Path = Path("data/store")
     """Directory of the embedded engine. One process owns it."""
-    token: SecretStr | None = None
+    token: SecretStr | None = Field(default=None, min_length=1)
     """Bearer token (and ClickHouse password) asked of every client. None: nothing is asked."""
     url: str = "http://127.0.0.1:8123"
     """ClickHouse's HTTP interface: this store's, a server's or a cluster's."""
@@ -62,7 +63,7 @@ class GatewaySettings(_Section):
     port: int = 8180
     url: str = "http://127.0.0.1:8180"
     """Where agents, runner and trainer find it."""
-    token: SecretStr | None = None
+    token: SecretStr | None = Field(default=None, min_length=1)
     """Bearer token asked of every client. None: nothing is asked, and only loopback may be bound."""
     engine_url: str = "http://127.0.0.1:8000"
     policy: str = "policy"
@@ -135,7 +136,7 @@ class TrainerSettings(_Section):
     directory: Path = Path("data/policies")
     """Where checkpoints and the ledger live."""
     modes: tuple[str, ...] = ("train",)
-    groups_per_batch: int = 4
+    groups_per_batch: int = Field(default=4, ge=1)
     max_steps: int = 0
     """Steps after which `--follow` ends. 0: never."""
     credit: Literal["identical", "reward_to_go"] = "identical"
@@ -163,13 +164,13 @@ class RunnerSettings(_Section):
     """The runner of agents."""
 
     run_id: str = "default"
-    group_size: int = 8
+    group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
-    workers: int = 1
+    workers: int = Field(default=1, ge=1)
     """Agent processes."""
-    concurrency: int = 16
+    concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each process."""
-    max_attempts: int = 2
+    max_attempts: int = Field(default=2, ge=1)
     timeout_seconds: float = 300
 
 
@@ -268,7 +269,10 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
             raise SettingsError(f"unknown setting {name} (environment).{_nearest(key, known)}")
     source = EnvSettingsSource(Settings)
     source.env_vars = {name.lower(): env[name] for name in named}
-    return dict(_leaves(source()))
+    try:
+        return dict(_leaves(source()))
+    except UnreadableVariableError as error:
+        raise SettingsError(f'{error} (environment). Lists are written as JSON: \'["a", "b"]\'.') from None
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

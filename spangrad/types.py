@@ -55,6 +55,8 @@ class DropReason(StrEnum):
     """A reload fell inside the call, so two policies wrote it."""
     UNKNOWN_VERSION = "unknown_version"
     """The engine did not say which weights answered."""
+    OTHER_DISTRIBUTION = "other_distribution"
+    """Sampled from a distribution that the trainer cannot compute again: top-p, top-k, min-p, penalties, masked tokens."""
     NOT_SELECTED = "not_selected"
     """The build's selection leaves this agent, model or policy out."""
 
@@ -76,6 +78,8 @@ class AttemptFailure(StrEnum):
     """The agent ended well, and nothing said what that is worth."""
     EVALUATION = "evaluation"
     """The evaluator raised."""
+    UNCOUNTED = "uncounted"
+    """The gateway was restarted meanwhile and cannot say how many calls it answered, so some may be missing."""
     CANCELLED = "cancelled"
     """The runner was stopped, or lost the gateway."""
 

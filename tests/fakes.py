@@ -29,6 +29,7 @@ def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = 
         "Revision": 0,
         "Turn": turn,
         "CallId": f"call-{rollout}-{turn}",
+        "Policy": "policy",
         "TransitionId": f"transition-{rollout}-{turn}",
         "Version": 0,
         "TokenizerHash": "tokenizer",
@@ -326,7 +327,8 @@ class SpanFactory:
                     "TokenizerHash": "tok",
                 }
                 | {"PromptIds": [1, 2, 3], "ResponseIds": [4, 5], "Logprobs": [-0.5, -0.25], "FinishReason": "stop", "Temperature": 0.7}
-                | {"ErrorType": "", "HttpStatus": 200, "Aborted": False, "Redacted": False}
+                | {"TopP": 1.0, "TopK": 0, "MinP": 0.0, "PresencePenalty": 0.0, "FrequencyPenalty": 0.0, "RepetitionPenalty": 1.0}
+                | {"Constrained": False, "ErrorType": "", "HttpStatus": 200, "Aborted": False, "Redacted": False}
                 | facts
             )
         return span

@@ -70,8 +70,10 @@ def reward_to_go(transitions: pl.DataFrame, gamma: float) -> pl.Series:
     return pl.Series("Value", values)
 
 
-def advantages(transitions: pl.DataFrame, *, credit: Credit, baseline: Baseline, gamma: float, normalise: Normalise) -> pl.Series:
-    """Advantage of each call: A_i = (V_i - mean(V)) / (std(V) + 1e-6) over the values that share its baseline.
+def advantages(
+    transitions: pl.DataFrame, own: pl.Series, *, credit: Credit, baseline: Baseline, gamma: float, normalise: Normalise
+) -> pl.Series:
+    """Advantage of each of a policy's own calls: A_i = (V_i - mean(V)) / (std(V) + 1e-6) over the values that share its baseline.
 
     Source: group relative policy optimisation, https://arxiv.org/abs/2402.03300, section 4.1.2, as verl computes it (sample
     standard deviation). The baseline says which values are compared:
@@ -82,16 +84,25 @@ def advantages(transitions: pl.DataFrame, *, credit: Credit, baseline: Baseline,
 
     A value that has nothing to be compared with, and values that are all equal, have advantage 0.
 
+    Args:
+        transitions: all calls of whole rollouts, other policies' too: their rewards count in the values.
+        own: which of them are the policy's; only those are compared, and get an advantage each, in their order.
+        credit: how rewards become values.
+        baseline: which values are compared.
+        gamma: discount of a call's reward for each call before it.
+        normalise: how values are compared within a group.
+
     Raises:
         SettingsError: the rollout baseline is asked of values that differ within a rollout.
     """
     require_baseline(credit, baseline)
     if baseline == "rollout":
-        rollouts = returns(transitions)
+        asked = transitions.filter(own)
+        rollouts = returns(transitions).join(asked.select(*KEY).unique(), on=KEY, how="semi", maintain_order="left")
         spread = rollouts.select(*KEY).with_columns(group_relative(rollouts.select(*GROUP), rollouts["Return"], normalise))
-        return transitions.select(*KEY).join(spread, on=KEY, how="left", maintain_order="left")["Advantage"]
+        return asked.select(*KEY).join(spread, on=KEY, how="left", maintain_order="left")["Advantage"]
     values = identical(transitions) if credit == "identical" else reward_to_go(transitions, gamma)
-    return group_relative(transitions.select(*GROUP, "Turn"), values, normalise)
+    return group_relative(transitions.select(*GROUP, "Turn").filter(own), values.filter(own), normalise)
 
 
 def require_baseline(credit: str, baseline: str) -> None:

@@ -25,7 +25,7 @@ from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
 from trainer.batch import Batch, layout
 from trainer.credit import Normalise, advantages, require_baseline, returns
-from trainer.eligibility import expiry_reasons
+from trainer.eligibility import ExpiryReason, expiry_reasons
 from trainer.ledger import FILE as LEDGER_FILE
 from trainer.ledger import Ledger, LedgerVersion
 from trainer.mirror import Mirror
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""How often an idle trainer asks what is served."""
 
 
 class GroupSource(Protocol):
@@ -88,28 +91,48 @@ class Trainer:
     publisher: Publisher | None
     """None: versions are not published."""
     shutdown: Shutdown
+    _looked: float = 0.0
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
         self.mirror.catch_up()
-        newest = newest_version(self.ledger)
-        if self.publisher and self._served(self.publisher) != newest.version:
-            seconds = self.publisher.publish(newest.policy_version)
-            logger.info("published version %d in %.2f s", newest.version, seconds)
+        if self.publisher:
+            self._await_engine(self.publisher)
+            # Also when that version is said to be served: the gateway compares weights, not numbers, and mends what is down.
+            self._publish(self.publisher)
 
-    def _served(self, publisher: Publisher) -> int:
-        """The version that the gateway serves, once it has admitted its engine, which may be starting beside us.
+    def _publish(self, publisher: Publisher) -> None:
+        newest = newest_version(self.ledger)
+        seconds = publisher.publish(newest.policy_version)
+        logger.info("version %d is served (%.2f s)", newest.version, seconds)
+
+    def _publish_again(self) -> None:
+        """An engine that was restarted serves what it was started with: have it serve the newest version."""
+        if self.publisher and self.publisher.served(self.settings.trainer.policy) not in {None, newest_version(self.ledger).version}:
+            self._publish(self.publisher)
+
+    def _rest(self) -> None:
+        """While nothing is ready: see now and then that the newest version is served, and tolerate a gateway that is away."""
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            try:
+                self._publish_again()
+            except GatewayError as error:
+                logger.warning("%s", error)
+        time.sleep(self.settings.trainer.poll_seconds)
+
+    def _await_engine(self, publisher: Publisher) -> None:
+        """Wait until the gateway knows its engine, which may be starting beside us.
 
         Raises:
             GatewayError: it admits none in the time that an engine has to start.
         """
         end = time.monotonic() + self.settings.engine.start_timeout_seconds
-        while (version := publisher.served(self.settings.trainer.policy)) is None:
+        while publisher.served(self.settings.trainer.policy) is None:
             self.shutdown.check()
             if time.monotonic() > end:
                 raise GatewayError(f"the gateway at {self.settings.gateway.url} has no engine. Start one with `spangrad engine`.")
             time.sleep(self.settings.trainer.poll_seconds)
-        return version
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""
@@ -123,7 +146,7 @@ class Trainer:
             if loaded:
                 self.step(loaded)
             elif follow:
-                time.sleep(self.settings.trainer.poll_seconds)
+                self._rest()
             else:
                 return
 
@@ -139,13 +162,15 @@ class Trainer:
             loaded = self.source.load(chosen)
             reasons = expiry_reasons(
                 chosen,
-                loaded.transitions,
+                loaded.own(settings.policy),
                 committed=self.ledger.committed_versions(),
                 max_staleness=settings.max_staleness,
                 tokenizer_hash=newest_version(self.ledger).tokenizer_hash,
             )
             if not reasons:
                 return loaded
+            if ExpiryReason.STALE in reasons.values():
+                self._publish_again()
             for reason in set(reasons.values()):
                 groups = [group for group, why in reasons.items() if why is reason]
                 self.ledger.expire(groups, reason)
@@ -178,10 +203,15 @@ class Trainer:
     def _batch(self, loaded: Loaded, version: int) -> Batch:
         settings = self.settings.trainer
         values = advantages(
-            loaded.transitions, credit=settings.credit, baseline=settings.baseline, gamma=settings.gamma, normalise=self.normalise
+            loaded.transitions,
+            loaded.transitions["Policy"] == settings.policy,
+            credit=settings.credit,
+            baseline=settings.baseline,
+            gamma=settings.gamma,
+            normalise=self.normalise,
         )
         return layout(
-            loaded.transitions,
+            loaded.own(settings.policy),
             values,
             version=version,
             max_tokens=settings.max_tokens_per_device,

@@ -1,7 +1,7 @@
 """Finished groups of rollouts, and their transitions, out of the span store.
 
 In: `otel.v_builds` and `otel.transitions`. Out: `Group`s whose last rollout was built, oldest first, and their transitions as Polars
-frames. Invariant: only the run, modes, build specification and policy that the trainer was told; a rollout's newest revision, each row
+frames. Invariant: only the run, modes and build specification that the trainer was told; a rollout's newest revision, each row
 once. What the ledger has used is the caller's to leave out.
 """
 
@@ -40,9 +40,9 @@ ORDER BY Mode, GroupId, RolloutId, Attempt
 
 _TRANSITIONS = """
 SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Turn, CallId, TransitionId, Version, TokenizerHash, Temperature,
-    PromptIds, ResponseIds, Logprobs, `Rewards.Value`
+    Policy, PromptIds, ResponseIds, Logprobs, `Rewards.Value`
 FROM otel.transitions FINAL
-WHERE RunId = %(run)s AND BuildSpec = %(spec)s AND Policy = %(policy)s AND (Mode, GroupId) IN %(groups)s
+WHERE RunId = %(run)s AND BuildSpec = %(spec)s AND (Mode, GroupId) IN %(groups)s
 ORDER BY Mode, GroupId, RolloutId, Attempt, Turn, CallId
 """
 
@@ -74,11 +74,16 @@ class Loaded:
     rollouts: list[BatchRollout]
     """Every attempt that was built, whether it left transitions or only drops."""
     transitions: pl.DataFrame
-    """The policy's, of the newest revisions; ordered by group, rollout, attempt and turn."""
+    """Every policy's, of the newest revisions; ordered by group, rollout, attempt and turn. A final reward stands on a rollout's
+    last call, whoever made it, so a policy's values are not known from its own rows alone."""
+
+    def own(self, policy: str) -> pl.DataFrame:
+        """One policy's transitions: those that it can be trained on."""
+        return self.transitions.filter(pl.col("Policy") == policy)
 
 
 class Source:
-    """Reads one run's groups for one policy."""
+    """Reads one run's groups."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         """Read with `client`; the trainer's and the builder's settings say what."""
@@ -87,7 +92,6 @@ class Source:
         self._run = settings.trainer.run_id
         self._spec = settings.builder.spec
         self._modes = settings.trainer.modes
-        self._policy = settings.trainer.policy
 
     def ready(self) -> list[Group]:
         """All groups with as many built rollouts as their size, in the order in which they became ready.
@@ -103,7 +107,6 @@ class Source:
         where: dict[str, object] = {
             "run": self._run,
             "spec": self._spec,
-            "policy": self._policy,
             "groups": tuple((one.mode, one.group_id) for one in groups),
         }
         builds = self._frame(_BUILDS, where)

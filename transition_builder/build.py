@@ -177,10 +177,34 @@ def _call_reasons(spec: BuilderSettings) -> list[Rule]:
                 "from {} to {}", pl.col("VersionStart").cast(pl.String).fill_null("?"), pl.col("VersionEnd").cast(pl.String).fill_null("?")
             ),
         ),
+        (DropReason.OTHER_DISTRIBUTION, _reshaped(), pl.format("sampled with {}", _reshaping())),
     ]
     if spec.tokenizer_hash is not None:
-        rules.insert(-2, (DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))
+        rules.insert(-3, (DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))
     return rules
+
+
+_NEUTRAL = {"TopP": 1.0, "TopK": 0, "MinP": 0.0, "PresencePenalty": 0.0, "FrequencyPenalty": 0.0, "RepetitionPenalty": 1.0}
+"""Sampling parameters and the values that leave the distribution as the model gives it; what is not known counts as neutral."""
+
+
+def _reshapes(name: str) -> pl.Expr:
+    value = pl.col(name)
+    # vLLM takes top_k = 0 and -1 alike for "all tokens".
+    return (value > 0 if name == "TopK" else value != _NEUTRAL[name]).fill_null(False)
+
+
+def _reshaped() -> pl.Expr:
+    """Whether a temperature alone does not say what the response was sampled from."""
+    unknown = pl.col("Temperature").is_null() & pl.col("ByGateway")
+    return pl.col("Constrained").fill_null(False) | unknown | pl.any_horizontal(_reshapes(name) for name in _NEUTRAL)
+
+
+def _reshaping() -> pl.Expr:
+    """The names of the parameters that did it."""
+    named = [pl.when(_reshapes(name)).then(pl.lit(name)) for name in _NEUTRAL]
+    masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
+    return pl.concat_str([*named, masked], separator=", ", ignore_nulls=True)
 
 
 def _first(rules: list[Rule]) -> tuple[pl.Expr, pl.Expr]:

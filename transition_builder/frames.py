@@ -60,6 +60,18 @@ _ANSWER: Schema = {
     "FinishReason": _TEXT,
 }
 
+SAMPLING: Schema = {
+    "Temperature": pl.Float64(),
+    "TopP": pl.Float64(),
+    "TopK": pl.Int64(),
+    "MinP": pl.Float64(),
+    "PresencePenalty": pl.Float64(),
+    "FrequencyPenalty": pl.Float64(),
+    "RepetitionPenalty": pl.Float64(),
+    "Constrained": pl.Boolean(),
+}
+"""How a call was sampled; null: not known."""
+
 CALLS: Schema = {
     **_IDENTITY,
     "CallId": _TEXT,
@@ -67,7 +79,7 @@ CALLS: Schema = {
     "ProcessId": _TEXT,
     "Seq": pl.UInt64(),
     **_ANSWER,
-    "Temperature": pl.Float64(),
+    **SAMPLING,
     "ErrorType": _TEXT,
     "HttpStatus": pl.UInt16(),
     "Aborted": pl.Boolean(),

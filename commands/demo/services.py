@@ -152,7 +152,11 @@ class Services:
         config = str(self.directory / "spangrad.toml")
         command = [sys.executable, "-m", "spangrad", name, "--config", config, *arguments]
         child = Child(
-            f"spangrad {name}", command, self.directory / "logs" / f"{name}.log", {"OMP_NUM_THREADS": "1"} if name == "train" else None
+            f"spangrad {name}",
+            command,
+            self.directory / "logs" / f"{name}.log",
+            {"OMP_NUM_THREADS": "1"} if name == "train" else None,
+            inherit_settings=False,
         )
         self.children.append(child)
         return child

@@ -32,12 +32,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 @pytest.fixture(scope="module")
-def rows(gateway: Settings) -> Callable[[str], list[dict[str, Any]]]:
+def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
     client: Client = connect(gateway.store)
 
-    def of_rollout(rollout: str) -> list[dict[str, Any]]:
-        """The calls of a rollout, once the gateway's count of them has arrived."""
-        expected = fetch(f"{gateway.gateway.url}/rollout/{rollout}/attempt/0/calls")["calls"]
+    def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
+        """The calls of a rollout, once as many spans have arrived."""
         query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
         wait_until(lambda: len({row["SpanId"] for row in client.query(query).named_results()}) >= expected, 10, "the calls' rows")
         return list(client.query(query).named_results())
@@ -170,7 +169,7 @@ def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engin
         "Constrained": False,
         "ErrorType": "",
     }
-    whole, stream, first, second = rows("store-1")
+    whole, stream, first, second = rows("store-1", 4)
     for row in (whole, stream):
         assert {name: row[name] for name in expected} == expected
         assert row["Logprobs"] == pytest.approx([one["logprob"] for one in choice["logprobs"]["content"]], abs=1e-6)
@@ -188,7 +187,7 @@ def test_a_stream_that_the_client_cuts_leaves_the_tokens_that_came(gateway: Sett
     with urllib.request.urlopen(request, timeout=60) as answer:
         for _ in range(8):
             answer.readline()
-    (row,) = rows("cut-1")
+    (row,) = rows("cut-1", 1)
     # Where the client's leaving overtakes the engine, the call is cut; else it was whole already. Either way nothing is invented.
     assert row["Aborted"] is (row["FinishReason"] == "")
     assert 3 <= len(row["ResponseIds"]) == len(row["Logprobs"]) <= 110
@@ -233,7 +232,7 @@ def test_new_weights_are_served_and_wrong_ones_refused(
     new = fetch(f"{gateway.gateway.url}/rollout/reload-1/attempt/0{CHAT}", {**GREEDY, "logprobs": True, "return_token_ids": True})
     assert logprobs(new) != pytest.approx(logprobs(old), abs=1e-3)
     assert logprobs(new) == pytest.approx(reference_logprobs(other, new), abs=1e-4)
-    (row,) = rows("reload-1")
+    (row,) = rows("reload-1", 1)
     assert (row["VersionStart"], row["VersionEnd"]) == (version + 1, version + 1)
 
     assert publish(policy, other, version + 1)["seconds"] == 0
@@ -256,7 +255,7 @@ def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Pa
     for caller in callers:
         caller.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [110] * 12
-    found = rows("flight-1")
+    found = rows("flight-1", 12)
     assert {(row["VersionStart"], row["VersionEnd"]) for row in found} <= {
         (version, version),
         (version, version + 1),
@@ -286,7 +285,7 @@ def test_weights_that_are_not_whole_take_the_engine_out_until_good_ones_come(
         caller.join(20)
     assert not any(caller.is_alive() for caller in callers)
     assert fetch(url, GREEDY)["error"]["type"] == "engine_down"
-    ended = {(row["FinishReason"], row["Aborted"], row["ErrorType"]) for row in rows("beheaded-1")}
+    ended = {(row["FinishReason"], row["Aborted"], row["ErrorType"]) for row in rows("beheaded-1", 9)}
     assert ended <= {("length", False, ""), ("abort", True, ""), ("", False, "503"), ("", False, "engine_down")}
 
     assert publish(policy, tiny_model, version + 1)["version"] == version + 1

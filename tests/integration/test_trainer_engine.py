@@ -165,7 +165,7 @@ def test_verl_normalises_the_rollouts_of_a_group():
         transition_row("loss", rewards=(0.0,))
     ]
     frame = pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64)})
-    found = credit.advantages(frame, credit="identical", baseline="rollout", gamma=1, normalise=group_relative)
+    found = credit.advantages(frame, frame["Policy"] == "policy", credit="identical", baseline="rollout", gamma=1, normalise=group_relative)
     assert found.to_list() == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
 
 

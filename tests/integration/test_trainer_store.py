@@ -122,7 +122,10 @@ def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Setting
     group = Group(run, "train", SPEC, "g")
     loaded = source(settings, world).load([group])
     assert loaded.rollouts == [BatchRollout(group, "g-0", 0, 1), BatchRollout(group, "g-1", 0, 0)]
-    assert loaded.transitions.select("RolloutId", "Revision", "Rewards.Value").rows() == [("g-0", 1, [0.5]), ("g-1", 0, [0.25])]
+    own = loaded.own(settings.trainer.policy)
+    assert own.select("RolloutId", "Revision", "Rewards.Value").rows() == [("g-0", 1, [0.5]), ("g-1", 0, [0.25])]
+    # Another policy's calls are read as well: rewards of the same rollouts stand on them.
+    assert loaded.transitions.select("RolloutId", "Policy", "Rewards.Value").rows()[1] == ("g-0", "another", [8.0])
 
 
 def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):

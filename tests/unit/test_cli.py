@@ -102,3 +102,12 @@ def test_only_a_run_of_ours_is_cleaned(tmp_path: Path) -> None:
     with pytest.raises(SpangradError, match="no earlier run made it"):
         clean_directory(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "spangrad.toml").write_text('[store]\ntoken = "sesame"\nurl = "http://127.0.0.1:9"\n')
+    (tmp_path / "data" / "store").mkdir(parents=True)
+    answer = spangrad("sql", "SELECT count() AS spans FROM otel.v_spans", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == ["spans", "0"]
+    assert "opening data/store for this question" in answer.stderr

@@ -9,6 +9,7 @@ import pytest
 from gateway import counts
 from gateway.context import NOTHING_ANNOUNCED, Announcement, Attempt, SpanContext, attempt_of, parse_baggage, parse_traceparent
 from gateway.record import is_constrained
+from spangrad import semconv
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_what_keeps_tokens_from_being_sampled_is_constrained(request_: dict[str,
 async def test_the_longest_unused_attempts_are_forgotten_but_none_with_a_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "ATTEMPTS_KEPT", 2)
     tally = counts.Counts()
+    tally.announce(Attempt("busy", 0), Announcement("run"))
     tally.begin(Attempt("busy", 0))
     tally.announce(Attempt("old", 0), Announcement("run"))
     tally.announce(Attempt("new", 0), Announcement("run"))
@@ -81,3 +83,16 @@ async def test_the_longest_unused_attempts_are_forgotten_but_none_with_a_call_in
     assert tally.announced(Attempt("old", 0)) == NOTHING_ANNOUNCED
     tally.end(Attempt("busy", 0))
     assert await tally.calls(Attempt("busy", 0), 0) == 1
+
+
+async def test_an_attempt_that_was_not_announced_to_this_process_has_no_count() -> None:
+    tally = counts.Counts()
+    tally.begin(Attempt("before a restart", 0))
+    tally.end(Attempt("before a restart", 0))
+    assert await tally.calls(Attempt("before a restart", 0), 0) is None
+
+
+def test_attempt_numbers_that_no_column_holds_count_as_none() -> None:
+    numbers = {"7": 7, "9999": 9999, "70000": 0, "9" * 5000: 0, "-1": 0, "x": 0}
+    found = {text: attempt_of(None, {semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: text}) for text in numbers}
+    assert found == {text: Attempt("r", number) for text, number in numbers.items()}

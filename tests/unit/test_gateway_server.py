@@ -143,7 +143,8 @@ async def test_a_stream_is_not_buffered(stage: Stage) -> None:
 
 
 async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids_so_far(stage: Stage) -> None:
-    stage.engine.go_on.clear()
+    async with stage.client.put("/rollout/r1/attempt/2", json={"run_id": "run 1", "mode": "train"}):
+        stage.engine.go_on.clear()
     stage.engine.stall_after = 2
     answer = await stage.client.post("/v1/chat/completions", json={**ASKED, "stream": True}, headers={"baggage": BAGGAGE})
     for _ in range(2):
@@ -289,6 +290,22 @@ async def test_a_malformed_announcement_is_refused(stage: Stage, body: object) -
     async with stage.client.put("/rollout/r/attempt/0", json=body) as answer:
         assert answer.status == 400
     assert (await stage.count("/rollout/r/attempt/0"))[0] == 404
+
+
+async def test_odd_requests_are_recorded_and_break_nothing(stage: Stage) -> None:
+    path = "/rollout/r1/attempt/0"
+    async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
+        pass
+    assert (await stage.chat(path, max_tokens=10**20, top_k=2**63, temperature=0.001))[0] == 200
+    odd = {"baggage": f"{semconv.RUN_ID}=\udcff,{semconv.ROLLOUT_ID}=r1"}
+    assert (await stage.chat("", odd))[0] == 200
+    first, second = sorted(await stage.spans(2), key=lambda span: span.attributes[semconv.SEQ])  # type: ignore[arg-type,return-value]
+    assert first.attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] == str(10**20)
+    assert first.attributes[semconv.SAMPLING_TOP_K] == str(2**63)
+    # vLLM samples no colder than this.
+    assert first.attributes[semconv.SAMPLING_TEMPERATURE] == 0.01
+    assert second.attributes[semconv.RUN_ID] == "run"
+    assert await stage.count(path) == (200, {"calls": 2})
 
 
 async def test_calls_are_counted_once_each_and_wait_for_those_in_flight(stage: Stage) -> None:

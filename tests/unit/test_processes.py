@@ -82,5 +82,7 @@ def test_free_ports_differ() -> None:
 def test_binding_beyond_loopback_needs_a_token() -> None:
     with pytest.raises(SpangradError, match=r"Set store\.token, or bind 127\.0\.0\.1"):
         require_safe_bind("0.0.0.0", None, "store")
+    with pytest.raises(SpangradError):
+        require_safe_bind("0.0.0.0", "", "store")
     require_safe_bind("0.0.0.0", "token", "store")
     require_safe_bind("127.0.0.1", None, "store")

@@ -40,6 +40,9 @@ def test_config_variable_names_the_file(tmp_path: Path) -> None:
         ({}, {}, "[sto", "is not TOML"),
         ({}, {"SPANGRAD_GATEWAY__PORT": "eighty"}, "", "setting gateway.port = 'eighty' (environment SPANGRAD_GATEWAY__PORT)"),
         ({"trainer.gamma": 2}, {}, "", "setting trainer.gamma = 2 (flag)"),
+        ({"runner.workers": 0}, {}, "", "setting runner.workers = 0 (flag)"),
+        ({}, {"SPANGRAD_TRAINER__BETAS": "abc"}, "", "Lists are written as JSON"),
+        ({}, {"SPANGRAD_GATEWAY__TOKEN": ""}, "", "(environment SPANGRAD_GATEWAY__TOKEN)"),
     ],
 )
 def test_errors_name_the_value_the_place_and_the_remedy(

@@ -30,7 +30,7 @@ def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
 
 
 def advantages(rows: pl.DataFrame, how: str, baseline: str, gamma: float = 1.0) -> list[float]:
-    return credit.advantages(rows, credit=how, baseline=baseline, gamma=gamma, normalise=normalise).to_list()
+    return credit.advantages(rows, rows["Policy"] == "policy", credit=how, baseline=baseline, gamma=gamma, normalise=normalise).to_list()
 
 
 NINE_TURN_WIN = [transition_row("win", turn, rewards=(1.0,) if turn == 8 else ()) for turn in range(9)]
@@ -131,3 +131,18 @@ def test_laws(rollouts: list[list[float]], data: st.DataObject):
     assert per_rollout["Advantage"].list.len().to_list() == [1] * len(rollouts), "every call of a rollout has the rollout's advantage"
     sums = per_rollout.group_by("GroupId").agg(pl.col("Advantage").list.first().sum())["Advantage"].to_numpy()
     assert sums == pytest.approx(np.zeros(len(sums)), abs=1e-3), "a group's advantages cancel, each rollout counting once"
+
+
+def test_rewards_on_another_policys_calls_count_and_only_own_calls_get_an_advantage():
+    rows = frame(
+        [
+            transition_row("won", 0, Policy="planner"),
+            transition_row("won", 1, rewards=(1.0,)),
+            transition_row("lost", 0, Policy="planner"),
+            transition_row("lost", 1, rewards=(0.0,)),
+        ]
+    )
+    planner = rows["Policy"] == "planner"
+    for how, baseline in (("identical", "rollout"), ("identical", "turn"), ("reward_to_go", "turn")):
+        found = credit.advantages(rows, planner, credit=how, baseline=baseline, gamma=1.0, normalise=normalise)
+        assert found.to_list() == pytest.approx([0.7071, -0.7071], abs=1e-4)

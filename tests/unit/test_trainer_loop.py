@@ -41,7 +41,8 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
         "loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": 1.0,
         "transitions": 4.0, "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "seconds_publish": 0.25,
     }  # fmt: skip
-    assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 1, 2]
+    # Published at the start as well: only the gateway can tell whether what it serves is sound.
+    assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
     # Each version once as it was committed, and once with the seconds that publishing took.
     assert [(one.version, "seconds_publish" in one.metrics) for one in trainer.mirror.written] == [
         (0, False), (1, False), (1, True), (2, False), (2, True),
@@ -160,3 +161,34 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)
+
+
+def test_a_restarted_engine_gets_the_newest_version_before_its_stale_groups_are_put_aside(tmp_path: Path, base: Path):
+    served = tmp_path / "policies/served.json"
+    source = FakeSource(["a", "b"])
+    trainer = wired(settings(base, tmp_path / "policies", max_staleness=0), source)
+    trainer.run(follow=False)
+    assert json.loads(served.read_text())[-1] == 1
+    served.write_text("[0]")  # the engine was started again, with the weights that training began with
+    source.names = ["c", "d"]
+    source.changes |= dict.fromkeys(source.names, source.changes["a"])
+    trainer.run(follow=False)
+    assert (committed(trainer)[1], json.loads(served.read_text())) == (["a-0", "a-1", "b-0", "b-1"], [0, 1])
+
+
+def test_an_idle_trainer_sees_that_the_newest_version_is_served(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+    served = tmp_path / "policies/served.json"
+    trainer = wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b"]))
+    trainer.run(follow=False)
+    served.write_text("[0]")
+
+    class EnoughError(Exception):
+        pass
+
+    def sleep(seconds: float) -> None:
+        raise EnoughError
+
+    monkeypatch.setattr(loop.time, "sleep", sleep)
+    with pytest.raises(EnoughError):
+        trainer.run(follow=True)
+    assert json.loads(served.read_text()) == [0, 1]

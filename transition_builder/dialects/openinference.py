@@ -14,11 +14,21 @@ import polars as pl
 
 from spangrad import semconv
 from spangrad.types import call_id
+from transition_builder.frames import SAMPLING
 
 OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
 TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", "gen_ai.tool.call.id")
 """Where a tool's span may say which tool call it answers."""
+_SAMPLING_FIELDS = {
+    "Temperature": "temperature",
+    "TopP": "top_p",
+    "TopK": "top_k",
+    "MinP": "min_p",
+    "PresencePenalty": "presence_penalty",
+    "FrequencyPenalty": "frequency_penalty",
+    "RepetitionPenalty": "repetition_penalty",
+}
 _ASKED_TOOL = r"^llm\.output_messages\.\d+\.message\.tool_calls\.\d+\.tool_call\.id$"
 
 _OUTPUT = f"SpanAttributes['{semconv.OPENINFERENCE_OUTPUT}']"
@@ -80,8 +90,6 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         spans: described spans, each of them one call.
         answers: ANSWERS; a span without one is a call without ids.
     """
-    temperature = attribute(INVOCATION_PARAMETERS).str.json_path_match("$.temperature").cast(pl.Float64, strict=False)
-    parameters = attribute(INVOCATION_PARAMETERS).str.json_path_match("$.model")
     rows = (
         spans.drop("Choice")
         .join(answers, on=["TraceId", "SpanId"], how="left", maintain_order="left")
@@ -89,8 +97,9 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
             pl.col("Choice").fill_null(0),
             pl.col("Policy", "ResponseId", "TokenizerHash", "FinishReason").fill_null(""),
             pl.col("PromptIds", "ResponseIds", "Logprobs").fill_null([]),
-            Model=pl.coalesce(pl.col("Model").replace("", None), parameters, pl.lit("")),
-            Temperature=temperature,
+            Model=pl.coalesce(pl.col("Model").replace("", None), _asked("model"), pl.lit("")),
+            Constrained=_constrained(),
+            **{name: _asked(field).cast(SAMPLING[name], strict=False) for name, field in _SAMPLING_FIELDS.items()},
             ErrorType=pl.when(pl.col("StatusCode") == "Error")
             .then(pl.col("StatusMessage").str.split(":").list.first())
             .otherwise(pl.lit("")),
@@ -105,6 +114,17 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
     )
     names = [call_id(trace, span, choice) for trace, span, choice in rows.select("TraceId", "SpanId", "Choice").iter_rows()]
     return rows.with_columns(CallId=pl.Series(names, dtype=pl.String))
+
+
+def _asked(field: str) -> pl.Expr:
+    """A parameter of the request, as text; null where it was left out."""
+    return attribute(INVOCATION_PARAMETERS).str.json_path_match(f"$.{field}")
+
+
+def _constrained() -> pl.Expr:
+    """Whether the request kept tokens from being sampled, by a schema or by a tool that must be called."""
+    form, choice = _asked("response_format.type"), _asked("tool_choice")
+    return (form.is_not_null() & (form != "text")) | (choice.is_not_null() & ~choice.is_in(["auto", "none"]))
 
 
 def asked_tools(spans: pl.DataFrame) -> pl.DataFrame:
