@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from collector import encodings
 from collector.auth import Guardian
 from collector.clickhouse_frames import HANDSHAKE, frame, handshake, unframe
-from collector.clickhouse_request import BadRequestError, Statement, read_statement
+from collector.clickhouse_request import BadRequestError, read_statement
 from collector.encodings import EncodingError, TooLargeError
 from collector.engine import Engine, EngineRefusedError
 from collector.guard import ForbiddenError, StatementGuard
@@ -30,7 +31,10 @@ MAX_BODY = 512 * 2**20
 WORKERS = 8
 """Statements at once; more wait."""
 _COMPRESS_FROM = 4096
-_ENGINE_NAMES = "SELECT name FROM system.table_functions UNION ALL SELECT name FROM system.database_engines"
+_ENGINE_NAMES = """
+SELECT name FROM system.table_functions
+UNION ALL SELECT name FROM system.database_engines
+UNION ALL SELECT name FROM system.table_engines"""
 # As a ClickHouse server maps them; 500 for the rest.
 _HTTP_STATUS = {
     **dict.fromkeys((6, 26, 27, 32, 33, 36, 38, 41, 43, 53, 62, 72, 117, 130, 456, 457), 400),
@@ -98,12 +102,11 @@ class ClickHouseInterface:
             if "client_protocol_version" in parameters and (parameters.get("query") or body.decode(errors="replace")).strip() == HANDSHAKE:
                 answer = handshake(self._engine.version, self._engine.timezone)
                 return web.Response(body=frame(answer) if framed else answer, headers=headers)
-            statement = read_statement(parameters, request.headers, body)
-            self._guard.check(statement.sql)
-            reply = await asyncio.get_running_loop().run_in_executor(self._workers, self._run, statement)
+            sent = dict(request.headers)
+            reply = await asyncio.get_running_loop().run_in_executor(self._workers, self._run, parameters, sent, body, framed)
         except (BadRequestError, EngineRefusedError, EncodingError, TooLargeError, ForbiddenError) as error:
             return _failure(error, headers, framed=framed)
-        answer = frame(reply.body) if framed else reply.body
+        answer = reply.body
         headers.update(reply.headers)
         if parameters.get("enable_http_compression") == "1" and len(answer) > _COMPRESS_FROM:
             loop = asyncio.get_running_loop()
@@ -112,8 +115,10 @@ class ClickHouseInterface:
                 headers["Content-Encoding"] = encoding
         return web.Response(body=answer, headers=headers)
 
-    def _run(self, statement: Statement) -> _Reply:
-        """Run a statement on a worker's thread."""
+    def _run(self, parameters: Mapping[str, str], sent: Mapping[str, str], body: bytes, framed: bool) -> _Reply:
+        """Read, check and run a statement, on a worker's thread: each takes time that grows with the statement."""
+        statement = read_statement(parameters, CIMultiDict(sent), body)
+        self._guard.check(statement.sql)
         begin = time.perf_counter()
         with self._handles.borrow(statement) as handle:
             if statement.rows is None:
@@ -136,7 +141,7 @@ class ClickHouseInterface:
         # Clients take the format's name as a sign that there is a result.
         if statement.answers:
             headers["X-ClickHouse-Format"] = statement.format
-        return _Reply(answer.body, headers)
+        return _Reply(frame(answer.body) if framed else answer.body, headers)
 
 
 async def _read_body(request: web.Request, parameters: Mapping[str, str]) -> bytes:

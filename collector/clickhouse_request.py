@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collector.insert_head import HEAD, SKIP
+
 NOT_SETTINGS = frozenset(
     {
         *("query", "database", "default_format", "session_id", "session_timeout", "session_check", "query_id", "user", "password"),
@@ -29,16 +31,12 @@ NOT_SETTINGS = frozenset(
 DEFAULT_SESSION_SECONDS = 60.0
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_IDENTIFIER = r"(?:`(?:[^`\\]|\\.|``)*`|\"(?:[^\"\\]|\\.|\"\")*\"|[\w$]+)"
-_LIST = rf"\((?:[^()`\"']|{_IDENTIFIER}|\([^()]*\))*\)"
-_SKIP = r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
 _INSERT_HEAD = re.compile(
-    rf"({_SKIP}INSERT\s+INTO\s+(?:TABLE\s+)?{_IDENTIFIER}(?:\s*\.\s*{_IDENTIFIER})?\s*(?:{_LIST})?\s*(?:SETTINGS\s[^;]*?)?)"
-    r"(?<!\w)FORMAT\s+(?!VALUES\b)(\w+)[ \t]*\r?\n?",
+    rf"(?P<head>{HEAD})(?<!\w)FORMAT\s+(?!VALUES\b)(?P<format>\w+)[ \t]*\r?\n?",
     re.IGNORECASE | re.DOTALL,
 )
 _LAST_FORMAT = re.compile(r"\bFORMAT\s+(\w+)\s*;?\s*\Z", re.IGNORECASE)
-_FIRST_WORD = re.compile(rf"{_SKIP}([(]|\w+)", re.DOTALL)
+_FIRST_WORD = re.compile(rf"{SKIP}([(]|\w+)", re.DOTALL)
 _HEAD_BYTES = 1 << 16
 _ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
 _LASTING = frozenset({"SET", "USE"})
@@ -122,7 +120,7 @@ def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
     # Only the head may be read as text: the rows behind it are often binary. One character a byte keeps the places.
     insert = _INSERT_HEAD.match(text[:_HEAD_BYTES].decode("latin-1"))
     if insert:
-        return _decode(text[: insert.end(1)]), text[insert.end() :] + rest, insert.group(2)
+        return _decode(text[: insert.end("head")]), text[insert.end() :] + rest, insert["format"]
     sql = _decode(text + b"\n" + rest if rest else text)
     named = _LAST_FORMAT.search(sql)
     return sql, None, named.group(1) if named else ""

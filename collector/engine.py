@@ -7,6 +7,7 @@ Invariant: one process owns a directory; statements reach tables, never files, U
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import uuid
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collector.insert_head import InsertHead, parse_insert_head
 from spangrad.errors import StoreError
 
 CONFIG = Path(__file__).parent / "chdb_config"
 STATEMENT_MEMORY = 2 * 2**30
 """Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml."""
+_DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
+"""CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
 _CODE = re.compile(r"Code: (\d+)\.")
 
 
@@ -29,6 +33,11 @@ class EngineRefusedError(StoreError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+    @property
+    def of_the_data(self) -> bool:
+        """Whether the rows themselves are at fault, so that sending them again is of no use."""
+        return self.code in _DATA_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class Handle:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+        self._staging: dict[str, tuple[str, str]] = {}
+        """Temporary tables that are kept, and their columns, by head of insert."""
 
     def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
         """Run any statement; a FORMAT clause in it wins over `output_format`.
@@ -60,12 +71,53 @@ class Handle:
             raise _refused(error) from None
         return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
 
-    def insert(self, head: str, input_format: str, rows: bytes) -> Answer:
+    def insert(self, head: str, input_format: str, rows: bytes, *, keep_staging: bool = False) -> Answer:
         """Insert rows: `head` is the statement before its FORMAT clause. Returns after the commit.
 
+        chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written (too many parts, a
+        violated constraint, a view that fails). So rows are parsed into a temporary table, which cannot fail otherwise, and
+        moved from there by a statement, whose errors it does report.
+
+        Args:
+            head: INSERT INTO a table, with or without columns and settings.
+            input_format: of the rows.
+            rows: in that format.
+            keep_staging: keep the temporary table for the next insert with this head: for heads of ours, on tables that do not change.
+
         Raises:
-            EngineRefusedError: nothing was inserted.
+            EngineRefusedError: the rows, or those of a view, were not all inserted.
         """
+        parts = parse_insert_head(head)
+        if parts is None:
+            raise EngineRefusedError(f"Code: 62. DB::Exception: cannot read this INSERT: {head[:200]} (SYNTAX_ERROR)", 62)
+        staging, columns = self._staging.get(head) or self._stage(parts)
+        listed = f"({columns})"
+        try:
+            written = self._parse(f"INSERT INTO {staging} {listed} {parts.settings}", input_format, rows)
+            self.query(f"INSERT INTO {parts.table} {listed} {parts.settings} SELECT {columns} FROM {staging}")
+        finally:
+            if keep_staging:
+                self._staging[head] = staging, columns
+                self.query(f"TRUNCATE TABLE {staging}")
+            else:
+                self.query(f"DROP TEMPORARY TABLE {staging}")
+        return Answer(b"", rows_written=written)
+
+    def _stage(self, head: InsertHead) -> tuple[str, str]:
+        """Make a temporary table that takes what the head's table takes, defaults included; its name and the columns."""
+        described = self.query(f"DESCRIBE TABLE {head.table} SETTINGS describe_compact_output = 0", "JSONEachRow").body
+        known = [json.loads(line) for line in described.splitlines()]
+        fields = [
+            f"{_quoted(one['name'])} {one['type']}" + (f" {one['default_type']} {one['default_expression']}" if one["default_type"] else "")
+            for one in known
+            if one["default_type"] in {"", "DEFAULT", "EPHEMERAL"}
+        ]
+        name = f"staging_{uuid.uuid4().hex}"
+        self.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory")
+        taken = [_quoted(one["name"]) for one in known if one["default_type"] in {"", "DEFAULT"}]
+        return name, head.columns or ", ".join(taken)
+
+    def _parse(self, head: str, input_format: str, rows: bytes) -> int:
         try:
             stream = self._connection.send_insert(head, input_format)
             try:
@@ -75,7 +127,7 @@ class Handle:
                 stream.cancel()
         except RuntimeError as error:
             raise _refused(error) from None
-        return Answer(b"", rows_written=result.rows_written)
+        return result.rows_written
 
     def close(self) -> None:
         """Forget the session; idempotent."""
@@ -159,6 +211,10 @@ def _plain_default_database(path: Path) -> None:
         part = metadata.with_suffix(".part")
         part.write_text(f"ATTACH DATABASE _ UUID '{uuid.uuid4()}'\nENGINE = Atomic\n")
         part.rename(metadata)
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"
 
 
 def _refused(error: Exception) -> EngineRefusedError:

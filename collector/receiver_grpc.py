@@ -64,6 +64,8 @@ class GRPCReceiver(grpc.GenericRpcHandler):
             except QueueFullError:
                 await _abort_for_now(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")
             except EngineRefusedError as error:
+                if error.of_the_data:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not stored: {error}")
                 await _abort_for_now(context, grpc.StatusCode.UNAVAILABLE, f"not stored: {error}")
             raise AssertionError("context.abort() raises")
 

@@ -58,6 +58,8 @@ class HTTPReceiver:
             except QueueFullError:
                 return _refuse(kind, 429, Code.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")
             except EngineRefusedError as error:
+                if error.of_the_data:
+                    return _refuse(kind, 400, Code.INVALID_ARGUMENT, f"not stored: {error}")
                 return _refuse(kind, 503, Code.UNAVAILABLE, f"not stored: {error}")
 
         return handle

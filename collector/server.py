@@ -63,8 +63,8 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     guardian = Guardian(store.token.get_secret_value() if store.token else None)
     traces, logs = engine.handle(), engine.handle()
     ingest = Ingest(
-        insert_traces=lambda rows: traces.insert(TRACES_INSERT, "RowBinary", rows),
-        insert_logs=lambda rows: logs.insert(LOGS_INSERT, "RowBinary", rows),
+        insert_traces=lambda rows: traces.insert(TRACES_INSERT, "RowBinary", rows, keep_staging=True),
+        insert_logs=lambda rows: logs.insert(LOGS_INSERT, "RowBinary", rows, keep_staging=True),
         linger_ms=store.linger_ms,
         queue_bytes=store.queue_bytes,
     )

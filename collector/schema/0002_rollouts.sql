@@ -176,11 +176,15 @@ PARTITION BY toYYYYMM(Timestamp)
 ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
+-- Whatever a sender puts into these attributes, the view must not fail: a call without sound ids is dropped by the builder, with a reason.
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.calls_mv TO otel.calls AS
 WITH
-    reinterpret(base64Decode(SpanAttributes['spangrad.prompt.token_ids']), 'Array(UInt32)') AS prompt_ids,
-    reinterpret(base64Decode(SpanAttributes['spangrad.response.token_ids']), 'Array(UInt32)') AS response_ids,
-    reinterpret(base64Decode(SpanAttributes['spangrad.response.logprobs']), 'Array(Float32)') AS logprobs,
+    tryBase64Decode(SpanAttributes['spangrad.prompt.token_ids']) AS prompt_bytes,
+    reinterpret(if(length(prompt_bytes) % 4 = 0, prompt_bytes, ''), 'Array(UInt32)') AS prompt_ids,
+    tryBase64Decode(SpanAttributes['spangrad.response.token_ids']) AS response_bytes,
+    reinterpret(if(length(response_bytes) % 4 = 0, response_bytes, ''), 'Array(UInt32)') AS response_ids,
+    tryBase64Decode(SpanAttributes['spangrad.response.logprobs']) AS logprob_bytes,
+    reinterpret(if(length(logprob_bytes) % 4 = 0, logprob_bytes, ''), 'Array(Float32)') AS logprobs,
     JSONExtract(SpanAttributes['spangrad.prompt.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
     JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)') AS stated_response_lengths,
     JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,

@@ -367,6 +367,74 @@ def test_a_token_is_asked_on_every_port(tmp_path: Path) -> None:
         assert post(f"{settings.otlp_endpoint}/v1/traces", body, Authorization="Bearer secret")[0] == 200
 
 
+def test_what_fails_while_it_is_written_is_not_acknowledged(tmp_path: Path) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log"):
+        client, url, trace_id = connect(settings), f"{settings.otlp_endpoint}/v1/traces", new_trace()
+        body = spans(trace_id).SerializeToString()
+        client.command("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+        client.command(
+            "CREATE MATERIALIZED VIEW default.picky TO default.seen AS"
+            " SELECT throwIf(SpanName != '', 'a view that fails') AS n FROM otel.otel_traces"
+        )
+        assert post(url, body)[0] in {400, 503}
+        client.command("DROP VIEW default.picky")
+        client.command("ALTER TABLE otel.otel_traces MODIFY SETTING parts_to_throw_insert = 1, parts_to_delay_insert = 1")
+        statuses = [post(url, spans(new_trace()).SerializeToString())[0] for _ in range(6)]
+        assert 503 in statuses
+        client.command("ALTER TABLE otel.otel_traces RESET SETTING parts_to_throw_insert, parts_to_delay_insert")
+        assert post(url, body)[0] == 200
+        assert count_spans(client, trace_id, "otel.v_spans") == 1
+        client.close()
+
+
+def test_a_violated_constraint_is_an_error_and_defaults_are_kept(client: Client) -> None:
+    client.command("CREATE TABLE small (a UInt8, b UInt8 DEFAULT a + 1, CONSTRAINT small CHECK a < 5) ORDER BY a")
+    client.raw_insert("small", ["a"], "1\n", fmt="TabSeparated")
+    client.raw_insert("small", None, b'{"a": 2}\n{"a": 3, "b": 9}\n', fmt="JSONEachRow")
+    with pytest.raises(DatabaseError, match="VIOLATED_CONSTRAINT"):
+        client.raw_insert("small", ["a"], "9\n", fmt="TabSeparated")
+    assert client.query("SELECT a, b FROM small ORDER BY a").result_rows == [(1, 2), (2, 3), (3, 9)]
+    assert client.query("SELECT count() FROM system.tables WHERE is_temporary").result_rows == [(0,)]
+
+
+def test_ids_that_are_none_break_no_view(store: StoreSettings, client: Client) -> None:
+    for broken in ("not base64!", "abcd", "AAAA"):  # the last: three bytes, no uint32
+        trace_id = new_trace()
+        request = gateway_call(trace_id)
+        for attribute in request.resource_spans[0].scope_spans[0].spans[0].attributes:
+            if attribute.key == "spangrad.prompt.token_ids":
+                attribute.value.string_value = broken
+        assert post(f"{store.otlp_endpoint}/v1/traces", request.SerializeToString())[0] == 200
+        rows = client.query("SELECT PromptIds FROM otel.v_calls WHERE TraceId = {t:String}", {"t": trace_id.hex()}).result_rows
+        assert [len(ids) <= 1 for (ids,) in rows] == [True] * len(rows)
+        assert len(rows) > 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 1 INTO/*x*/OUTFILE '{path}' FORMAT TSVRaw",
+        "INSERT INTO p (l) FROM/*x*/INFILE '/etc/passwd' FORMAT LineAsString",
+        "CREATE TABLE r (k UInt8, v String, PRIMARY KEY k) ENGINE = EmbeddedRocksDB(0, '{path}')",
+        "CREATE TABLE x (a String) ENGINE = ExecutablePool('x.sh', 'CSV')",
+        "CREATE TABLE f (a String) ENGINE = File(CSV)",
+    ],
+)
+def test_no_statement_reaches_files(client: Client, tmp_path: Path, statement: str) -> None:
+    client.command("CREATE TABLE IF NOT EXISTS p (l String) ORDER BY l")
+    with pytest.raises(DatabaseError):
+        client.command(statement.format(path=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    assert client.query("SELECT count() FROM p").result_rows == [(0,)]
+
+
+def test_a_long_list_of_columns_is_read_in_no_time(client: Client) -> None:
+    client.command("CREATE TABLE wide (cccccccccccccccccccccccc UInt8, dddddddddddddddddddddddd UInt8) ORDER BY tuple()")
+    client.command("INSERT INTO wide (cccccccccccccccccccccccc, dddddddddddddddddddddddd) VALUES (1, 2)")
+    assert client.query("SELECT * FROM wide").result_rows == [(1, 2)]
+
+
 # --- ClickHouse's interface ---
 
 

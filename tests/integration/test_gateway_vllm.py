@@ -169,7 +169,7 @@ def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engin
         "Constrained": False,
         "ErrorType": "",
     }
-    whole, stream, first, second = rows("store-1", 4)
+    whole, stream, first, second = rows("store-1", 3)
     for row in (whole, stream):
         assert {name: row[name] for name in expected} == expected
         assert row["Logprobs"] == pytest.approx([one["logprob"] for one in choice["logprobs"]["content"]], abs=1e-6)
