@@ -103,9 +103,11 @@ class BuilderSettings(_Section):
 
     poll_seconds: float = 0.2
     incomplete_after_seconds: float = 600
-    """How long after its root span a rollout may wait for missing calls or rewards before it drops."""
+    """How long after its root span a rollout may wait for missing calls or rewards before it drops; without one (the runner
+    was killed), how long it may be silent."""
     quiet_seconds: float = 30
-    """How long a trace without a runner must be silent before it counts as complete."""
+    """How long a trace without a runner must be silent before it counts as complete. One that lacks a parent of some span is
+    waited for as long as a rollout without its root."""
     policy: str | None = None
     """Build only this policy's calls. None: every policy's."""
     agent_pattern: str = ".*"

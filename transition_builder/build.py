@@ -204,7 +204,8 @@ def _reshaping() -> pl.Expr:
     """The names of the parameters that did it."""
     named = [pl.when(_reshapes(name)).then(pl.lit(name)) for name in _NEUTRAL]
     masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
-    return pl.concat_str([*named, masked], separator=", ", ignore_nulls=True)
+    unknown = pl.when(pl.col("Temperature").is_null() & pl.col("ByGateway")).then(pl.lit("an unknown temperature"))
+    return pl.concat_str([*named, masked, unknown], separator=", ", ignore_nulls=True)
 
 
 def _first(rules: list[Rule]) -> tuple[pl.Expr, pl.Expr]:

@@ -128,12 +128,39 @@ COUNTS: Schema = {
 }
 """How many distinct gateway spans have arrived, a row for each trace."""
 
+LOOSE: Schema = {
+    **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},
+    "CallId": _TEXT,
+    "IngestedAt": MICROSECONDS,
+}
+"""Calls of otel.calls that have neither a transition nor a drop, and when they arrived."""
+
+OWNERS: Schema = {
+    "TraceId": _TEXT,
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "RolloutId": _TEXT,
+    "SessionId": _TEXT,
+    "ConversationId": _TEXT,
+    "Attempt": pl.UInt16(),
+}
+"""Rows of otel.trace_rollouts: what any span of a trace says of all of it; empty where none does."""
+
+ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
+"""When the newest span came that names a rollout, a row for each run that such spans name."""
+
+TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "Torn": pl.Boolean()}
+"""When a trace's newest span came, and whether the parent of some span has not arrived."""
+
+BUILT: Schema = {name: ROOTS[name] for name in ("RunId", "Mode", "RolloutId", "Attempt", "GroupId", "GroupSize", "TaskId")}
+"""Rollouts that have transitions or drops, and the newest attempt among those."""
+
 ROLLOUTS: Schema = {
     **{name: dtype for name, dtype in ROOTS.items() if name != "Final"},
     "Verdict": _TEXT,
     "Detail": _TEXT,
 }
-"""One row a rollout: the facts of its final attempt's root, and whether it may be built."""
+"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), and whether it may be built."""
 
 TRANSITIONS: Schema = {
     "RunId": _TEXT,
@@ -209,7 +236,7 @@ class Verdict(StrEnum):
     COMPLETE = "complete"
     """Everything that can be known to exist has arrived."""
     INCOMPLETE = "incomplete"
-    """Calls that the gateway answered did not arrive in time."""
+    """Calls that the gateway answered, or the final root, did not arrive in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ and cost nothing else.
 A span's *path* is the list of (process, sequence number) pairs at which its chain of ancestors leaves each process,
 outermost first: [(runner, 0), (agent, 7), (gateway, 3)] for a gateway span under the agent's HTTP span. Two spans are
 in order when their paths first differ inside one process. Where they first differ in the process itself (two workers
-of one agent), the process whose call the gateway took first goes first. A span without our sequence number is placed
-by its service's own clock.
+of one agent), the process whose call the gateway took first goes first. Where some of the calls come straight from the
+gateway there (raw HTTP beside an instrumented client) and others through a process, no process counted them all but the
+gateway: its own count orders everything that branches off at that place. A span without our sequence number is placed by
+its service's own clock.
 """
 
 from __future__ import annotations
@@ -168,7 +170,8 @@ def order(calls: pl.DataFrame, where: Paths) -> pl.Series:
     width = where.process.shape[1]
     length = (where.process != -1).sum(axis=1)
     leaf = np.maximum(length - 1, 0)[:, None]
-    frame = calls.select("RunId", "RolloutId", "Attempt", "TraceId", "SpanId").with_columns(
+    frame = calls.select("RunId", "RolloutId", "Attempt", "TraceId", "SpanId", "ByGateway").with_columns(
+        pl.Series("length", length),
         pl.Series("leaf_process", np.take_along_axis(where.process, leaf, 1)[:, 0]),
         pl.Series("leaf_seq", np.take_along_axis(where.seq, leaf, 1)[:, 0]),
         *(pl.Series(f"process_{level}", where.process[:, level]) for level in range(width)),
@@ -178,11 +181,22 @@ def order(calls: pl.DataFrame, where: Paths) -> pl.Series:
     taken = pl.struct("leaf_process", "leaf_seq", "TraceId", "SpanId").rank("dense")
     levels = [name for level in range(width) for name in (f"process_{level}", f"seq_{level}")]
     ranked = frame.with_columns(taken=taken).with_columns(
-        # The process whose call was taken first goes first; -1 (the path ended) stays before all.
+        # -1 (the path ended) stays before all. The process whose call was taken first goes first.
         pl.when(pl.col(f"process_{level}") == -1)
         .then(pl.lit(-1))
+        .when(_taken_straight(level).over(*attempt, *levels[: 2 * level]))
+        .then(pl.col("taken").cast(pl.Int64))
         .otherwise(pl.col("taken").min().over(*attempt, f"process_{level}").cast(pl.Int64))
         .alias(f"process_{level}")
         for level in range(width)
     )
     return ranked.select(pl.struct(*levels, "TraceId", "SpanId").rank("dense").over(attempt).cast(pl.Int64) - 1).to_series()
+
+
+def _taken_straight(level: int) -> pl.Expr:
+    """Whether, of calls whose paths agree down to a level, some leave there for the gateway itself, others for a process.
+
+    Only where one gateway took all of them: the counts of two are as little to be compared as their clocks.
+    """
+    raw, through = pl.col("length") == level + 1, pl.col("length") > level + 1
+    return raw.any() & through.any() & pl.col("ByGateway").all() & (pl.col("leaf_process").n_unique() == 1)

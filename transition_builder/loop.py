@@ -26,9 +26,10 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Settings
 from transition_builder.build import build
 from transition_builder.complete import decide
-from transition_builder.frames import ROOTS, Built, Verdict, empty
+from transition_builder.frames import LOOSE, ROLLOUTS, ROOTS, Built, Frames, Verdict, concat, empty
 from transition_builder.sink import Sink
 from transition_builder.source import Source
+from transition_builder.unclaimed import claim, judge, late, rollouts_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,11 @@ class Summary:
 
 
 class Builder:
-    """Looks for ended rollouts, remembers those that wait, builds those that are complete."""
+    """Looks for ended rollouts, remembers those that wait, builds those that are complete.
+
+    What no final root claims is looked at second: calls that nobody has concluded are remembered, until their rollout ends, is
+    silent for long enough, or turns out to have been built.
+    """
 
     def __init__(self, settings: Settings) -> None:
         """Connect to the store.
@@ -83,6 +88,7 @@ class Builder:
         self._source = Source(client, settings)
         self._sink = Sink(client, settings)
         self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
+        self._loose = empty(LOOSE).with_columns(CheckedAt=pl.col("IngestedAt"))
 
     def look(self) -> Summary:
         """Build whatever is complete now.
@@ -95,6 +101,7 @@ class Builder:
         self._admit(self._source.new_roots())
         if self._pending.height:
             self._conclude(self._source.now(), summary)
+        self._conclude_unclaimed(summary)
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
         if summary.rollouts:
@@ -103,23 +110,63 @@ class Builder:
 
     def _conclude(self, now: datetime, summary: Summary) -> None:
         """Judge the rollouts whose turn it is, and build those that no longer wait."""
-        due = self._due(now)
+        due = _due(self._pending, now)
         if due.is_empty():
             return
         verdicts = decide(self._source.facts(due), now, self._spec).join(due, on=_ROLLOUT, how="semi")
         for rollouts in _portions(verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)):
-            summary.add(self._sink.write(build(self._source.frames(rollouts), self._spec)))
-            summary.rollouts += rollouts.height
+            self._build(self._source.frames(rollouts), summary)
             self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
-        checked = pl.when(pl.struct(_ROLLOUT).is_in(due.select(pl.struct(_ROLLOUT)).to_series().implode())).then(now).otherwise("CheckedAt")
-        self._pending = self._pending.with_columns(CheckedAt=checked.cast(pl.Datetime("us", "UTC")))
+        self._pending = _checked(self._pending, due, _ROLLOUT, now)
+
+    def _conclude_unclaimed(self, summary: Summary) -> None:
+        """Build what no final root claims: late calls at once, rollouts that fell silent."""
+        new = self._source.loose_calls().join(self._loose, on="CallId", how="anti").with_columns(CheckedAt=pl.col("IngestedAt"))
+        self._loose = pl.concat([self._loose, new])
+        if self._loose.is_empty():
+            return
+        now = self._source.now()
+        due = _due(self._loose.filter(now - pl.col("IngestedAt") >= self._least_silence()), now)
+        looked_at = pl.concat([new, due]).unique("CallId", maintain_order=True)
+        if looked_at.is_empty():
+            return
+        self._loose = _checked(self._loose, due, ["CallId"], now)
+        owners = self._source.owners(looked_at["TraceId"])
+        activity = self._source.activity(claim(looked_at, owners)["RolloutKey"])
+        calls = rollouts_of(looked_at, owners, activity).join(self._pending, on=_ROLLOUT, how="anti")
+        behind = late(calls, self._source.built(calls["RolloutId"]))
+        quiet = calls.join(due, on="CallId", how="semi").join(behind, on=_ROLLOUT, how="anti")
+        silent = judge(quiet, self._source.roots(quiet["RolloutId"]), activity, self._source.traces(quiet["TraceId"]), now, self._spec)
+        for rollouts in _portions(concat([behind, silent], ROLLOUTS)):
+            traces = calls.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"]
+            self._build(self._source.claimed_frames(rollouts, traces), summary)
+
+    def _least_silence(self) -> pl.Expr:
+        """How long at least a call's rollout must be silent."""
+        announced = (pl.col("RolloutKeySource") == "rollout") & (pl.col("RunId") != "") & (pl.col("Mode") != "")
+        seconds = pl.when(announced).then(self._spec.incomplete_after_seconds).otherwise(self._spec.quiet_seconds)
+        return pl.duration(milliseconds=seconds * 1000)
+
+    def _build(self, frames: Frames, summary: Summary) -> None:
+        built = build(frames, self._spec)
+        summary.add(self._sink.write(built))
+        summary.rollouts += frames.rollouts.height
+        for rows in (built.transitions, built.drops):
+            self._loose = self._loose.join(rows, on="CallId", how="anti")
 
     def _admit(self, roots: pl.DataFrame) -> None:
         new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
         self._pending = pl.concat([self._pending, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
 
-    def _due(self, now: datetime) -> pl.DataFrame:
-        return self._pending.filter((now - pl.col("CheckedAt")) >= (pl.col("CheckedAt") - pl.col("IngestedAt")) * _PATIENCE)
+
+def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
+    return waiting.filter((now - pl.col("CheckedAt")) >= (pl.col("CheckedAt") - pl.col("IngestedAt")) * _PATIENCE)
+
+
+def _checked(waiting: pl.DataFrame, due: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
+    """The waiting rows, with those that were due dated now."""
+    was_due = pl.struct(key).is_in(due.select(pl.struct(key)).to_series().implode())
+    return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(pl.Datetime("us", "UTC")))
 
 
 def build_once(settings: Settings) -> Summary:

@@ -19,6 +19,7 @@ from spangrad.clickhouse import store_errors
 from spangrad.settings import Settings
 from spangrad.types import DropReason
 from transition_builder.frames import DROPS, Built, concat
+from transition_builder.unclaimed import LATE
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -77,7 +78,7 @@ def only_new(built: Built, written: pl.DataFrame) -> Built:
     known = written.select(_ROLLOUT).unique()
     transitions = built.transitions.join(known, on=_ROLLOUT, how="anti", maintain_order="left")
     late = built.transitions.join(known, on=_ROLLOUT, how="semi", maintain_order="left").with_columns(
-        Reason=pl.lit(DropReason.INCOMPLETE.value), Detail=pl.lit("arrived after its rollout was built")
+        Reason=pl.lit(DropReason.INCOMPLETE.value), Detail=pl.lit(LATE)
     )
     drops = concat([built.drops, late], DROPS).join(written, on=_CALL, how="anti", maintain_order="left")
     return Built(transitions, drops, built.rewards.join(known, on=_ROLLOUT, how="anti", maintain_order="left"))

@@ -55,7 +55,7 @@ def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list
 
 def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> tuple[str, str]:
     """An openai-level span with its HTTP span, and the gateway's span below them."""
-    where = {name: facts[name] for name in ("rollout", "attempt") if name in facts}
+    where = {name: facts[name] for name in ("rollout", "attempt", "trace") if name in facts}
     client = spans.client(parent, **where)
     http = spans.span("POST", client, **where)
     return client, spans.call(http, **facts)
@@ -245,6 +245,105 @@ def test_calls_that_do_not_name_their_rollout_are_found_by_its_trace(store: Stor
     builder = Builder(settings_of(store, "foreign"))
     built_until(builder, store, "foreign")
     assert outcome(store, "foreign") == ([("foreign-1", 0, call, 0, [1, 2, 3], [4, 5], 3, [1.0])], [])
+
+
+def test_a_rollout_whose_runner_was_killed_drops_when_it_has_been_silent(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="sigkill")
+    root = spans.root("rootless", calls=1)
+    _, orphan = linked_call(spans, root, rollout="rootless")
+    between = spans.root("between", calls=1, final=False, failure="exception")
+    _, half = linked_call(spans, between, rollout="between")
+    post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != root)))  # type: ignore[misc]
+    Builder(settings_of(store, "sigkill", quiet_seconds=0)).look()
+    assert outcome(store, "sigkill") == ([], [])
+
+    settings = settings_of(store, "sigkill", incomplete_after_seconds=0)
+    build_once(settings)
+    why = ("incomplete", "no final root arrived")
+    dropped = [("between", 0, half, *why), ("rootless", 0, orphan, *why)]
+    assert outcome(store, "sigkill") == ([], dropped)
+    groups = "SELECT RolloutId, Mode, GroupId, GroupSize, TaskId FROM otel.drops WHERE RunId = 'sigkill' ORDER BY RolloutId"
+    assert rows(store, groups) == [("between", "train", "g", 2, "t"), ("rootless", "train", "", 0, "")]
+
+    post(store, spans.otlp(root))  # a root that comes after all changes nothing
+    build_once(settings)
+    assert outcome(store, "sigkill") == ([], dropped)
+    assert rows(store, "SELECT count() FROM otel.drops WHERE RunId = 'sigkill'") == [(2,)]
+
+
+def foreign(spans: fakes.SpanFactory) -> fakes.SpanFactory:
+    """The same spans as an agent sends them that knows nothing of ours."""
+    for row in (*spans.spans, *spans.calls):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    return spans
+
+
+def of_rollout(store: StoreSettings, rollout: str) -> list[tuple[Any, ...]]:
+    """What became of a rollout's calls: run, mode, group size, span, turn and rewards, or the reason."""
+    same, where = "SELECT RunId, Mode, GroupSize, SpanId", f"WHERE RolloutId = '{rollout}'"
+    kept = rows(store, f"{same}, toString(Turn), Rewards.Value FROM otel.transitions {where} ORDER BY Turn")
+    return kept + rows(store, f"{same}, Reason, [] FROM otel.drops {where} ORDER BY SpanId")
+
+
+def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="self")
+    trace, mute = spans.trace("self"), spans.trace("mute")
+    agent = spans.span("agent", "", kind="AGENT", trace="self")
+    spans.evaluation(agent, 0.5)
+    calls = [linked_call(spans, agent, trace="self")[1] for _ in range(2)]
+    alone = spans.call("", trace="mute")
+    post(store, foreign(spans).otlp())
+    build_once(settings_of(store, "self"))
+    assert of_rollout(store, trace) + of_rollout(store, mute) == []
+
+    builder = Builder(settings_of(store, "self", quiet_seconds=0))
+    builder.look()
+    kept = [("", "production", 0, calls[0], "0", []), ("", "production", 0, calls[1], "1", [0.5])]
+    assert of_rollout(store, trace) == kept
+    assert of_rollout(store, mute) == [("", "production", 0, alone, "no_reward", [])]
+    builder.look()
+    build_once(settings_of(store, "self", quiet_seconds=0))
+    assert of_rollout(store, trace) == kept
+
+
+def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited_for(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="chat")
+    said: dict[str, Any] = {"Attributes": {"session.id": "chat-session"}}
+    first = spans.span("agent", "", kind="AGENT", trace="chat one", **said)
+    one = spans.call(first, trace="chat one")
+    second = spans.span("agent", "", kind="AGENT", trace="chat two", **said)
+    spans.evaluation(second, 1.0)
+    two = spans.call(second, trace="chat two")
+    foreign(spans)
+    builder = Builder(settings_of(store, "chat", quiet_seconds=0))
+    post(store, spans.otlp(two))
+    builder.look()
+    assert of_rollout(store, spans.trace("chat two")) == []
+    post(store, spans.otlp())
+    wait_until(lambda: builder.look().transitions > 0, 20, "the session's build", poll_seconds=0.02)
+    assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
+
+
+def test_a_call_that_comes_after_its_rollout_was_built_drops_at_the_next_look(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="straggler")
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    counted, late = spans.call(root), spans.call(root)
+    builder = Builder(settings_of(store, "straggler"))
+    post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != late)))  # type: ignore[misc]
+    built_until(builder, store, "straggler")
+    kept = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, [1.0])]
+    assert outcome(store, "straggler") == (kept, [])
+
+    post(store, spans.otlp(late))
+    builder.look()
+    dropped = [("r", 0, late, "incomplete", "arrived after its rollout was built")]
+    assert outcome(store, "straggler") == (kept, dropped)
+    assert rows(store, "SELECT GroupId, GroupSize, TaskId FROM otel.drops WHERE RunId = 'straggler'") == [("g", 2, "t")]
+    builder.look()
+    build_once(settings_of(store, "straggler"))
+    assert outcome(store, "straggler") == (kept, dropped)
+    assert rows(store, "SELECT count() FROM otel.drops WHERE RunId = 'straggler'") == [(1,)]
 
 
 _FOLLOW = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -88,6 +89,14 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         ({"TokenizerHash": "other"}, ("other_tokenizer", "other")),
         ({"VersionEnd": 4}, ("mixed_versions", "from 3 to 4")),
         ({"VersionStart": None, "VersionEnd": None}, ("unknown_version", "")),
+        ({"TopP": 0.9}, ("other_distribution", "sampled with TopP")),
+        ({"TopK": 5}, ("other_distribution", "sampled with TopK")),
+        ({"MinP": 0.1}, ("other_distribution", "sampled with MinP")),
+        ({"PresencePenalty": -0.5}, ("other_distribution", "sampled with PresencePenalty")),
+        ({"FrequencyPenalty": 0.5}, ("other_distribution", "sampled with FrequencyPenalty")),
+        ({"RepetitionPenalty": 1.1}, ("other_distribution", "sampled with RepetitionPenalty")),
+        ({"Constrained": True, "TopP": 0.5}, ("other_distribution", "sampled with TopP, masked tokens")),
+        ({"Temperature": None}, ("other_distribution", "sampled with an unknown temperature")),
         ({"Policy": "judge"}, ("not_selected", "policy judge")),
         ({"Policy": "", "Model": "judge", "HttpStatus": 500}, ("not_selected", "policy judge")),
     ],
@@ -102,10 +111,43 @@ def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple
     turn = (
         1
         if expected[0]
-        in {"redacted", "no_token_ids", "empty_response", "no_logprobs"} | {"other_tokenizer", "mixed_versions", "unknown_version"}
+        in {"redacted", "no_token_ids", "empty_response", "no_logprobs"}
+        | {"other_tokenizer", "mixed_versions", "unknown_version", "other_distribution"}
         else 0
     )
     assert kept(built) == [(good, 0, turn, "agent", [1.0])]
+
+
+@pytest.mark.parametrize(
+    "facts", [{"TopK": -1}, dict.fromkeys(("TopP", "TopK", "MinP", "PresencePenalty", "FrequencyPenalty", "RepetitionPenalty"))]
+)
+def test_parameters_that_reshape_nothing_drop_nothing(facts: dict[str, Any]) -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root(calls=1))
+    call = linked_call(spans, root, **facts)
+    built = build(spans.frames(), SPEC)
+    assert (kept(built), reasons(built)) == ([(call, 0, 0, "agent", [1.0])], {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "dropped"),
+    [
+        ({"top_p": 0.9}, "sampled with TopP"),
+        ({"response_format": {"type": "json_object"}}, "sampled with masked tokens"),
+        ({"tool_choice": "required"}, "sampled with masked tokens"),
+        ({"top_p": 1, "tool_choice": "auto", "response_format": {"type": "text"}}, ""),
+    ],
+)
+def test_the_plain_roads_request_says_what_reshaped_its_answer(asked: dict[str, Any], dropped: str) -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root())
+    call = spans.client(root, Attributes={"llm.invocation_parameters": json.dumps(asked)})
+    spans.answer(call)
+    built = build(spans.frames(), SPEC)
+    if dropped:
+        assert (kept(built), reasons(built)) == ([], {call: ("other_distribution", dropped)})
+    else:
+        assert (kept(built), reasons(built)) == ([(call, 0, 0, "agent", [1.0])], {})
 
 
 def test_a_redacted_call_that_kept_its_ids_is_trained() -> None:

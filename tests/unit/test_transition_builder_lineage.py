@@ -97,6 +97,37 @@ def test_of_two_workers_the_one_whose_call_was_taken_first_goes_first() -> None:
     assert order_of(spans) == [*b, *a]
 
 
+def test_raw_calls_stand_among_instrumented_ones_where_the_gateway_took_them() -> None:
+    spans = fakes.SpanFactory(clocks={"gateway": -1000})
+    root = ended(spans)
+    agent = spans.span("agent", root)
+    calls = [spans.call(parent) for parent in (spans.span("POST", agent), root, spans.span("POST", agent), root)]
+    assert order_of(spans) == calls
+
+
+def test_a_raw_call_beside_a_worker_leaves_the_workers_count_alone_elsewhere() -> None:
+    """Only what branches off where the raw call does is in the gateway's order: one order for all, no cycle."""
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    first, second, spawn = (spans.span(name, root) for name in ("POST", "POST", "spawn"))
+    worker = spans.span("POST", spawn, process="worker")
+    late = spans.call(second)
+    raw = spans.call(spawn)
+    inner = spans.call(worker)
+    early = spans.call(first)
+    assert order_of(spans) == [early, late, raw, inner]
+
+
+def test_counts_of_two_gateways_are_not_compared() -> None:
+    spans = fakes.SpanFactory()
+    root = ended(spans)
+    posts = [spans.span("POST", root) for _ in range(2)]
+    late = spans.call(posts[1])
+    raw = spans.call(root, process="other gateway")
+    early = spans.call(posts[0])
+    assert order_of(spans) == [early, late, raw]
+
+
 def test_spans_without_our_processors_are_ordered_by_their_services_clock() -> None:
     spans = fakes.SpanFactory(clocks={"gateway": -1000})
     root = ended(spans)

@@ -1,0 +1,105 @@
+"""Calls without a final root: whose they are, and how long they are waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import pytest
+
+import fakes
+from spangrad.settings import BuilderSettings
+from transition_builder.frames import ACTIVITY, BUILT, LOOSE, OWNERS, ROOTS, TRACES
+from transition_builder.unclaimed import judge, late, rollouts_of
+
+SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
+TIME = fakes.SpanFactory.time
+
+
+def call(**facts: Any) -> pl.DataFrame:
+    """A call of a runner's rollout that arrived at second 0."""
+    named = {"RunId": "run", "Mode": "train", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": 0, "TraceId": "t"}
+    return pl.DataFrame([named | {"CallId": "c", "IngestedAt": TIME(0)} | facts], schema=dict(LOOSE))
+
+
+def owner(**facts: Any) -> pl.DataFrame:
+    """What the spans of the call's trace say of all of it."""
+    nothing = {"RunId": "", "Mode": "", "RolloutId": "", "SessionId": "", "ConversationId": "", "Attempt": 0}
+    return pl.DataFrame([{"TraceId": "t"} | nothing | facts], schema=dict(OWNERS))
+
+
+def active(*rows: dict[str, Any]) -> pl.DataFrame:
+    named = {"RunId": "run", "Mode": "train", "RolloutId": "r", "LastArrival": TIME(0)}
+    return pl.DataFrame([named | row for row in rows], schema=dict(ACTIVITY))
+
+
+FOREIGN = {"RunId": "", "Mode": "", "RolloutKey": "t", "RolloutKeySource": "trace"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "owned", "rollout"),
+    [
+        ({"Attempt": 1}, {"RolloutId": "other", "RunId": "x"}, ("run", "train", "r", 1, True)),
+        ({"RunId": "", "Mode": ""}, {"RunId": "run", "Mode": "probe"}, ("run", "probe", "r", 0, True)),
+        ({"RunId": "", "Mode": ""}, {}, ("", "", "r", 0, False)),
+        (FOREIGN, {"RolloutId": "r", "RunId": "run", "Mode": "train", "Attempt": 2}, ("run", "train", "r", 2, True)),
+        (FOREIGN, {"SessionId": "s", "ConversationId": "k"}, ("", "", "s", 0, False)),
+        (FOREIGN, {"ConversationId": "k"}, ("", "", "k", 0, False)),
+        (FOREIGN, {"RunId": "run", "Mode": "train", "Attempt": 3}, ("run", "train", "t", 0, False)),
+    ],
+)
+def test_a_call_is_its_own_witness_then_its_trace_is(
+    facts: dict[str, Any], owned: dict[str, Any], rollout: tuple[str, str, str, int, bool]
+) -> None:
+    found = rollouts_of(call(**facts), owner(**owned), active())
+    assert found.select("RunId", "Mode", "RolloutId", "Attempt", "Announced").rows() == [rollout]
+
+
+@pytest.mark.parametrize(("runs", "expected"), [(["x"], ("x", True)), (["x", "y"], ("", False)), ([], ("", False))])
+def test_a_run_that_nobody_names_is_the_rollouts_only_one(runs: list[str], expected: tuple[str, bool]) -> None:
+    known = active(*({"RunId": run} for run in ["", *runs]))
+    found = rollouts_of(call(RunId="", Mode=""), owner(), known)
+    assert found.select("RunId", "Announced").rows() == [expected]
+
+
+def verdict(
+    at: float, facts: dict[str, Any] | None = None, *, torn: bool = False, spans: float = 0, rollout: float = 0, root: bool | None = None
+) -> list[tuple[Any, ...]]:
+    """What becomes of one call: `spans` and `rollout` say when the newest span of its trace and of its rollout came."""
+    known = active({"RolloutId": (facts or {}).get("RolloutKey", "r"), "LastArrival": TIME(rollout)})
+    traces = pl.DataFrame([{"TraceId": "t", "LastArrival": TIME(spans), "Torn": torn}], schema=dict(TRACES))
+    said = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
+    roots = pl.DataFrame([] if root is None else [said], schema=dict(ROOTS))
+    calls = rollouts_of(call(**facts or {}), owner(), known.clear())
+    return judge(calls, roots, known, traces, TIME(at), SPEC).select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
+
+
+def test_a_runners_rollout_is_incomplete_after_the_long_silence() -> None:
+    without = [("run", "train", "r", "", "incomplete", "no final root arrived")]
+    assert (verdict(599.9), verdict(600)) == ([], without)
+    assert (verdict(650, spans=100), verdict(700, spans=100)) == ([], without)
+    assert (verdict(650, rollout=100), verdict(700, rollout=100)) == ([], without)
+    assert verdict(600, root=False) == [("run", "train", "r", "g", "incomplete", "no final root arrived")]
+    assert verdict(1e6, root=True) == []
+
+
+def test_a_trace_without_a_runner_is_complete_after_the_short_one() -> None:
+    whole = [("", "production", "t", "", "complete", "")]
+    assert (verdict(29.9, FOREIGN), verdict(30, FOREIGN)) == ([], whole)
+    assert (verdict(30, FOREIGN, spans=10), verdict(40, FOREIGN, spans=10)) == ([], whole)
+
+
+def test_a_trace_with_an_open_span_is_waited_for() -> None:
+    assert (verdict(599.9, FOREIGN, torn=True), len(verdict(600, FOREIGN, torn=True))) == ([], 1)
+
+
+def test_a_late_call_takes_its_group_from_what_was_built() -> None:
+    built = pl.DataFrame(
+        [{"RunId": "run", "Mode": "train", "RolloutId": "r", "Attempt": 1, "GroupId": "g", "GroupSize": 4, "TaskId": "task"}],
+        schema=dict(BUILT),
+    )
+    found = late(rollouts_of(call(), owner(), active()), built)
+    assert found.select("RunId", "Mode", "RolloutId", "Attempt", "GroupId", "GroupSize", "TaskId", "Verdict", "Detail").rows() == [
+        ("run", "train", "r", 1, "g", 4, "task", "incomplete", "arrived after its rollout was built")
+    ]
+    assert late(rollouts_of(call(RunId="another"), owner(), active()), built).height == 0
