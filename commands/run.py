@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +59,10 @@ def run(
         if agent
         else CommandAgent(command, evaluator=evaluator, directory=directory, instrument=instrument)
     )
-    outcomes = asyncio.run(_run(settings, spec, read_tasks(tasks), mode))
+    try:
+        outcomes = asyncio.run(_run(settings, spec, read_tasks(tasks), mode))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
     _show(outcomes)
 
 
@@ -66,6 +71,10 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], mode:
 
     from runner.runner import Runner
 
+    task = asyncio.current_task()
+    assert task is not None
+    # As asyncio does on SIGINT: root spans are ended and sent, and agents' processes end.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Runner(settings, spec) as runner:
         with Progress() as progress:
             bar = progress.add_task("rollouts", total=len(tasks) * settings.runner.group_size)
@@ -83,7 +92,7 @@ def read_tasks(path: Path) -> list[Task]:
     if not path.is_file():
         raise AgentError(f"--tasks {path} is no file. Give JSON lines, each {{'task_id': ..., 'input': ...}}.")
     tasks: list[Task] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text().split("\n"), 1):  # splitlines() would cut JSON at U+2028
         if not line.strip():
             continue
         try:
@@ -105,5 +114,11 @@ def _show(outcomes: Sequence[Outcome]) -> None:
         own = [outcome for outcome in outcomes if outcome.task_id == task_id]
         returns = [sum(outcome.reward.values()) for outcome in own if outcome.reward]
         mean = f"{sum(returns) / len(returns):+.3f}" if returns else "-"
-        table.add_row(task_id, str(len(own)), mean, str(len(own) - len(returns)), str(sum(outcome.calls or 0 for outcome in own)))
+        table.add_row(
+            task_id,
+            str(len(own)),
+            mean,
+            str(sum(outcome.failure is not None for outcome in own)),
+            str(sum(outcome.calls or 0 for outcome in own)),
+        )
     Console().print(table)

@@ -18,7 +18,9 @@ class CallableAgent:
     agent: str
     """`module:function`, called with a task's input (and `endpoint=`, when it has a parameter of that name)."""
     evaluator: str | None = None
-    """`module:function`, called with (input, output), whose value is the reward. None: the agent's own value is."""
+    """`module:function`, called with (input, output), whose value is the reward. None: the agent's own value is.
+
+    It may be None where the agent calls `span_processors.reward.reward` instead."""
     directory: Path = Path()
     """Where the modules are looked for first."""
     python: Path = Path(sys.executable)
@@ -45,7 +47,9 @@ class CommandAgent:
     command: tuple[str, ...]
     """The program and its arguments."""
     evaluator: str | None = None
-    """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers."""
+    """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
+
+    The line is needed even where the program rewards itself on its own spans."""
     directory: Path = Path()
     """The program's working directory, and where the evaluator's module is looked for first."""
     instrument: bool = False

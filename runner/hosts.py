@@ -26,6 +26,10 @@ from spangrad.types import AttemptFailure
 _START_SECONDS = 120.0
 _CANCEL_SECONDS = 5.0
 """How long a host may take to cancel an attempt before it counts as hung."""
+_FLUSH_SECONDS = 30.0
+"""How long a host may take to send the spans of an attempt that ended in time, when the store did not take them at once."""
+_DRAIN_SECONDS = 1.0
+"""How long a dead host's answers are read: a process that it left behind may hold their pipe open for ever."""
 _END_SECONDS = 12.0
 """How long a host may take to end: its spans may wait 10 s for the store."""
 _TAIL_BYTES = 2000
@@ -52,7 +56,7 @@ class Answer:
     """How an attempt ended: with rewards, or with a failure."""
 
     rewards: Mapping[str, float] | float | None
-    """None exactly when it failed."""
+    """None exactly when it failed; empty when the agent has rewarded itself on its own spans."""
     failure: AttemptFailure | None
     """None when it succeeded."""
     detail: str = ""
@@ -62,10 +66,18 @@ class Answer:
 class AgentHost:
     """One process, and the jobs that it has not answered yet."""
 
-    def __init__(self, process: asyncio.subprocess.Process, jobs: asyncio.WriteTransport, answers: asyncio.StreamReader, log: _Log) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        jobs: asyncio.WriteTransport,
+        answers: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+        log: _Log,
+    ) -> None:
         self._process = process
         self._jobs = jobs
         self._answers = answers
+        self._pipe = pipe
         self._log = log
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._life = asyncio.create_task(self._live())
@@ -104,9 +116,9 @@ class AgentHost:
             os.close(answers_in)
         loop = asyncio.get_running_loop()
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, log)
+        host = cls(process, jobs, answers, pipe, log)
         loaded = host._expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -130,8 +142,10 @@ class AgentHost:
         reading = asyncio.create_task(self._read())
         code = await self._process.wait()
         self.retired = True
-        _kill_group(self._process.pid)  # nobody is left who could hold the pipe open
-        await reading
+        _kill_group(self._process.pid)
+        await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
+        reading.cancel()
+        self._pipe.close()
         self._jobs.close()
         detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
         for answered in self._waiting.values():
@@ -140,7 +154,8 @@ class AgentHost:
         self._waiting.clear()
 
     async def _read(self) -> None:
-        while line := await self._answers.readline():
+        # Half a line is what the host was writing when it died.
+        while (line := await self._answers.readline()).endswith(b"\n"):
             message = json.loads(line)
             answered = self._waiting.pop(message.get("id", _LOADED), None)
             if answered is not None and not answered.done():
@@ -159,20 +174,36 @@ class AgentHost:
             self._send(asdict(job))
             done, _ = await asyncio.wait([answered], timeout=timeout_seconds)
             if done:
-                message = answered.result()
-                failure = message["failure"]
-                return Answer(message["reward"], AttemptFailure(failure) if failure else None, message["detail"])
+                return await self._read_answer(job.id, answered.result())
             self._send({"cancel": job.id})
             done, _ = await asyncio.wait([answered], timeout=_CANCEL_SECONDS)
             if not done or answered.result().get("stuck"):
                 _logger.warning("an attempt hangs: its process gets no more of them, and is replaced")
                 self.retired = True
+            if done and answered.result()["failure"] != AttemptFailure.TIMEOUT:
+                return await self._read_answer(job.id, answered.result())  # it was in time; its spans were not
             return Answer(None, AttemptFailure.TIMEOUT, f"not done after {timeout_seconds:g} s")
         except asyncio.CancelledError:
             self._send({"cancel": job.id})
             raise
         finally:
             self._waiting.pop(job.id, None)
+
+    async def _read_answer(self, id: str, message: Mapping[str, Any]) -> Answer:
+        """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
+        if message["failure"]:
+            return Answer(None, AttemptFailure(message["failure"]), message["detail"])
+        if not message["flushed"] and not await self._flush(id):
+            return Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
+        return Answer(message["reward"], None, message["detail"])
+
+    async def _flush(self, id: str) -> bool:
+        if self._life.done():
+            return False
+        answered = self._expect(id)
+        self._send({"flush": id})
+        done, _ = await asyncio.wait([answered], timeout=_FLUSH_SECONDS)
+        return bool(done) and bool(answered.result().get("flushed"))
 
     def _send(self, message: Mapping[str, object]) -> None:
         if not self._jobs.is_closing():

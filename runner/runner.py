@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
@@ -49,7 +50,7 @@ class Outcome:
     """Its last attempt."""
     task_id: str
     reward: Mapping[str, float] | None
-    """Final rewards by name. None exactly when it failed."""
+    """Final rewards by name. None exactly when it failed; empty when the agent has rewarded itself: its spans then hold the rewards."""
     failure: AttemptFailure | None
     """Why its last attempt failed. None when it succeeded."""
     detail: str
@@ -167,21 +168,22 @@ class Runner:
         for number in itertools.count():
             attempt = replace(rollout, key=replace(rollout.key, attempt=number))
             final = number + 1 >= self._settings.runner.max_attempts
-            async with self._pool.slot() as host:
-                started = started or time.monotonic()
-                span = self._open(attempt)
-                try:
+            span: Span | None = None
+            try:
+                async with self._pool.slot() as host:
+                    started = started or time.monotonic()
+                    span = self._open(attempt)
                     carrier = carrier_of(_attempt_context(attempt, span))
                     if self._gateway is not None:
                         await self._gateway.announce(attempt.key, attempt.mode, carrier["traceparent"])
                     answer = await host.run(self._job(attempt, carrier), self._settings.runner.timeout_seconds)
-                except BaseException:
-                    _close(span, Answer(None, AttemptFailure.CANCELLED, "the runner was stopped"), None, final=True)
-                    raise
-            try:
                 calls = await self._gateway.calls(attempt.key) if self._gateway is not None else None
             except BaseException:
-                _close(span, Answer(None, AttemptFailure.CANCELLED, "the runner was stopped"), None, final=True)
+                stopped = Answer(None, AttemptFailure.CANCELLED, "the runner was stopped")
+                if span is not None:
+                    _close(span, stopped, None, final=True)
+                elif number:  # the attempt before it was not the last one, so somebody must say that no other comes
+                    _close(self._open(attempt), stopped, 0, final=True)
                 raise
             if self._gateway is not None and calls is None and answer.failure is None:
                 answer = Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
@@ -239,7 +241,7 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
     found.setdefault("OTEL_SERVICE_NAME", service)
     found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
-        found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{settings.store.token.get_secret_value()}"
+        found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
     if use_gateway:
         found["OPENAI_BASE_URL"] = settings.gateway.url.rstrip("/") + "/v1"
         # The openai client refuses to start without a key, even where none is asked for.

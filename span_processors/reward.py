@@ -1,6 +1,6 @@
 """A reward, said by the agent itself: the one thing that an agent may import from here, if it likes.
 
-In: a number. Out: an event `gen_ai.evaluation.result` on the current span.
+In: a number. Out: an event `gen_ai.evaluation.result` on the current span, and word of it to the process's agent host, if it has one.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import math
 
 from opentelemetry import trace
 
+from spangrad.attempt import note_reward
 from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE, REWARD_NAME
 
 
 def reward(value: float, name: str = REWARD_NAME) -> None:
     """Reward what the agent just did, on its current span, or on a short span of its own when none is being recorded.
+
+    An agent that is a Python callable, and has no evaluator, may then return None. A program's last line must still be its reward.
 
     Args:
         value: a finite number.
@@ -30,6 +33,9 @@ def reward(value: float, name: str = REWARD_NAME) -> None:
     span = trace.get_current_span()
     if span.is_recording():
         span.add_event(EVALUATION_EVENT, attributes)
+        note_reward()
     else:
         with trace.get_tracer(__name__).start_as_current_span("reward") as own:
             own.add_event(EVALUATION_EVENT, attributes)
+            if own.is_recording():
+                note_reward()

@@ -1,7 +1,8 @@
 """Runs an agent that is a whole program: one process an attempt, told everything by its environment and its input.
 
 In: a task's input, as JSON on the program's standard input. Out: the last line of its standard output, parsed as JSON where it is
-JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left.
+JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left; nor when its host is
+asked to end, because the runner has died.
 
 The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment, beside what the agent
 host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and all of its output, go to the log.
@@ -25,11 +26,20 @@ from spangrad.propagation import carrier_of
 
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
+"""Longest last line that is read."""
 _GRACE_SECONDS = 1.0
+
+_groups: set[int] = set()
+"""Process groups of the attempts that run, by leader."""
+os.register_at_fork(after_in_child=_groups.clear)
 
 
 class ExitCode(Exception):  # noqa: N818  # it is what happened, not an error of ours
     """The program ended with a code other than 0 (below 0: of that signal)."""
+
+
+class InvalidOutput(Exception):  # noqa: N818  # it is what happened, not an error of ours
+    """The program's last line cannot be read."""
 
 
 class CommandAgent:
@@ -54,6 +64,7 @@ class CommandAgent:
 
         Raises:
             ExitCode: the program failed.
+            InvalidOutput: its last line is too long.
         """
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
@@ -68,6 +79,7 @@ class CommandAgent:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
+            _groups.add(process.pid)
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
@@ -75,11 +87,18 @@ class CommandAgent:
                 raise
             finally:
                 _kill_group(process.pid)
-            tail = _tail(stdout)
+                _groups.discard(process.pid)
+            tail, whole = _tail(stdout)
         os.write(2, tail)
         if code:
             raise ExitCode(f"exit code {code}")
-        return _last_line(tail)
+        return _last_line(tail, whole=whole)
+
+
+def kill_groups() -> None:
+    """End the programs of all attempts that run, at once; a signal handler may call it."""
+    for leader in list(_groups):
+        _kill_group(leader)
 
 
 def _environment(endpoint: str | None) -> dict[str, str]:
@@ -105,20 +124,23 @@ def _kill_group(leader: int) -> None:
         pass  # nothing is left of it
 
 
-def _tail(stdout: IO[bytes]) -> bytes:
+def _tail(stdout: IO[bytes]) -> tuple[bytes, bool]:
+    """The end of what was printed, and whether it is all of it."""
     size = stdout.seek(0, os.SEEK_END)
     stdout.seek(max(0, size - _TAIL_BYTES))
-    return stdout.read()
+    return stdout.read(), size <= _TAIL_BYTES
 
 
-def _last_line(tail: bytes) -> object:
-    lines = tail.decode(errors="replace").strip().splitlines()
-    if not lines:
-        return None
+def _last_line(tail: bytes, *, whole: bool) -> object:
+    # Of bytes, because a text's whitespace and line ends include U+2028 and U+0085, which JSON may hold as they are.
+    _, newline, line = tail.strip().rpartition(b"\n")
+    if not (whole or newline):
+        raise InvalidOutput(f"the last line of output is longer than {_TAIL_BYTES} bytes")
+    text = line.decode(errors="replace")
     try:
-        return json.loads(lines[-1])
+        return json.loads(text)
     except ValueError:
-        return lines[-1]
+        return text or None
 
 
 def _program(command: Sequence[str], directory: Path) -> Path:

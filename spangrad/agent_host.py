@@ -1,13 +1,16 @@
 """`python -m spangrad.agent_host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
 
 In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint"}` starts an attempt, `{"cancel": id}`
-ends one early; the end of the pipe ends the host. Out, on what was standard output, a JSON object a line: first `{"ready": true}` or
-`{"error": sentence}`, then for each attempt, in the order of their ends, `{"id", "reward", "failure", "detail", "stuck"}`.
-Invariant: each attempt is answered once, after its spans were sent; nothing that the agent prints gets between the answers.
+ends one early, `{"flush": id}` sends what spans are left; the end of the pipe ends the host. Out, on what was standard output, a JSON
+object a line: first `{"ready": true}` or `{"error": sentence}`, then for each attempt, in the order of their ends,
+`{"id", "reward", "failure", "detail", "stuck", "flushed"}`, and for each flush `{"id", "flushed"}`.
+Invariant: each attempt is answered once, after its spans were sent, or with `flushed` false; nothing that the agent prints gets
+between the answers.
 
 An agent is a callable `agent(input)` or, by that parameter's name, `agent(input, endpoint)`, an evaluator `evaluator(input, output)`;
 either may be async. The evaluator's value is the reward, without one the agent's own: a finite number, or a mapping of names to finite
-numbers; None is no reward. `stuck` says that a thread of a cancelled attempt still runs, so that this process is better replaced.
+numbers; None is no reward, unless there is no evaluator and the agent has called `span_processors.reward.reward`. `stuck` says that a
+thread of a cancelled attempt still runs, so that this process is better replaced.
 
 The agent's modules may have any names, ours included: only `spangrad` and `span_processors` are imported here.
 """
@@ -24,19 +27,22 @@ import json
 import math
 import numbers
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from opentelemetry import context, trace
 from opentelemetry.instrumentation.auto_instrumentation import initialize
 from opentelemetry.sdk.trace import TracerProvider
 
-from spangrad.agent_command import CommandAgent, ExitCode
+from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
+from spangrad.attempt import AttemptNote, with_note
 from spangrad.errors import AgentError
 from spangrad.propagation import context_from
 from spangrad.types import AttemptFailure
@@ -54,13 +60,15 @@ class Answer:
 
     id: str
     reward: Mapping[str, float] | float | None
-    """None exactly when it failed."""
+    """None exactly when it failed; empty when the agent has rewarded itself."""
     failure: AttemptFailure | None
     """None when it succeeded."""
     detail: str = ""
     """What happened, for people."""
     stuck: bool = False
     """Whether a thread of it still runs."""
+    flushed: bool = False
+    """Whether its spans were sent."""
 
 
 def rewards_from(value: object) -> Mapping[str, float] | float | None:
@@ -96,27 +104,37 @@ class Host:
         self._evaluator = evaluator
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="agent")
         self._threads: set[Future[Any]] = set()
+        self._cancelled: set[str] = set()
         self._flusher = _Flusher()
 
-    async def serve(self, jobs: asyncio.StreamReader, answer: Callable[[Answer], None]) -> bool:
+    async def serve(self, jobs: asyncio.StreamReader, answer: Callable[[Mapping[str, object]], None]) -> bool:
         """Answer jobs until there will be no more, then end what still runs.
 
         Returns:
             whether all threads have ended, too.
         """
         running: dict[str, asyncio.Task[None]] = {}
+        flushes: set[asyncio.Task[None]] = set()
 
         async def attempt(job: Mapping[str, Any]) -> None:
             try:
-                answer(await self._attempt(job))
+                answer(asdict(await self._attempt(job)))
             finally:
                 running.pop(job["id"], None)
+                self._cancelled.discard(job["id"])
+
+        async def flush(name: str) -> None:
+            answer({"id": name, "flushed": await self._flusher.flush()})
 
         while line := await jobs.readline():
             message: dict[str, Any] = json.loads(line)
             if "cancel" in message:
                 if (task := running.get(message["cancel"])) is not None:
+                    self._cancelled.add(message["cancel"])
                     task.cancel()
+            elif "flush" in message:
+                flushes.add(task := asyncio.create_task(flush(message["flush"])))
+                task.add_done_callback(flushes.discard)
             else:
                 running[message["id"]] = asyncio.create_task(attempt(message))
         left = list(running.values())
@@ -128,19 +146,29 @@ class Host:
 
     async def _attempt(self, job: Mapping[str, Any]) -> Answer:
         name: str = job["id"]
-        context.attach(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}))
+        note = AttemptNote()
+        context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
         try:
-            reward, failure, detail = await self._run(job["input"], job.get("endpoint"))
+            reward, failure, detail = await self._run(job["input"], job.get("endpoint"), note)
         except asyncio.CancelledError as cancelled:
             return Answer(name, None, AttemptFailure.TIMEOUT, "cancelled", stuck=isinstance(cancelled, _StuckError))
-        await self._flusher.flush()
-        return Answer(name, reward, failure, detail)
+        if name in self._cancelled:  # the agent has made something else of it
+            return Answer(name, None, AttemptFailure.TIMEOUT, "cancelled")
+        try:
+            flushed = await self._flusher.flush()
+        except asyncio.CancelledError:
+            flushed = False  # the agent was in time, whatever becomes of its spans
+        return Answer(name, reward, failure, detail, flushed=flushed)
 
-    async def _run(self, given: object, endpoint: str | None) -> tuple[Mapping[str, float] | float | None, AttemptFailure | None, str]:
+    async def _run(
+        self, given: object, endpoint: str | None, note: AttemptNote
+    ) -> tuple[Mapping[str, float] | float | None, AttemptFailure | None, str]:
         try:
             output = await self._call(self._agent, given, **({"endpoint": endpoint} if self._wants_endpoint else {}))
         except ExitCode as error:
             return None, AttemptFailure.EXIT_CODE, str(error)
+        except InvalidOutput as error:
+            return None, AttemptFailure.INVALID_OUTPUT, str(error)
         except (Exception, SystemExit) as error:  # whatever the agent raises is the attempt's end, not ours
             traceback.print_exc()
             return None, AttemptFailure.EXCEPTION, f"{type(error).__name__}: {error}"[:1000]
@@ -153,6 +181,8 @@ class Host:
             reward = rewards_from(value)
         except ValueError as error:
             return None, AttemptFailure.INVALID_OUTPUT, str(error)
+        if reward is None and self._evaluator is None and note.rewarded:
+            return {}, None, ""
         if reward is None:
             return None, AttemptFailure.NO_REWARD, f"{'the agent' if self._evaluator is None else 'the evaluator'} gave no reward"
         return reward, None, ""
@@ -181,19 +211,22 @@ class _Flusher:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._next: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[bool] | None = None
 
-    async def flush(self) -> None:
+    async def flush(self) -> bool:
+        """Send all spans that have ended; False when that takes too long."""
         if self._next is None:
             self._next = asyncio.create_task(self._flush())
-        await asyncio.shield(self._next)
+        return await asyncio.shield(self._next)
 
-    async def _flush(self) -> None:
+    async def _flush(self) -> bool:
         async with self._turn:
             self._next = None  # spans that end from here on need another flush
             provider = trace.get_tracer_provider()
-            if isinstance(provider, TracerProvider) and not await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):
-                print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
+            if not isinstance(provider, TracerProvider) or await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):
+                return True
+            print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
+            return False
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -240,7 +273,22 @@ def _write(answers: int, message: Mapping[str, object]) -> None:
 async def _serve(host: Host, jobs: int, answers: int) -> bool:
     reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(jobs, "rb"))
-    return await host.serve(reader, lambda answer: _write(answers, asdict(answer)))
+    return await host.serve(reader, lambda answer: _write(answers, answer))
+
+
+def _end_programs_on_sigterm() -> None:
+    """End the agent's programs before whatever else SIGTERM does here: their own parent's death reaches only their leaders."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def kill_and_die(number: int, frame: FrameType | None) -> None:
+        kill_groups()
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, kill_and_die)
 
 
 def main() -> None:
@@ -256,6 +304,8 @@ def main() -> None:
     jobs, answers = _private_pipes()
     initialize()
     sys.path.insert(0, str(args.path.resolve()))
+    if args.command:
+        _end_programs_on_sigterm()
     try:
         agent = (
             CommandAgent(json.loads(args.command), args.path.resolve(), instrument=args.instrument)

@@ -80,6 +80,8 @@ class AttemptFailure(StrEnum):
     """The evaluator raised."""
     UNCOUNTED = "uncounted"
     """The gateway was restarted meanwhile and cannot say how many calls it answered, so some may be missing."""
+    UNFLUSHED = "unflushed"
+    """Its spans could not be sent in time, so rewards on them may be missing."""
     CANCELLED = "cancelled"
     """The runner was stopped, or lost the gateway."""
 

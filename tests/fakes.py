@@ -175,6 +175,8 @@ class AttemptGateway(HttpServer):
         self.chat_headers: list[dict[str, str]] = []
         self.reply = reply
         self.ready = 200
+        self.forgotten: set[int] = set()
+        """Attempts, by number, whose calls it cannot count any more."""
         self.chatted = threading.Semaphore(0)
         self._lock = threading.Lock()
         super().__init__(port)
@@ -205,7 +207,7 @@ class AttemptGateway(HttpServer):
             if key is not None and method == "PUT":
                 self.announced[key] = body
                 return 200, {}
-            if key is not None and path.endswith("/calls") and key in self.announced:
+            if key is not None and path.endswith("/calls") and key in self.announced and key[1] not in self.forgotten:
                 return 200, {"calls": self.calls.get(key, 0)}
         return 404, {"error": path}
 

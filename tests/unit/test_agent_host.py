@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,15 @@ from pathlib import Path
 import pytest
 
 from fakes import OtlpSink
+from spangrad.agent_command import CommandAgent
 from spangrad.agent_host import rewards_from
+from spangrad.processes import wait_until
 from spangrad.semconv import ROLLOUT_ID
 
 AGENT = """
     import asyncio, os, sys, threading, time
     from opentelemetry import trace
+    from span_processors.reward import reward
     import runner, gateway.inner, trainer
 
     tracer = trace.get_tracer("agent")
@@ -48,6 +53,26 @@ AGENT = """
         if given == "broken":
             raise RuntimeError("cannot judge")
         return given if isinstance(given, dict) else None if given == "none" else len(output["endpoint"])
+
+    async def stubborn(given):
+        tracer.start_span("begun").end()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return 1.0
+
+    async def rewards_itself(given):
+        if given is not None:
+            reward(given)
+
+    def rewards_itself_in_a_thread(given):
+        if given is not None:
+            thread = threading.Thread(target=reward, args=[given])
+            thread.start()
+            thread.join()
+
+    def undecided(given, output):
+        return None
 
     def where(given):
         return {"runner": float(runner.MINE), "gateway": float(gateway.inner.MINE), "trainer": float(trainer.MINE)}
@@ -78,12 +103,15 @@ def hosted(directory: Path, endpoint: str, *arguments: str, code: int = 0) -> It
     command = [sys.executable, "-P", "-m", "spangrad.agent_host", "--path", str(directory), "--concurrency", "4", *arguments]
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
+    watchdog = threading.Timer(60, process.kill)  # ends a wait for an answer that does not come
+    watchdog.start()
     try:
         yield Hosted(process)
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(10) == code
     finally:
+        watchdog.cancel()
         process.kill()
         process.wait()
 
@@ -94,8 +122,10 @@ def job(name: str, given: object, endpoint: str | None = None) -> dict[str, obje
     return {"id": name, "input": given, "endpoint": endpoint, **carried}
 
 
-def answered(name: str, reward: object = None, failure: str | None = None, detail: str = "", *, stuck: bool = False) -> dict[str, object]:
-    return {"id": name, "reward": reward, "failure": failure, "detail": detail, "stuck": stuck}
+def answered(
+    name: str, reward: object = None, failure: str | None = None, detail: str = "", *, stuck: bool = False, flushed: bool = True
+) -> dict[str, object]:
+    return {"id": name, "reward": reward, "failure": failure, "detail": detail, "stuck": stuck, "flushed": flushed}
 
 
 def test_async_attempts_side_by_side(tmp_path: Path) -> None:
@@ -108,7 +138,7 @@ def test_async_attempts_side_by_side(tmp_path: Path) -> None:
             (b"b".hex().rjust(32, "0"), "b")
         }
         host.send({"cancel": "a"}, {"cancel": "unknown"})
-        assert host.answer() == answered("a", failure="timeout", detail="cancelled")
+        assert host.answer() == answered("a", failure="timeout", detail="cancelled", flushed=False)
         host.send(job("c", {"x": 1, "y": -2.5}), {**job("d", None)})
         assert [host.answer(), host.answer()] == [
             answered("c", {"x": 1.0, "y": -2.5}),
@@ -137,7 +167,92 @@ def test_attempts_in_threads_with_an_evaluator(tmp_path: Path) -> None:
         host.send(job("g", "hang"))
         sink.wait_for(lambda: len([span for span in sink.spans if span.name == "sync"]) == 7)
         host.send({"cancel": "g"})
-        assert host.answer() == answered("g", failure="timeout", detail="cancelled", stuck=True)
+        assert host.answer() == answered("g", failure="timeout", detail="cancelled", stuck=True, flushed=False)
+
+
+def test_an_attempt_that_ended_in_time_stands_while_the_store_is_away(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:agent") as host:
+        assert host.answer() == {"ready": True}
+        sink.refusals = [(503, {})] * 1000
+        host.send(job("a", 0.5))
+        sink.wait_for(lambda: bool(sink.requests))
+        host.send({"cancel": "a"})
+        assert host.answer() == answered("a", 0.5, flushed=False)
+        assert sink.named("async") == []
+        sink.refusals = []
+        host.send({"flush": "a"})
+        assert host.answer() == {"id": "a", "flushed": True}
+        assert [span.attributes[ROLLOUT_ID] for span in sink.named("async")] == ["a"]
+
+
+def test_an_agent_that_ignores_its_end_is_late_all_the_same(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:stubborn") as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", None))
+        sink.wait_for(lambda: bool(sink.named("begun")))
+        host.send({"cancel": "a"})
+        assert host.answer() == answered("a", failure="timeout", detail="cancelled", flushed=False)
+
+
+@pytest.mark.parametrize("agent", ["rewards_itself", "rewards_itself_in_a_thread"])
+def test_an_agent_may_reward_itself_and_return_nothing(tmp_path: Path, agent: str) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", f"mine:{agent}") as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", 0.5))
+        assert host.answer() == answered("a", {})
+        event = ("gen_ai.evaluation.result", {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": 0.5})
+        assert [span.events for span in sink.spans] == [(event,)]
+        host.send(job("b", None))
+        assert host.answer() == answered("b", None, "no_reward", "the agent gave no reward")
+
+
+def test_where_there_is_an_evaluator_it_has_the_last_word(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:rewards_itself", "--evaluator", "mine:undecided") as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", 0.5))
+        assert host.answer() == answered("a", None, "no_reward", "the evaluator gave no reward")
+
+
+def test_a_program_whose_last_line_is_too_long_is_said(tmp_path: Path) -> None:
+    program = json.dumps([sys.executable, "-c", "print('first'); print('1' * (2**20 + 1))"])
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", program) as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", None))
+        assert host.answer() == answered("a", None, "invalid_output", "the last line of output is longer than 1048576 bytes")
+
+
+@pytest.mark.parametrize(
+    ("printed", "output"),
+    [
+        ('words\n{"a": "one\u2028two\x85three"}\r\n', {"a": "one\u2028two\x85three"}),
+        ("one\u2028two\n", "one\u2028two"),
+        ("x" * 2**21 + "\n0.5\n\n", 0.5),
+        ("\n \n", None),
+    ],
+)
+async def test_the_last_line_of_output(tmp_path: Path, printed: str, output: object) -> None:
+    (tmp_path / "printed").write_bytes(printed.encode())
+    assert await CommandAgent(["cat", "printed"], tmp_path, instrument=False)(None, None) == output
+
+
+def test_a_host_that_is_asked_to_end_ends_its_programs_whole(tmp_path: Path) -> None:
+    program = json.dumps(["sh", "-c", "sleep 600 & echo $! > pid; wait"])
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", program, code=-signal.SIGTERM) as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", None))
+        pid = tmp_path / "pid"
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), 10, "the program")
+        host.process.terminate()
+        host.process.wait(10)
+        wait_until(lambda: _has_ended(int(pid.read_text())), 5, "the program's end")
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether it is gone, or only waits for somebody to collect it."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:

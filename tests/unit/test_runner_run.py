@@ -22,6 +22,7 @@ from spangrad import semconv
 from spangrad.errors import AgentError, GatewayError, StoreError
 from spangrad.processes import free_ports
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.telemetry import parse_headers
 from spangrad.types import AttemptFailure, Mode, Task
 
 AGENT = """
@@ -306,7 +307,7 @@ async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) ->
 
 def test_an_agents_environment() -> None:
     settings = Settings(
-        store=StoreSettings(otlp_endpoint="http://s:1", token="t"),  # pyright: ignore[reportArgumentType]
+        store=StoreSettings(otlp_endpoint="http://s:1", token="a+b/c==,%41"),  # pyright: ignore[reportArgumentType]
         gateway=GatewaySettings(url="http://g:2/", token="k"),  # pyright: ignore[reportArgumentType]
     )
     started = {"PATH": "/bin", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
@@ -314,13 +315,14 @@ def test_an_agents_environment() -> None:
         "PATH": "/bin",
         "OTEL_SERVICE_NAME": "mine",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
-        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20t",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20a%2Bb%2Fc%3D%3D%2C%2541",
     }
     assert agent_environment(started, settings, "mine", use_gateway=True) == {
         **store,
         "OPENAI_BASE_URL": "http://g:2/v1",
         "OPENAI_API_KEY": "k",
     }
+    assert parse_headers(store["OTEL_EXPORTER_OTLP_HEADERS"]) == {"authorization": "Bearer a+b/c==,%41"}
     assert agent_environment(started, settings, "mine", use_gateway=False) == {**store, "OPENAI_BASE_URL": "http://other"}
 
 

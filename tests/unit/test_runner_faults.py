@@ -1,0 +1,206 @@
+"""What becomes of root spans and processes when a run is stopped, the store or the gateway falters, or an agent leaves things behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from commands.run import read_tasks
+from fakes import AttemptGateway, OtlpSink
+from runner.agents import AgentSpec, CallableAgent
+from runner.runner import Runner
+from spangrad import semconv
+from spangrad.errors import AgentError
+from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.types import AttemptFailure, Mode, Task
+
+AGENT = """
+    import asyncio, os, pathlib, signal, time
+    from span_processors.reward import reward
+
+    async def agent(given):
+        if given == "raise":
+            raise RuntimeError("bad day")
+        if given == "hang":
+            await asyncio.sleep(60)
+        if given == "daemon":
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                time.sleep(60)
+                os._exit(0)
+            return child
+        if given == "vandal":
+            pathlib.Path(__file__).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if given == "self":
+            return reward(0.5)
+        return 1.0
+"""
+
+HOST = """#!{python}
+import json, sys
+
+def say(**message):
+    print(json.dumps(message), flush=True)
+
+ended = dict(reward=1.0, failure=None, detail="", stuck=False, flushed=False)
+say(ready=True)
+for line in sys.stdin:
+    message = json.loads(line)
+    if "input" in message:
+        given, name = message["input"], message["id"]
+        if given["answers"] == "half":
+            sys.stdout.write('{{"id": "')
+            sys.exit(3)
+        if given["answers"] == "at once":
+            say(id=name, **ended)
+    elif "cancel" in message and given["answers"] == "late":
+        say(id=name, **ended)
+    elif "flush" in message:
+        say(id=name, flushed=given["flushes"])
+"""
+
+
+class Stage:
+    """A runner with what is around it."""
+
+    def __init__(self, runner: Runner, sink: OtlpSink, gateway: AttemptGateway) -> None:
+        self.runner = runner
+        self.sink = sink
+        self.gateway = gateway
+
+    def roots(self) -> list[tuple[object, ...]]:
+        """Task, attempt, failure, whether it is the last, calls and number of rewards of each."""
+        keys = (semconv.TASK_ID, semconv.ROLLOUT_ATTEMPT, semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL, semconv.ROLLOUT_CALLS)
+        found = [(*(root.attributes.get(key) for key in keys), len(root.events)) for root in self.sink.named("rollout")]
+        return sorted(found, key=lambda root: root[:2])
+
+
+@asynccontextmanager
+async def stage(directory: Path, agent: AgentSpec, **settings: int | float) -> AsyncGenerator[Stage]:
+    (directory / "mine.py").write_text(textwrap.dedent(AGENT))
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        found = Settings(
+            store=StoreSettings(otlp_endpoint=sink.url),
+            gateway=GatewaySettings(url=gateway.url),
+            runner=RunnerSettings.model_validate({"run_id": "run", **settings}),
+        )
+        async with Runner(found, agent, logs=directory / "logs") as runner:
+            yield Stage(runner, sink, gateway)
+
+
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+
+
+def mine(directory: Path) -> CallableAgent:
+    return CallableAgent("mine:agent", directory=directory)
+
+
+async def test_a_rollout_that_is_stopped_between_attempts_is_ended(tmp_path: Path) -> None:
+    async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
+        run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
+        await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans) and len(on.gateway.announced) == 2)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert on.roots() == [
+            ("bad", 0, "exception", False, 0, 0),
+            ("bad", 1, "cancelled", True, 0, 0),
+            ("long", 0, "cancelled", True, None, 0),
+        ]
+
+
+async def test_a_rollout_whose_agent_cannot_be_loaded_again_is_ended(tmp_path: Path) -> None:
+    async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
+        with pytest.raises(AgentError, match="'mine:agent' cannot be loaded"):
+            await on.runner.run([Task("t", "vandal")], mode=Mode.TRAIN, group_size=1)
+        assert on.roots() == [("t", 0, "crash", False, 0, 0), ("t", 1, "cancelled", True, 0, 0)]
+
+
+async def test_a_gateway_that_has_forgotten_an_attempt_fails_it(tmp_path: Path) -> None:
+    async with stage(tmp_path, mine(tmp_path), max_attempts=2) as on:
+        on.gateway.forgotten = {0}
+        (outcome,) = await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
+        assert (outcome.reward, outcome.failure, outcome.key.attempt) == ({"reward": 1.0}, None, 1)
+        assert on.roots() == [("t", 0, "uncounted", False, None, 0), ("t", 1, None, True, 0, 1)]
+
+
+async def test_an_agent_that_rewards_itself_succeeds_without_a_reward_of_the_runners(tmp_path: Path) -> None:
+    async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+        (outcome,) = await on.runner.run([Task("t", "self")], mode=Mode.TRAIN, group_size=1)
+        assert (outcome.reward, outcome.failure) == ({}, None)
+        assert on.roots() == [("t", 0, None, True, 0, 0)]
+        assert [len(span.events) for span in on.sink.named("reward")] == [1]
+
+
+async def test_a_daemon_that_an_agent_leaves_behind_does_not_hold_the_end(tmp_path: Path) -> None:
+    async with asyncio.timeout(20):
+        async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+            (outcome,) = await on.runner.run([Task("t", "daemon")], mode=Mode.TRAIN, group_size=1)
+        assert outcome.reward is not None
+        os.kill(int(outcome.reward["reward"]), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("answers", "flushes", "reward", "failure"),
+    [
+        ("at once", True, {"reward": 1.0}, None),
+        ("at once", False, None, AttemptFailure.UNFLUSHED),
+        ("late", True, {"reward": 1.0}, None),
+        ("late", False, None, AttemptFailure.UNFLUSHED),
+        ("half", False, None, AttemptFailure.CRASH),
+    ],
+)
+async def test_a_host_that_cannot_send_or_dies_while_it_answers(
+    tmp_path: Path, answers: str, flushes: bool, reward: object, failure: AttemptFailure | None
+) -> None:
+    host = tmp_path / "host.py"
+    host.write_text(HOST.format(python=sys.executable))
+    host.chmod(0o755)
+    agent = CallableAgent("any:agent", python=host)
+    async with stage(tmp_path, agent, max_attempts=1, timeout_seconds=0.5 if answers == "late" else 10) as on:
+        (outcome,) = await on.runner.run([Task("t", {"answers": answers, "flushes": flushes})], mode=Mode.TRAIN, group_size=1)
+        assert (outcome.reward, outcome.failure) == (reward, failure)
+        assert on.roots() == [("t", 0, failure, True, 0, 0 if failure else 1)]
+
+
+def test_a_sigterm_ends_the_root_spans_of_a_run_and_sends_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"task_id": what, "input": what}) + "\n" for what in ("well", "hang")))
+    command = [sys.executable, "-m", "spangrad", "run", "--agent", "mine:agent", "--directory", ".", "--tasks", "tasks.jsonl"]
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        settings = ["--set", f"store.otlp_endpoint={sink.url}", "--set", f"gateway.url={gateway.url}", "--group-size", "1"]
+        run = subprocess.Popen([*command, *settings], cwd=tmp_path, stdout=subprocess.DEVNULL)
+        try:
+            sink.wait_for(lambda: bool(sink.named("rollout")), 30)
+            run.terminate()
+            assert run.wait(20) == 128 + signal.SIGTERM
+        finally:
+            run.kill()
+            run.wait()
+        keys = (semconv.TASK_ID, semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL)
+        assert [tuple(root.attributes.get(key) for key in keys) for root in sink.named("rollout")] == [
+            ("well", None, True),
+            ("hang", "cancelled", True),
+        ]
+
+
+def test_a_tasks_text_may_hold_any_line_separator_but_the_newline(tmp_path: Path) -> None:
+    tasks = [Task("a", "one\u2028two\x85three"), Task("b", 2)]
+    (tmp_path / "tasks.jsonl").write_bytes(
+        "\r\n".join(json.dumps({"task_id": t.task_id, "input": t.input}, ensure_ascii=False) for t in tasks).encode()
+    )
+    assert read_tasks(tmp_path / "tasks.jsonl") == tasks
