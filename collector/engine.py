@@ -25,6 +25,10 @@ STATEMENT_MEMORY = 2 * 2**30
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
 """CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
 _CODE = re.compile(r"Code: (\d+)\.")
+_ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
+"""What the target has, its staging table may have."""
+_ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
+"""Every row, in the order they came, whatever the session's own settings are."""
 
 
 class EngineRefusedError(StoreError):
@@ -48,7 +52,7 @@ class Answer:
     rows_read: int = 0
     bytes_read: int = 0
     rows_written: int = 0
-    """Rows written, those of materialized views included."""
+    """Rows inserted, those of materialized views left out."""
 
 
 class Handle:
@@ -75,8 +79,8 @@ class Handle:
         """Insert rows: `head` is the statement before its FORMAT clause. Returns after the commit.
 
         chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written (too many parts, a
-        violated constraint, a view that fails). So rows are parsed into a temporary table, which cannot fail otherwise, and
-        moved from there by a statement, whose errors it does report.
+        violated constraint, a view that fails). So rows are parsed into a temporary table in memory, which takes all of them or
+        none, counted there, and moved by a statement, whose errors it does report.
 
         Args:
             head: INSERT INTO a table, with or without columns and settings.
@@ -90,30 +94,36 @@ class Handle:
         parts = parse_insert_head(head)
         if parts is None:
             raise EngineRefusedError(f"Code: 62. DB::Exception: cannot read this INSERT: {head[:200]} (SYNTAX_ERROR)", 62)
-        staging, columns = self._staging.get(head) or self._stage(parts)
-        listed = f"({columns})"
+        staging, columns = self._staging.pop(head, None) or self._stage(parts)
         try:
-            written = self._parse(f"INSERT INTO {staging} {listed} {parts.settings}", input_format, rows)
-            self.query(f"INSERT INTO {parts.table} {listed} {parts.settings} SELECT {columns} FROM {staging}")
-        finally:
+            read = self._parse(f"INSERT INTO {staging} ({columns}) {parts.settings}", input_format, rows)
+            held = int(self.query(f"SELECT count() FROM {staging} {_ALL}").body)
+            if held != read:
+                raise EngineRefusedError(
+                    f"Code: 241. DB::Exception: of {read} rows that were read {held} could be held: memory is short, or the default of a"
+                    " column that they leave out fails. Send fewer at once, or every column. (MEMORY_LIMIT_EXCEEDED)",
+                    241,
+                )
+            if read:
+                self.query(f"INSERT INTO {parts.table} ({columns}) {parts.settings} SELECT {columns} FROM {staging} {_ALL}")
             if keep_staging:
-                self._staging[head] = staging, columns
                 self.query(f"TRUNCATE TABLE {staging}")
-            else:
+                self._staging[head] = staging, columns
+        finally:
+            # A table that may still hold rows is never used again.
+            if head not in self._staging:
                 self.query(f"DROP TEMPORARY TABLE {staging}")
-        return Answer(b"", rows_written=written)
+        return Answer(b"", rows_written=read)
 
     def _stage(self, head: InsertHead) -> tuple[str, str]:
         """Make a temporary table that takes what the head's table takes, defaults included; its name and the columns."""
         described = self.query(f"DESCRIBE TABLE {head.table} SETTINGS describe_compact_output = 0", "JSONEachRow").body
         known = [json.loads(line) for line in described.splitlines()]
         fields = [
-            f"{_quoted(one['name'])} {one['type']}" + (f" {one['default_type']} {one['default_expression']}" if one["default_type"] else "")
-            for one in known
-            if one["default_type"] in {"", "DEFAULT", "EPHEMERAL"}
+            f"{_quoted(one['name'])} {one['type']} {_staged_default(one['default_type'], one['default_expression'])}" for one in known
         ]
         name = f"staging_{uuid.uuid4().hex}"
-        self.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory")
+        self.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory {_ANY_TYPE}")
         taken = [_quoted(one["name"]) for one in known if one["default_type"] in {"", "DEFAULT"}]
         return name, head.columns or ", ".join(taken)
 
@@ -204,7 +214,12 @@ def _own(path: Path) -> int:
 
 
 def _plain_default_database(path: Path) -> None:
-    """Make `default` an ordinary database before the engine's first start: its own overlays this machine's files."""
+    """Make `default` an ordinary database before the engine's first start: its own overlays this machine's files.
+
+    The engine's own takes the tables of whatever this link names, `default` then takes them again, and the process aborts. The
+    link is a convenience that the engine makes anew; `default` is known by its file.
+    """
+    (path / "metadata" / "default").unlink(missing_ok=True)
     metadata = path / "metadata" / "default.sql"
     if not metadata.exists():
         metadata.parent.mkdir(parents=True, exist_ok=True)
@@ -213,8 +228,21 @@ def _plain_default_database(path: Path) -> None:
         part.rename(metadata)
 
 
+def _staged_default(kind: str, expression: str) -> str:
+    """How a staging table has a column's default: what rows leave out is filled in as the target would."""
+    match kind:
+        case "":
+            return ""
+        # Computed while rows are written, a column that throws would lose them in silence. As an alias it is computed on demand.
+        case "MATERIALIZED" | "ALIAS":
+            return f"ALIAS {expression}"
+        # An ephemeral column could not be read again.
+        case _:
+            return f"DEFAULT {expression}"
+
+
 def _quoted(name: str) -> str:
-    return f"`{name}`"
+    return "`" + name.replace("\\", "\\\\").replace("`", "\\`") + "`"
 
 
 def _refused(error: Exception) -> EngineRefusedError:

@@ -96,9 +96,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
     """The environment of vLLM: ours, without what misleads it, and what the plugin needs."""
     engine = settings.engine
     cache = engine.cache_dir.absolute()
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in _INHERITED_TROUBLE and not name.startswith("SPANGRAD_")
-    }
+    inherited = {name: value for name, value in os.environ.items() if name not in _INHERITED_TROUBLE and not name.startswith("SPANGRAD_")}
     return {
         **inherited,
         "PATH": f"{engine.python.absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",

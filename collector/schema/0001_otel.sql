@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS otel.otel_traces (
 ) ENGINE = MergeTree
 PARTITION BY toDate(Timestamp)
 ORDER BY (ServiceName, SpanName, toDateTime(Timestamp))
-SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1, non_replicated_deduplication_window = 1000;
+SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1;
 
 CREATE TABLE IF NOT EXISTS otel.otel_traces_trace_id_ts (
     TraceId String CODEC(ZSTD(1)),
@@ -91,4 +91,4 @@ CREATE TABLE IF NOT EXISTS otel.otel_logs (
 PARTITION BY toDate(Timestamp)
 PRIMARY KEY (toStartOfFiveMinutes(Timestamp), ServiceName)
 ORDER BY (toStartOfFiveMinutes(Timestamp), ServiceName, Timestamp)
-SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1, non_replicated_deduplication_window = 1000;
+SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1;

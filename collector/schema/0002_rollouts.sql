@@ -190,6 +190,10 @@ WITH
     JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,
     if(empty(stated_prompt_lengths), [toUInt32(length(prompt_ids))], stated_prompt_lengths) AS prompt_lengths,
     if(empty(stated_response_lengths), [toUInt32(length(response_ids))], stated_response_lengths) AS response_lengths,
+    -- Lengths that do not add up to the ids, or of more choices than an engine gives, tell nothing: the call has no sound ids.
+    length(stated_response_lengths) <= 1024 AND length(stated_response_lengths) * byteSize(SpanAttributes) <= 268435456 AS plausible,
+    plausible AND arraySum(prompt_lengths) = length(prompt_ids) AND arraySum(response_lengths) = length(response_ids)
+        AND length(response_lengths) % length(prompt_lengths) = 0 AS sound,
     -- n choices of p prompts: choice i answers prompt i / (n / p)
     intDiv((choice_index - 1) * length(prompt_lengths), length(response_lengths)) + 1 AS prompt_index,
     arraySum(arraySlice(response_lengths, 1, choice_index - 1)) + 1 AS response_start,
@@ -212,10 +216,12 @@ SELECT
     SpanAttributes['gen_ai.request.model'] AS Model,
     SpanAttributes['gen_ai.response.id'] AS ResponseId,
     SpanAttributes['spangrad.tokenizer.hash'] AS TokenizerHash,
-    if(empty(response_ids), 'none', 'engine') AS IdsSource,
-    arraySlice(prompt_ids, prompt_start, prompt_lengths[prompt_index]) AS PromptIds,
-    arraySlice(response_ids, response_start, response_lengths[choice_index]) AS ResponseIds,
-    arraySlice(logprobs, response_start, response_lengths[choice_index]) AS Logprobs,
+    if(sound AND notEmpty(response_ids), 'engine', 'none') AS IdsSource,
+    if(sound, arraySlice(prompt_ids, prompt_start, prompt_lengths[prompt_index]), []) AS PromptIds,
+    if(sound, arraySlice(response_ids, response_start, response_lengths[choice_index]), []) AS ResponseIds,
+    -- Of several choices, logprobs that are not as many as the ids can't be told apart.
+    if(sound AND (length(response_lengths) = 1 OR length(logprobs) = length(response_ids)),
+       arraySlice(logprobs, response_start, response_lengths[choice_index]), []) AS Logprobs,
     toFloat64OrNull(SpanAttributes['spangrad.sampling.temperature']) AS Temperature,
     toFloat64OrNull(SpanAttributes['spangrad.sampling.top_p']) AS TopP,
     toInt64OrNull(SpanAttributes['spangrad.sampling.top_k']) AS TopK,
@@ -230,9 +236,7 @@ SELECT
     SpanAttributes['spangrad.aborted'] = 'true' AS Aborted,
     SpanAttributes['spangrad.redacted'] = 'true' AS Redacted
 FROM otel.otel_traces
-ARRAY JOIN arrayEnumerate(
-    if(empty(JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)')), [toUInt32(0)],
-       JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)'))) AS choice_index
+ARRAY JOIN range(1, if(plausible, length(response_lengths), 1) + 1) AS choice_index
 WHERE ScopeName = 'spangrad.gateway';
 
 CREATE TABLE IF NOT EXISTS otel.trace_rollouts (
