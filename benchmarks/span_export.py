@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 from spangrad.clickhouse import connect
-from spangrad.processes import Child, free_ports, wait_until
+from spangrad.processes import Child, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 
 COMPETITORS = ("ours", "peer")
@@ -89,7 +89,7 @@ def main() -> int:
             otlp_endpoint=f"http://127.0.0.1:{http}",
         )
         ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]
-        child = Child("store", [sys.executable, "-m", "spangrad", "store", "--path", str(store.path), *ports], Path(scratch) / "log")
+        child = Child("store", own_command("store", "--path", str(store.path), *ports), Path(scratch) / "log")
         try:
             wait_until(lambda: _answers(store.url), 60, "the store", [child])
             found = {competitor: measure(store, competitor, arguments.spans) for competitor in COMPETITORS}

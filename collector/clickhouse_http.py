@@ -25,6 +25,7 @@ from collector.encodings import EncodingError, TooLargeError
 from collector.engine import Engine, EngineRefusedError
 from collector.guard import ForbiddenError, StatementGuard
 from collector.handles import Handles
+from collector.ingest import Budget, Charge, QueueFullError
 
 MAX_BODY = 512 * 2**20
 """Bytes of one statement with its rows, packed or unpacked."""
@@ -57,9 +58,11 @@ class _Reply:
 class ClickHouseInterface:
     """The interface's requests, answered."""
 
-    def __init__(self, engine: Engine, guardian: Guardian) -> None:
+    def __init__(self, engine: Engine, guardian: Guardian, budget: Budget) -> None:
+        """Answer from `engine`; `budget` bounds the bytes of all bodies that are read or run."""
         self._engine = engine
         self._guardian = guardian
+        self._budget = budget
         self._handles = Handles(engine.handle)
         self._workers = ThreadPoolExecutor(WORKERS, "clickhouse")
         handle = engine.handle()
@@ -92,19 +95,21 @@ class ClickHouseInterface:
         try:
             if not self._guardian.admits_clickhouse(request.headers, parameters):
                 raise _refusal()
-            if request.content_type == "multipart/form-data":
-                parameters |= await _read_form(request)
-                body = b""
-            else:
-                body = await _read_body(request, parameters)
-            if not body and not parameters.get("query") and request.method in {"GET", "HEAD"}:
-                return web.Response(body=b"Ok.\n")
-            if "client_protocol_version" in parameters and (parameters.get("query") or body.decode(errors="replace")).strip() == HANDSHAKE:
-                answer = handshake(self._engine.version, self._engine.timezone)
-                return web.Response(body=frame(answer) if framed else answer, headers=headers)
-            sent = dict(request.headers)
-            reply = await asyncio.get_running_loop().run_in_executor(self._workers, self._run, parameters, sent, body, framed)
-        except (BadRequestError, EngineRefusedError, EncodingError, TooLargeError, ForbiddenError) as error:
+            with self._budget.charge() as charge:
+                if request.content_type == "multipart/form-data":
+                    parameters |= await _read_form(request, charge)
+                    body = b""
+                else:
+                    body = await _read_body(request, parameters, charge)
+                if not body and not parameters.get("query") and request.method in {"GET", "HEAD"}:
+                    return web.Response(body=b"Ok.\n")
+                begin = parameters.get("query") or body[: 2 * len(HANDSHAKE)].decode(errors="replace")
+                if "client_protocol_version" in parameters and begin.strip() == HANDSHAKE:
+                    answer = handshake(self._engine.version, self._engine.timezone)
+                    return web.Response(body=frame(answer) if framed else answer, headers=headers)
+                sent = dict(request.headers)
+                reply = await asyncio.get_running_loop().run_in_executor(self._workers, self._run, parameters, sent, body, framed)
+        except (BadRequestError, EngineRefusedError, EncodingError, TooLargeError, ForbiddenError, QueueFullError) as error:
             return _failure(error, headers, framed=framed)
         answer = reply.body
         headers.update(reply.headers)
@@ -144,26 +149,30 @@ class ClickHouseInterface:
         return _Reply(frame(answer.body) if framed else answer.body, headers)
 
 
-async def _read_body(request: web.Request, parameters: Mapping[str, str]) -> bytes:
-    """The whole body, unpacked. A client that leaves in its middle ends the request here."""
+async def _read_body(request: web.Request, parameters: Mapping[str, str], charge: Charge) -> bytes:
+    """The whole body, unpacked, held in the budget while it arrives. A client that leaves in its middle ends the request here."""
     received = bytearray()
     async for chunk in request.content.iter_chunked(1 << 16):
         received += chunk
         if len(received) > MAX_BODY:
             raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
+        charge.grow_to(len(received))
     encoding, framed = request.headers.get("Content-Encoding", ""), parameters.get("decompress") == "1"
     if not received or not (encoding or framed):
         return bytes(received)
 
     def unpack() -> bytes:
         body = encodings.decompress(bytes(received), encoding, MAX_BODY)
-        return unframe(body, MAX_BODY) if framed else body
+        body = unframe(body, MAX_BODY) if framed else body
+        charge.grow_to(len(body))
+        return body
 
     return await asyncio.get_running_loop().run_in_executor(None, unpack)
 
 
-async def _read_form(request: web.Request) -> dict[str, str]:
+async def _read_form(request: web.Request, charge: Charge) -> dict[str, str]:
     """The fields of a form: the statement and its parameters, when they are too long for a URL."""
+    charge.grow_to(request.content_length or 0)
     fields: dict[str, str] = {}
     for name, value in (await request.post()).items():
         if not isinstance(value, str):
@@ -182,6 +191,9 @@ def _failure(error: Exception, headers: Mapping[str, str], *, framed: bool) -> w
             code, message = error.code, str(error)
         case ForbiddenError():
             code, message = 497, f"Code: 497. DB::Exception: {error} (ACCESS_DENIED)"
+        case QueueFullError():
+            message = "Code: 202. DB::Exception: the store holds as much as it may; send again later. (TOO_MANY_SIMULTANEOUS_QUERIES)"
+            code = 202
         case TooLargeError():
             code, message = 307, f"Code: 307. DB::Exception: {error} (TOO_MANY_BYTES)"
         case _:

@@ -35,9 +35,10 @@ _INSERT_HEAD = re.compile(
     rf"(?P<head>{HEAD})(?<!\w)FORMAT\s+(?!VALUES\b)(?P<format>\w+)[ \t]*\r?\n?",
     re.IGNORECASE | re.DOTALL,
 )
-_LAST_FORMAT = re.compile(r"\bFORMAT\s+(\w+)\s*;?\s*\Z", re.IGNORECASE)
+_LAST_FORMAT = re.compile(r"\bFORMAT\s++(\w++)\s*+;?\s*+\Z", re.IGNORECASE)
 _FIRST_WORD = re.compile(rf"{SKIP}([(]|\w+)", re.DOTALL)
 _HEAD_BYTES = 1 << 16
+_TAIL = 1 << 12
 _ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
 _LASTING = frozenset({"SET", "USE"})
 
@@ -122,7 +123,8 @@ def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
     if insert:
         return _decode(text[: insert.end("head")]), text[insert.end() :] + rest, insert["format"]
     sql = _decode(text + b"\n" + rest if rest else text)
-    named = _LAST_FORMAT.search(sql)
+    # Only the end is searched: a statement may be as long as the rows in it.
+    named = _LAST_FORMAT.search(sql[-_TAIL:])
     return sql, None, named.group(1) if named else ""
 
 

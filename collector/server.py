@@ -16,7 +16,7 @@ from aiohttp import web
 from collector.auth import Guardian
 from collector.clickhouse_http import ClickHouseInterface
 from collector.engine import Engine
-from collector.ingest import Ingest
+from collector.ingest import Budget, Ingest
 from collector.migrations import migrate
 from collector.receiver_grpc import GRPCReceiver
 from collector.receiver_http import HTTPReceiver
@@ -68,7 +68,7 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
         linger_ms=store.linger_ms,
         queue_bytes=store.queue_bytes,
     )
-    interface = ClickHouseInterface(engine, guardian)
+    interface = ClickHouseInterface(engine, guardian, Budget(store.queue_bytes))
     host = f"[{store.host}]" if ":" in store.host else store.host
     grpc_server = GRPCReceiver(ingest, guardian).server(f"{host}:{store.otlp_grpc_port}")
     runners = [

@@ -47,7 +47,7 @@ def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
     Raises:
         StoreError: none runs, and there is no data.
     """
-    from spangrad.processes import Child, free_ports, wait_until
+    from spangrad.processes import Child, free_ports, own_command, wait_until
 
     stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
     if _listens(store.url):
@@ -63,7 +63,7 @@ def _running_store(store: StoreSettings) -> Generator[StoreSettings]:
     with TemporaryDirectory() as scratch:
         config = Path(scratch) / "spangrad.toml"
         config.touch()  # the store's own settings, its token say, are for those who reach it over the network
-        command = [sys.executable, "-m", "spangrad", "store", "--config", str(config), "--path", str(stopped[0]), *map(str, ports)]
+        command = own_command("store", "--config", str(config), "--path", str(stopped[0]), *map(str, ports))
         child = Child("spangrad store", command, Path(scratch) / "store.log", inherit_settings=False)
         try:
             url = f"http://127.0.0.1:{sql_port}"

@@ -73,6 +73,14 @@ class Child:
         stop_group(self.process, grace_seconds)
 
 
+def own_command(*arguments: str) -> list[str]:
+    """The command line of `spangrad` in this environment.
+
+    -P keeps modules of the working directory, an agent's own `runner.py` say, from hiding ours.
+    """
+    return [sys.executable, "-P", "-m", "spangrad", *arguments]
+
+
 def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """SIGTERM to the leader, so that it may end its own children in order; SIGKILL to what is left of the group."""
     if process.poll() is None:

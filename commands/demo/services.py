@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import TracebackType
 from pydantic import SecretStr
 
 from spangrad.errors import SpangradError
-from spangrad.processes import Child, die_with_parent, free_ports, wait_until
+from spangrad.processes import Child, die_with_parent, free_ports, own_command, wait_until
 from spangrad.settings import Origin, Settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -150,10 +149,9 @@ class Services:
 
     def _spawn(self, name: str, *arguments: str) -> Child:
         config = str(self.directory / "spangrad.toml")
-        command = [sys.executable, "-m", "spangrad", name, "--config", config, *arguments]
         child = Child(
             f"spangrad {name}",
-            command,
+            own_command(name, "--config", config, *arguments),
             self.directory / "logs" / f"{name}.log",
             {"OMP_NUM_THREADS": "1"} if name == "train" else None,
             inherit_settings=False,

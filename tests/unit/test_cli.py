@@ -111,3 +111,13 @@ def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["spans", "0"]
     assert "opening data/store for this question" in answer.stderr
+
+
+def test_modules_of_the_working_directory_hide_none_of_ours(tmp_path: Path) -> None:
+    for name in ("commands", "collector", "runner", "spangrad"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    (tmp_path / "data" / "store").mkdir(parents=True)
+    script = Path(sys.executable).parent / "spangrad"
+    question = [script, "sql", "SELECT 1 AS one", "--set", "store.url=http://127.0.0.1:9"]
+    answer = subprocess.run(question, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60)
+    assert (answer.returncode, answer.stdout.split()) == (0, ["one", "1"]), answer.stderr
