@@ -178,6 +178,7 @@ async def _read_form(request: web.Request, charge: Charge) -> dict[str, str]:
         if not isinstance(value, str):
             raise BadRequestError("Code: 48. DB::Exception: external data is not supported by this store. (NOT_IMPLEMENTED)", 48)
         fields[name] = value
+    charge.grow_to(sum(map(len, fields.values())))
     return fields
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 import zlib
 from base64 import b64encode
 
@@ -60,6 +61,26 @@ def test_parameters_settings_and_session_are_told_apart() -> None:
     assert read_statement(parameters, {}, b"") == Statement(
         "SELECT {x:String}", None, "JSON", "otel", {"max_threads": "2"}, {"x": "1"}, "s", 5.0, True
     )
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        f"INSERT INTO t ({'c' * 60_000}) VALUES (1)",
+        f"INSERT INTO t ({'`c`, ' * 10_000}c) SELECT 1",
+        f"INSERT INTO t{' ' * 60_000}VALUES (1)",
+        f"INSERT INTO t SETTINGS {'FORMATS ' * 7_000}",
+        "/**/" * 10_000 + "-- \n" * 4_000 + "SELECT 1",
+        f"SELECT 1 FORMAT JSON{' ' * 3_000_000}x",
+    ],
+    ids=["letters", "names", "spaces", "formats", "comments", "end"],
+)
+def test_long_statements_are_read_in_linear_time(sql: str) -> None:
+    begin = time.process_time()
+
+    assert read_statement({"query": sql}, {}, b"") == statement(sql)
+    # Linear takes milliseconds, quadratic many seconds, exponential for ever.
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize(("parameters", "code"), [({"query": " "}, 62), ({"query": "SELECT 1", "a;DROP": "1"}, 115)])
@@ -140,10 +161,20 @@ def test_a_bomb_stays_small() -> None:
         "CREATE TABLE t (x String) ENGINE = MergeTree ORDER BY x SETTINGS disk = disk(type = 'local', path = '/')",
         "SELECT 1 INTO OUTFILE '/tmp/x'",
         "INSERT INTO t FROM INFILE '/etc/passwd' FORMAT CSV",
+        "SELECT 1 INTO/*x*/OUTFILE '/tmp/x'",
+        "INSERT INTO t FROM --x\nINFILE '/etc/passwd' FORMAT CSV",
+        f"SELECT file{' ' * 100_000}('/etc/passwd')",
+        f"SELECT {' ' * (2**16 - 10)}file('/etc/passwd')",
+        f"SELECT `fi{chr(92) + 'N'}le`('/etc/passwd')",
+        "CREATE TABLE t (x String) ENGINE = SQLite('/tmp/d', 't')",
+        "CREATE TABLE t (query String) ENGINE = QueryRunner",
+        "CREATE TABLE t (query String) ENGINE `QueryRunner`",
+        "CREATE TABLE t (query String) ENGINE = `\\x51ueryRunner`",
+        "CREATE TABLE t (query String) ENGINE/**/= QueryRunner",
     ],
 )
 def test_statements_that_reach_beyond_the_store_are_refused(sql: str) -> None:
-    guard = StatementGuard(["url", "remoteSecure", "numbers", "SQLite", "Memory", "view"])
+    guard = StatementGuard(["url", "remoteSecure", "numbers", "SQLite", "QueryRunner", "Memory", "view"])
 
     with pytest.raises(ForbiddenError):
         guard.check(sql)
@@ -158,10 +189,26 @@ def test_statements_that_reach_beyond_the_store_are_refused(sql: str) -> None:
         "SELECT profile(1), my_url(2), urlHash(x)",
         "SELECT 'C:\\\\dir' AS path, \"a\\\\b\"",
         "SELECT * FROM view(SELECT 1)",
+        "CREATE TABLE t (a UInt8, b UInt8 ALIAS (a + 1)) ENGINE = ReplacingMergeTree(a) ORDER BY a",
+        "SELECT engine, count() FROM system.tables WHERE engine = 'QueryRunner' GROUP BY engine",
+        "INSERT INTO t VALUES ('say \"a\\nb (c)\"')",
+        f"SELECT '{' ' * (2**16 - 8 + 248)}outfiles'",
     ],
 )
 def test_other_statements_pass(sql: str) -> None:
-    StatementGuard(["url", "remoteSecure", "numbers", "SQLite", "Memory", "view"]).check(sql)
+    StatementGuard(["url", "remoteSecure", "numbers", "SQLite", "QueryRunner", "Memory", "view", "Alias", "ReplacingMergeTree"]).check(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    ["engine" + " " * 500_000, '"' + "\\" * 500_000, "'\"" + "a\\n" * 200_000, "file" + " " * 500_000, "`" * 500_000],
+    ids=["engine", "backslashes", "text", "spaces", "quotes"],
+)
+def test_the_guard_takes_linear_time(sql: str) -> None:
+    begin = time.process_time()
+
+    StatementGuard(["url"]).check(sql)
+    assert time.process_time() - begin < 2
 
 
 def test_the_token_is_taken_in_every_form() -> None:
