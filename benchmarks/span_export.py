@@ -12,11 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 from spangrad.clickhouse import connect
-from spangrad.processes import Child, free_ports, own_command, wait_until
+from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 
 COMPETITORS = ("ours", "peer")
@@ -91,7 +90,7 @@ def main() -> int:
         ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]
         child = Child("store", own_command("store", "--path", str(store.path), *ports), Path(scratch) / "log")
         try:
-            wait_until(lambda: _answers(store.url), 60, "the store", [child])
+            wait_until(lambda: answers(f"{store.url}/ping"), 60, "the store", [child])
             found = {competitor: measure(store, competitor, arguments.spans) for competitor in COMPETITORS}
         finally:
             child.stop()
@@ -105,14 +104,6 @@ def main() -> int:
     checked = {"lost": ours["lost"], "duplicated": ours["duplicated"]}
     print(json.dumps({"benchmark": "span_export", "ours": ours, "peer": peer, "ratio": ratio, "checked": checked}))
     return 1 if any(checked.values()) else 0
-
-
-def _answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(f"{url}/ping", timeout=2).close()
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

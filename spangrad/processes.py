@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -157,3 +158,12 @@ def wait_until(
         if time.monotonic() > end:
             raise SpangradError(f"{what} is not ready after {timeout_seconds:g} s.")
         time.sleep(poll_seconds)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except OSError:
+        return False

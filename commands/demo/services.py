@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from types import TracebackType
 from pydantic import SecretStr
 
 from spangrad.errors import SpangradError
-from spangrad.processes import Child, die_with_parent, free_ports, own_command, wait_until
+from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 from spangrad.settings import Origin, Settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -158,12 +157,3 @@ class Services:
         )
         self.children.append(child)
         return child
-
-
-def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
