@@ -26,6 +26,7 @@ from collector.engine import Engine, EngineRefusedError
 from collector.guard import ForbiddenError, StatementGuard
 from collector.handles import Handles
 from collector.ingest import Budget, Charge, QueueFullError
+from collector.staging import Staging
 
 MAX_BODY = 512 * 2**20
 """Bytes of one statement with its rows, packed or unpacked."""
@@ -129,7 +130,7 @@ class ClickHouseInterface:
             if statement.rows is None:
                 answer = handle.query(statement.sql, statement.format, statement.parameters)
             else:
-                answer = handle.insert(statement.sql, statement.format, statement.rows)
+                answer = Staging(handle).insert(statement.sql, statement.format, statement.rows)
         elapsed = int((time.perf_counter() - begin) * 1e9)
         summary = {
             "read_rows": answer.rows_read,

@@ -7,7 +7,6 @@ Invariant: one process owns a directory; statements reach tables, never files, U
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import uuid
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collector.insert_head import InsertHead, parse_insert_head
 from spangrad.errors import StoreError
 
 CONFIG = Path(__file__).parent / "chdb_config"
@@ -25,10 +23,6 @@ STATEMENT_MEMORY = 2 * 2**30
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
 """CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
 _CODE = re.compile(r"Code: (\d+)\.")
-_ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
-"""What the target has, its staging table may have."""
-_ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
-"""Every row, in the order they came, whatever the session's own settings are."""
 
 
 class EngineRefusedError(StoreError):
@@ -60,8 +54,6 @@ class Handle:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        self._staging: dict[str, tuple[str, str]] = {}
-        """Temporary tables that are kept, and their columns, by head of insert."""
 
     def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
         """Run any statement; a FORMAT clause in it wins over `output_format`.
@@ -75,59 +67,15 @@ class Handle:
             raise _refused(error) from None
         return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
 
-    def insert(self, head: str, input_format: str, rows: bytes, *, keep_staging: bool = False) -> Answer:
-        """Insert rows: `head` is the statement before its FORMAT clause. Returns after the commit.
+    def send(self, head: str, input_format: str, rows: bytes) -> int:
+        """Parse rows into the table of a head (INSERT INTO t (columns)); how many were read.
 
-        chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written (too many parts, a
-        violated constraint, a view that fails). So rows are parsed into a temporary table in memory, which takes all of them or
-        none, counted there, and moved by a statement, whose errors it does report.
-
-        Args:
-            head: INSERT INTO a table, with or without columns and settings.
-            input_format: of the rows.
-            rows: in that format.
-            keep_staging: keep the temporary table for the next insert with this head: for heads of ours, on tables that do not change.
+        chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written: only for tables that
+        take everything. `collector.staging` is the road for all others.
 
         Raises:
-            EngineRefusedError: the rows, or those of a view, were not all inserted.
+            EngineRefusedError: the rows were not read.
         """
-        parts = parse_insert_head(head)
-        if parts is None:
-            raise EngineRefusedError(f"Code: 62. DB::Exception: cannot read this INSERT: {head[:200]} (SYNTAX_ERROR)", 62)
-        staging, columns = self._staging.pop(head, None) or self._stage(parts)
-        try:
-            read = self._parse(f"INSERT INTO {staging} ({columns}) {parts.settings}", input_format, rows)
-            held = int(self.query(f"SELECT count() FROM {staging} {_ALL}").body)
-            if held != read:
-                raise EngineRefusedError(
-                    f"Code: 241. DB::Exception: of {read} rows that were read {held} could be held: memory is short, or the default of a"
-                    " column that they leave out fails. Send fewer at once, or every column. (MEMORY_LIMIT_EXCEEDED)",
-                    241,
-                )
-            if read:
-                self.query(f"INSERT INTO {parts.table} ({columns}) {parts.settings} SELECT {columns} FROM {staging} {_ALL}")
-            if keep_staging:
-                self.query(f"TRUNCATE TABLE {staging}")
-                self._staging[head] = staging, columns
-        finally:
-            # A table that may still hold rows is never used again.
-            if head not in self._staging:
-                self.query(f"DROP TEMPORARY TABLE {staging}")
-        return Answer(b"", rows_written=read)
-
-    def _stage(self, head: InsertHead) -> tuple[str, str]:
-        """Make a temporary table that takes what the head's table takes, defaults included; its name and the columns."""
-        described = self.query(f"DESCRIBE TABLE {head.table} SETTINGS describe_compact_output = 0", "JSONEachRow").body
-        known = [json.loads(line) for line in described.splitlines()]
-        fields = [
-            f"{_quoted(one['name'])} {one['type']} {_staged_default(one['default_type'], one['default_expression'])}" for one in known
-        ]
-        name = f"staging_{uuid.uuid4().hex}"
-        self.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory {_ANY_TYPE}")
-        taken = [_quoted(one["name"]) for one in known if one["default_type"] in {"", "DEFAULT"}]
-        return name, head.columns or ", ".join(taken)
-
-    def _parse(self, head: str, input_format: str, rows: bytes) -> int:
         try:
             stream = self._connection.send_insert(head, input_format)
             try:
@@ -226,23 +174,6 @@ def _plain_default_database(path: Path) -> None:
         part = metadata.with_suffix(".part")
         part.write_text(f"ATTACH DATABASE _ UUID '{uuid.uuid4()}'\nENGINE = Atomic\n")
         part.rename(metadata)
-
-
-def _staged_default(kind: str, expression: str) -> str:
-    """How a staging table has a column's default: what rows leave out is filled in as the target would."""
-    match kind:
-        case "":
-            return ""
-        # Computed while rows are written, a column that throws would lose them in silence. As an alias it is computed on demand.
-        case "MATERIALIZED" | "ALIAS":
-            return f"ALIAS {expression}"
-        # An ephemeral column could not be read again.
-        case _:
-            return f"DEFAULT {expression}"
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("\\", "\\\\").replace("`", "\\`") + "`"
 
 
 def _refused(error: Exception) -> EngineRefusedError:

@@ -21,6 +21,7 @@ from collector.migrations import migrate
 from collector.receiver_grpc import GRPCReceiver
 from collector.receiver_http import HTTPReceiver
 from collector.rows import LOGS_INSERT, TRACES_INSERT
+from collector.staging import Staging
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
 
@@ -62,9 +63,10 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
 
     guardian = Guardian(store.token.get_secret_value() if store.token else None)
     traces, logs = engine.handle(), engine.handle()
+    staged_traces, staged_logs = Staging(traces), Staging(logs)
     ingest = Ingest(
-        insert_traces=lambda rows: traces.insert(TRACES_INSERT, "RowBinary", rows, keep_staging=True),
-        insert_logs=lambda rows: logs.insert(LOGS_INSERT, "RowBinary", rows, keep_staging=True),
+        insert_traces=lambda rows: staged_traces.insert(TRACES_INSERT, "RowBinary", rows, keep_staging=True),
+        insert_logs=lambda rows: staged_logs.insert(LOGS_INSERT, "RowBinary", rows, keep_staging=True),
         linger_ms=store.linger_ms,
         queue_bytes=store.queue_bytes,
     )
