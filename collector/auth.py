@@ -1,6 +1,6 @@
-"""Who may speak to the store: everybody, or who knows the token.
+"""Who may do what: a write token opens everything, a read token questions only.
 
-In: what a request shows. Out: yes or no. Invariant: tokens are compared in constant time.
+In: what a request shows. Out: its role, or none. Invariant: tokens are compared in constant time, and appear in no answer.
 """
 
 from __future__ import annotations
@@ -10,32 +10,53 @@ import hmac
 from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What whoever showed a token may do."""
+
+    WRITER = "writer"
+    """Send spans, ask and change."""
+    READER = "reader"
+    """Ask, within limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guardian:
-    """Compares what is shown with the store's token."""
+    """Compares what is shown with the store's tokens."""
 
     token: str | None
     """None: nothing is asked."""
-
-    def admits(self, shown: str | None) -> bool:
-        """Whether somebody who shows this may come in."""
-        return self.token is None or (shown is not None and hmac.compare_digest(shown.encode(), self.token.encode()))
+    read_token: str | None = None
+    """None: nobody is a mere reader."""
 
     def admits_bearer(self, authorization: str) -> bool:
-        """Whether an Authorization header's bearer token is right."""
-        return self.admits(_credential(authorization, "bearer"))
+        """Whether who sends this Authorization header may write."""
+        return self._role(_credential(authorization, "bearer")) is Role.WRITER
 
-    def admits_clickhouse(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> bool:
-        """Whether a request to ClickHouse's interface shows the token: as key, parameter, basic password or bearer token."""
+    def clickhouse_role(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> Role | None:
+        """The role of a request to ClickHouse's interface, which shows a token as key, bearer, basic password or parameter."""
         authorization = headers.get("Authorization", "")
-        return self.admits(
+        return self._role(
             headers.get("X-ClickHouse-Key")
             or _credential(authorization, "bearer")
             or _basic_password(authorization)
             or parameters.get("password")
         )
+
+    def _role(self, shown: str | None) -> Role | None:
+        if _same(shown, self.token):
+            return Role.WRITER
+        if _same(shown, self.read_token):
+            return Role.READER
+        return Role.WRITER if self.token is None else None
+
+
+def _same(shown: str | None, token: str | None) -> bool:
+    if shown is None or token is None:
+        return False
+    return hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode())
 
 
 def _credential(authorization: str, scheme: str) -> str | None:

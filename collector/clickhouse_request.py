@@ -1,7 +1,8 @@
 """A request to ClickHouse's HTTP interface, taken apart.
 
-In: URL parameters, headers and an unpacked body. Out: a `Statement`: the SQL, the rows that came with it, and how to run and
-answer it. Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT says where they begin.
+In: URL parameters, headers, an unpacked body and the files of a form. Out: a `Statement`: the SQL, the rows and tables that came with
+it, and how to run and answer it. Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT says
+where they begin.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collector.answer_clause import find_answer_clause
+from collector.clickhouse_errors import BadRequestError
+from collector.external import ExternalTable, take_tables
 from collector.insert_head import HEAD, SKIP
 
 NOT_SETTINGS = frozenset(
@@ -25,6 +29,9 @@ NOT_SETTINGS = frozenset(
             "async_insert_busy_timeout_ms",
             "async_insert_max_data_size",
         ),
+        # Only a server's own HTTP interface looks at these; ours always cancels, and has no log that a comment could go to.
+        *("cancel_http_readonly_queries_on_client_close", "http_write_exception_in_output_format", "http_response_buffer_size"),
+        *("http_wait_end_of_query", "log_comment", "log_queries", "add_http_cors_header"),
     }
 )
 """URL parameters that are not settings of the engine."""
@@ -35,20 +42,10 @@ _INSERT_HEAD = re.compile(
     rf"(?P<head>{HEAD})(?<!\w)FORMAT\s+(?!VALUES\b)(?P<format>\w+)[ \t]*\r?\n?",
     re.IGNORECASE | re.DOTALL,
 )
-_LAST_FORMAT = re.compile(r"\bFORMAT\s++(\w++)\s*+;?\s*+\Z", re.IGNORECASE)
 _FIRST_WORD = re.compile(rf"{SKIP}([(]|\w+)", re.DOTALL)
 _HEAD_BYTES = 1 << 16
-_TAIL = 1 << 12
 _ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
 _LASTING = frozenset({"SET", "USE"})
-
-
-class BadRequestError(ValueError):
-    """A request that is no statement; `code` is ClickHouse's."""
-
-    def __init__(self, message: str, code: int = 36) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +65,52 @@ class Statement:
     """None: a session of the request's own."""
     session_seconds: float
     session_must_exist: bool
+    tables: tuple[ExternalTable, ...] = ()
+    """Sent along with the question, and gone after it."""
+
+    @property
+    def first_word(self) -> str:
+        """In capitals; empty when there is none."""
+        found = _FIRST_WORD.match(self.sql)
+        return found.group(1).upper() if found else ""
 
     @property
     def answers(self) -> bool:
         """Whether it has a result, if an empty one."""
-        return self.rows is None and _first_word(self.sql) in _ANSWERING
+        return self.rows is None and self.first_word in _ANSWERING
 
     @property
     def leaves_traces(self) -> bool:
         """Whether it changes the session itself, which therefore can't serve others."""
-        return _first_word(self.sql) in _LASTING or "TEMPORARY" in self.sql[:200].upper()
+        return self.first_word in _LASTING or "TEMPORARY" in self.sql[:200].upper()
 
 
-def read_statement(parameters: Mapping[str, str], headers: Mapping[str, str], body: bytes) -> Statement:
+def read_statement(
+    parameters: Mapping[str, str], headers: Mapping[str, str], body: bytes, files: Mapping[str, bytes] | None = None
+) -> Statement:
     """Take a request apart.
 
     Args:
         parameters: of the URL, or of the URL and a form.
         headers: of the request; names in any case.
         body: unpacked.
+        files: of a form, by name: tables that the statement may read.
 
     Raises:
-        BadRequestError: the statement is empty or not UTF-8, or a setting's name is none.
+        BadRequestError: the statement is empty or not UTF-8, a setting's name is none, or a file has no structure.
     """
+    tables, parameters = take_tables(files or {}, parameters)
     settings = {key: value for key, value in parameters.items() if key not in NOT_SETTINGS and not key.startswith("param_")}
     for key in settings:
         if not _NAME.fullmatch(key):
-            raise BadRequestError(f"Code: 115. DB::Exception: {key!r} is not the name of a setting. (UNKNOWN_SETTING)", 115)
+            raise BadRequestError(115, f"{key!r} is not the name of a setting.", "UNKNOWN_SETTING")
     sql, rows, given_format = _split(parameters.get("query", "").encode(errors="surrogateescape"), body)
     if not sql.strip():
-        raise BadRequestError("Code: 62. DB::Exception: Empty query. (SYNTAX_ERROR)", 62)
+        raise BadRequestError(62, "Empty query.", "SYNTAX_ERROR")
     try:
         session_seconds = float(parameters.get("session_timeout", DEFAULT_SESSION_SECONDS))
     except ValueError:
-        raise BadRequestError("Code: 374. DB::Exception: session_timeout is not a number. (INVALID_SESSION_TIMEOUT)", 374) from None
+        raise BadRequestError(374, "session_timeout is not a number.", "INVALID_SESSION_TIMEOUT") from None
     return Statement(
         sql=sql,
         rows=rows,
@@ -112,6 +121,7 @@ def read_statement(parameters: Mapping[str, str], headers: Mapping[str, str], bo
         session=parameters.get("session_id") or None,
         session_seconds=session_seconds,
         session_must_exist=parameters.get("session_check") == "1",
+        tables=tables,
     )
 
 
@@ -123,18 +133,11 @@ def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
     if insert:
         return _decode(text[: insert.end("head")]), text[insert.end() :] + rest, insert["format"]
     sql = _decode(text + b"\n" + rest if rest else text)
-    # Only the end is searched: a statement may be as long as the rows in it.
-    named = _LAST_FORMAT.search(sql[-_TAIL:])
-    return sql, None, named.group(1) if named else ""
+    return sql, None, find_answer_clause(sql).format
 
 
 def _decode(sql: bytes) -> str:
     try:
         return sql.decode()
     except UnicodeDecodeError as error:
-        raise BadRequestError(f"Code: 62. DB::Exception: the statement is not UTF-8: {error}. (SYNTAX_ERROR)", 62) from None
-
-
-def _first_word(sql: str) -> str:
-    found = _FIRST_WORD.match(sql)
-    return found.group(1).upper() if found else ""
+        raise BadRequestError(62, f"the statement is not UTF-8: {error}.", "SYNTAX_ERROR") from None

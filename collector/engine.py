@@ -7,6 +7,7 @@ Invariant: one process owns a directory; statements reach tables, never files, U
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import uuid
@@ -15,11 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collector.answer_clause import AnswerClause
 from spangrad.errors import StoreError
 
 CONFIG = Path(__file__).parent / "chdb_config"
-STATEMENT_MEMORY = 2 * 2**30
-"""Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml."""
+HANDLE_SETTINGS = {
+    # Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml.
+    "max_memory_usage": 2 * 2**30,
+    "max_partitions_per_insert_block": 0,
+    # A format's schema stands in the setting itself, never in a file that it names.
+    "format_schema_source": "string",
+}
+"""What differs from the engine's defaults on every handle."""
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
 """CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
 _CODE = re.compile(r"Code: (\d+)\.")
@@ -49,11 +57,27 @@ class Answer:
     """Rows inserted, those of materialized views left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the engine's parser makes of a text."""
+
+    statements: int
+    """0: it does not parse."""
+    reads_only: bool
+
+
 class Handle:
     """One session of the engine: its current database, its settings and its temporary tables."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, name: str) -> None:
         self._connection = connection
+        self.name = name
+        """The setting `workload` of every statement of the handle, as system.processes shows it."""
+
+    def kind(self, sql: str) -> Kind:
+        """Parse a text without running it; some microseconds, and 30 ms a megabyte."""
+        found = self._connection._conn.classify_query(sql)
+        return Kind(found["statement_count"], found["query_class"].name == "READ_ONLY")
 
     def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
         """Run any statement; a FORMAT clause in it wins over `output_format`.
@@ -66,6 +90,28 @@ class Handle:
         except RuntimeError as error:
             raise _refused(error) from None
         return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
+
+    def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> Answer | None:
+        """Run one statement whose answer goes into a pipe while it is made, at the pace of whoever reads there.
+
+        When the other end is closed the engine says nothing and goes on: the statement must be killed too.
+
+        Args:
+            clause: where the statement names its answer's format.
+            descriptor: of the pipe's end to write to; stays open.
+            output_format: unless the statement names another.
+            parameters: by name.
+
+        Returns:
+            What was read, with an empty body; None when the statement takes no such clause, and nothing was run.
+
+        Raises:
+            EngineRefusedError: the engine did not run it, or failed in its middle, after some of the answer was written.
+        """
+        sql = f"{clause.before}\nINTO OUTFILE '/dev/fd/{descriptor}' TRUNCATE {clause.after}"
+        if self.kind(sql).statements != 1:
+            return None
+        return self.query(sql, output_format, parameters)
 
     def send(self, head: str, input_format: str, rows: bytes) -> int:
         """Parse rows into the table of a head (INSERT INTO t (columns)); how many were read.
@@ -111,24 +157,27 @@ class Engine:
         # The engine finds the second file only by an absolute path.
         self._config = self.path / "config.xml"
         self._config.write_text((CONFIG / "config.xml").read_text().replace("@USERS@", str(CONFIG / "users.xml")))
+        self._numbers = itertools.count(1)
         self._keeper = self.handle()
         version, self.timezone = self._keeper.query("SELECT version(), timezone()").body.decode().split()
         self.version = version
 
-    def handle(self) -> Handle:
+    def handle(self, *, schema_files: bool = False) -> Handle:
         """Open one more session; cheap.
+
+        Args:
+            schema_files: formats read their schemas from files: for statements of ours alone.
 
         Raises:
             StoreError: the engine does not start.
         """
         import chdb
 
+        name = f"handle-{next(self._numbers)}"
+        settings = {**HANDLE_SETTINGS, "workload": name, **({"format_schema_source": "file"} if schema_files else {})}
+        options = "&".join(f"{key}={value}" for key, value in settings.items())
         try:
-            return Handle(
-                chdb.connect(
-                    f"{self.path}?config-file={self._config}&max_memory_usage={STATEMENT_MEMORY}&max_partitions_per_insert_block=0"
-                )
-            )
+            return Handle(chdb.connect(f"{self.path}?config-file={self._config}&{options}"), name)
         except RuntimeError as error:
             raise StoreError(f"the engine does not start on {self.path}: {error}") from None
 
@@ -137,6 +186,19 @@ class Engine:
         handle = self.handle()
         handle.query("KILL QUERY WHERE query_id != queryID() ASYNC")
         handle.close()
+
+    def kill(self, name: str) -> None:
+        """Cancel the statement that runs on the handle of this name, if any; it ends soon after."""
+        handle = self.handle()
+        handle.query(f"KILL QUERY WHERE Settings['workload'] = '{name}' ASYNC")
+        handle.close()
+
+    def query_id(self, name: str) -> str:
+        """The engine's id of the statement that runs on the handle of this name; empty when none does."""
+        handle = self.handle()
+        found = handle.query(f"SELECT query_id FROM system.processes WHERE Settings['workload'] = '{name}'").body
+        handle.close()
+        return found.decode().strip()
 
     def close(self) -> None:
         """Close the engine, when all other handles are closed, and give up the directory."""

@@ -1,7 +1,8 @@
 """Sessions for requests: who runs which statement with which settings, at the same time.
 
-In: a statement's session name, database and settings. Out: a handle of the engine, set up so.
-Invariant: a handle serves one request at a time, and nothing that a request without a session sets outlives it.
+In: a statement's session name, database, settings and tables. Out: a handle of the engine, set up so.
+Invariant: a handle serves one request at a time, and nothing that a request without a session sets outlives it. A reader's handle
+can change nothing, its own settings included.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
-from collector.clickhouse_request import BadRequestError, Statement
-from collector.engine import Handle
+from collector.auth import Role
+from collector.clickhouse_errors import BadRequestError
+from collector.clickhouse_request import Statement
+from collector.engine import HANDLE_SETTINGS, Handle
+from collector.external import drop_tables, load_tables
 
 MAX_IDLE = 16
-"""Handles kept for requests without a session."""
+"""Handles kept for requests without a session; half of them for writers before one is set up anew."""
 MAX_SESSIONS = 256
+SESSION_WAIT_SECONDS = 1.0
+"""How long a request waits for its session, which another one uses: the one before may be ending."""
 
 
 class _Equipped:
     """A handle and what was set on it by requests."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, role: Role) -> None:
         self.handle = handle
+        self.role = role
         self.lock = threading.Lock()
         self.database = ""
         self.settings: dict[str, str] = {}
@@ -35,7 +42,7 @@ class _Equipped:
             self.handle.query(f"USE `{database.replace('`', '``')}`")
             self.database = database
         for key in [key for key in self.settings if key not in settings]:
-            self.handle.query(f"SET {key} = DEFAULT")
+            self.handle.query(f"SET {key} = {HANDLE_SETTINGS.get(key, 'DEFAULT')}")
             del self.settings[key]
         for key, value in settings.items():
             if self.settings.get(key) != value:
@@ -54,30 +61,54 @@ class Handles:
         self._lock = threading.Lock()
 
     @contextmanager
-    def borrow(self, statement: Statement) -> Generator[Handle]:
-        """A handle for one statement, waiting while its session is busy.
+    def borrow(self, statement: Statement, role: Role) -> Generator[Handle]:
+        """A handle for one statement. A reader has no session: there is nothing that it could keep there.
 
         Raises:
-            BadRequestError: the session must exist and does not, or there are too many.
-            EngineRefusedError: the database or a setting is unknown.
+            BadRequestError: the session is busy, or must exist and does not, or there are too many.
+            EngineRefusedError: the database, a setting or an external table is not to be had.
         """
-        if statement.session is None:
+        if role is Role.READER:
+            with self._reading(statement) as handle:
+                yield handle
+        elif statement.session is None:
             equipped = self._take(statement)
             keep = False
             try:
                 equipped.equip(statement.database, statement.settings)
-                keep = not statement.leaves_traces
+                load_tables(equipped.handle, statement.tables)
+                keep = not (statement.leaves_traces or statement.tables)
                 yield equipped.handle
             finally:
                 self._put(equipped, keep)
         else:
             equipped = self._session(statement.session, statement.session_must_exist)
-            with equipped.lock:
+            if not equipped.lock.acquire(timeout=SESSION_WAIT_SECONDS):
+                raise BadRequestError(373, f"Session {statement.session} is locked by a concurrent client.", "SESSION_IS_LOCKED")
+            try:
                 equipped.equip(statement.database, statement.settings)
-                try:
-                    yield equipped.handle
-                finally:
-                    equipped.expires = time.monotonic() + statement.session_seconds
+                load_tables(equipped.handle, statement.tables)
+                yield equipped.handle
+            finally:
+                drop_tables(equipped.handle, statement.tables)
+                equipped.expires = time.monotonic() + statement.session_seconds
+                equipped.lock.release()
+
+    @contextmanager
+    def _reading(self, statement: Statement) -> Generator[Handle]:
+        if statement.session_must_exist:
+            raise BadRequestError(372, f"Session {statement.session} not found.", "SESSION_NOT_FOUND")
+        equipped = None if statement.tables else self._matching(statement, Role.READER)
+        try:
+            if equipped is None:
+                equipped = _Equipped(self._open(), Role.READER)
+                equipped.equip(statement.database, statement.settings)
+                load_tables(equipped.handle, statement.tables)
+                equipped.handle.query("SET readonly = 1")
+            yield equipped.handle
+        finally:
+            if equipped:
+                self._put(equipped, keep=not statement.tables and equipped.settings == statement.settings)
 
     def close(self) -> None:
         """Close every handle."""
@@ -87,21 +118,32 @@ class Handles:
             self._idle.clear()
             self._sessions.clear()
 
-    def _take(self, statement: Statement) -> _Equipped:
+    def _matching(self, statement: Statement, role: Role) -> _Equipped | None:
         with self._lock:
             for place, equipped in enumerate(self._idle):
-                if equipped.database == statement.database and equipped.settings == statement.settings:
+                if (equipped.role, equipped.database, equipped.settings) == (role, statement.database, statement.settings):
                     return self._idle.pop(place)
-            if len(self._idle) >= MAX_IDLE:
-                return self._idle.pop(0)
-        return _Equipped(self._open())
+        return None
+
+    def _take(self, statement: Statement) -> _Equipped:
+        if found := self._matching(statement, Role.WRITER):
+            return found
+        with self._lock:
+            writers = [equipped for equipped in self._idle if equipped.role is Role.WRITER]
+            if len(writers) >= MAX_IDLE // 2:
+                self._idle.remove(writers[0])
+                return writers[0]
+        return _Equipped(self._open(), Role.WRITER)
 
     def _put(self, equipped: _Equipped, keep: bool) -> None:
-        if not keep:
-            equipped.handle.close()
-            return
-        with self._lock:
-            self._idle.append(equipped)
+        leaving = None if keep else equipped
+        if keep:
+            with self._lock:
+                self._idle.append(equipped)
+                if len(self._idle) > MAX_IDLE:
+                    leaving = self._idle.pop(0)
+        if leaving:
+            leaving.handle.close()
 
     def _session(self, name: str, must_exist: bool) -> _Equipped:
         now = time.monotonic()
@@ -110,11 +152,11 @@ class Handles:
                 self._sessions.pop(other).handle.close()
             equipped = self._sessions.get(name)
             if equipped is None and must_exist:
-                raise BadRequestError(f"Code: 372. DB::Exception: Session {name} not found. (SESSION_NOT_FOUND)", 372)
+                raise BadRequestError(372, f"Session {name} not found.", "SESSION_NOT_FOUND")
             if equipped is None and len(self._sessions) >= MAX_SESSIONS:
-                raise BadRequestError(f"Code: 202. DB::Exception: more than {MAX_SESSIONS} sessions. (TOO_MANY_SIMULTANEOUS_QUERIES)", 202)
+                raise BadRequestError(202, f"more than {MAX_SESSIONS} sessions.", "TOO_MANY_SIMULTANEOUS_QUERIES")
             if equipped is None:
-                equipped = self._sessions[name] = _Equipped(self._open())
+                equipped = self._sessions[name] = _Equipped(self._open(), Role.WRITER)
             # Held from now on, so that nobody closes it before it is used.
             equipped.expires = now + 60
             return equipped

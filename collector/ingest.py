@@ -1,6 +1,6 @@
 """From accepted bodies to committed rows: a bounded queue, a short linger, one insert for many bodies.
 
-In: request bodies on the event loop. Out: an answer for each, after its rows are committed.
+In: request bodies on the event loop. Out: for each what was refused of it, after the rest is committed.
 Invariant: a body is answered only after its own commit or its own failure; the bytes held never exceed the budget by more than one body.
 """
 
@@ -10,11 +10,10 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-from collector.rows import Rows
+from typing import Any, Generic, Protocol, TypeVar
 
 MAX_BODY = 64 * 2**20
 """Bytes of one request's body, unpacked."""
@@ -70,7 +69,7 @@ class Charge:
             self._budget.held += more
             self._size += more
 
-    def release_after(self, committed: Future[None]) -> None:
+    def release_after(self, committed: Future[Any]) -> None:
         """Hold on until a commit ends, even when nobody waits for it any longer."""
         self._queued = True
         committed.add_done_callback(lambda _: self._release())
@@ -82,37 +81,71 @@ class Charge:
             self._over = True
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What could not be stored of one body."""
+
+    count: int = 0
+    """Spans or records."""
+    reason: str = ""
+    """Why, for the first of them; empty when there is none."""
+
+
+class Body(Protocol):
+    """What one request brings to be committed."""
+
+    @property
+    def size(self) -> int:
+        """About how many bytes an insert of it has."""
+        ...
+
+
+B = TypeVar("B", bound=Body)
+
+
 @dataclass(slots=True)
-class _Waiting:
-    data: bytes
-    done: Future[None]
+class _Waiting(Generic[B]):
+    body: B
+    done: Future[Refused]
     since: float = field(default_factory=time.monotonic)
 
 
-class Inserter:
-    """A thread that commits waiting rows, many bodies at a time; a body that fails with others is tried alone."""
+class Inserter(Generic[B]):
+    """A thread that commits waiting bodies, many at a time; a body that fails with others is tried alone."""
 
-    def __init__(self, name: str, insert: Callable[[bytes], object], linger_seconds: float) -> None:
-        """Start the thread; `insert` commits RowBinary rows or raises, and runs on that thread only."""
-        self._insert = insert
+    def __init__(self, name: str, commit: Callable[[Sequence[B]], Sequence[Refused]], linger_seconds: float) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the thread.
+            commit: commits bodies, all or none, and says what it refused of each; runs on that thread only.
+            linger_seconds: how long a body waits for company, after it came and after the last commit: those who waited for
+                that one come back about then, and the more a commit takes, the less each body costs.
+        """
+        self._commit_all = commit
         self._linger = linger_seconds
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_Waiting[B]] = deque()
         self._queued_bytes = 0
+        self._free_since = 0.0
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, data: bytes) -> Future[None]:
-        """Queue rows; the future ends after their commit, or with what the insert raised."""
-        waiting = _Waiting(data, Future())
+    def submit(self, body: B) -> Future[Refused]:
+        """Queue a body; the future ends after its commit, or with what the commit raised.
+
+        Raises:
+            QueueFullError: the inserter is closing.
+        """
+        waiting = _Waiting(body, Future[Refused]())
         # Running from the start: whoever stops waiting for it cannot cancel the commit.
         waiting.done.set_running_or_notify_cancel()
         with self._changed:
             if self._closing:
                 raise QueueFullError
             self._queue.append(waiting)
-            self._queued_bytes += len(data)
+            self._queued_bytes += body.size
             self._changed.notify()
         return waiting.done
 
@@ -132,26 +165,27 @@ class Inserter:
     def _run(self) -> None:
         while batch := self._next_batch():
             self._commit(batch)
+            self._free_since = time.monotonic()
 
-    def _next_batch(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[_Waiting[B]]:
         """Bodies for one insert; empty at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if not self._queue:
                 return []
-            left = self._queue[0].since + self._linger - time.monotonic()
+            left = max(self._queue[0].since, self._free_since) + self._linger - time.monotonic()
             self._changed.wait_for(lambda: self._closing or not self._linger or self._queued_bytes >= MAX_INSERT, timeout=max(0, left))
             batch = [self._queue.popleft()]
-            size = len(batch[0].data)
-            while self._queue and size + len(self._queue[0].data) <= MAX_INSERT:
+            size = batch[0].body.size
+            while self._queue and size + self._queue[0].body.size <= MAX_INSERT:
                 batch.append(self._queue.popleft())
-                size += len(batch[-1].data)
+                size += batch[-1].body.size
             self._queued_bytes -= size
             return batch
 
-    def _commit(self, batch: list[_Waiting]) -> None:
+    def _commit(self, batch: list[_Waiting[B]]) -> None:
         try:
-            self._insert(b"".join(one.data for one in batch))
+            refused = self._commit_all([one.body for one in batch])
         # Not swallowed: whoever waits for the future gets it.
         except Exception as error:
             if len(batch) == 1:
@@ -160,39 +194,36 @@ class Inserter:
             for one in batch:
                 self._commit([one])
             return
-        for one in batch:
-            one.done.set_result(None)
+        for one, its in zip(batch, refused, strict=True):
+            one.done.set_result(its)
 
 
 class Ingest:
     """The way of every OTLP request, whichever protocol brought it."""
 
-    def __init__(
-        self, insert_traces: Callable[[bytes], object], insert_logs: Callable[[bytes], object], linger_ms: float, queue_bytes: int
-    ) -> None:
+    def __init__(self, traces: Inserter[Any], logs: Inserter[Any], queue_bytes: int) -> None:
+        """Commit through two inserters; at most `queue_bytes` are held."""
         self.budget = Budget(queue_bytes)
+        self.traces = traces
+        self.logs = logs
         self._decoders = ThreadPoolExecutor(DECODERS, "decode")
-        self.traces = Inserter("insert-traces", insert_traces, linger_ms / 1000)
-        self.logs = Inserter("insert-logs", insert_logs, linger_ms / 1000)
 
-    async def store(self, inserter: Inserter, prepare: Callable[[], Rows], charge: Charge) -> Rows:
-        """Prepare rows on a decoding thread, and wait for their commit.
+    async def store(self, inserter: Inserter[B], prepare: Callable[[], B], charge: Charge) -> Refused:
+        """Prepare a body on a decoding thread, and wait for its commit.
 
         Args:
             inserter: `traces` or `logs`.
-            prepare: from the body to rows; what it raises is raised here.
-            charge: of the request; kept until the rows are committed or failed.
+            prepare: from the bytes to what the inserter takes; what it raises is raised here.
+            charge: of the request; kept until the body is committed or failed.
 
         Raises:
             QueueFullError: the store is stopping.
-            EngineRefusedError: the rows could not be committed.
+            EngineRefusedError: the body could not be committed.
         """
-        rows = await asyncio.get_running_loop().run_in_executor(self._decoders, prepare)
-        if rows.count:
-            committed = inserter.submit(rows.data)
-            charge.release_after(committed)
-            await asyncio.wrap_future(committed)
-        return rows
+        body = await asyncio.get_running_loop().run_in_executor(self._decoders, prepare)
+        committed = inserter.submit(body)
+        charge.release_after(committed)
+        return await asyncio.wrap_future(committed)
 
     def hurry(self) -> None:
         """Commit from now on as soon as may be: the store is stopping."""

@@ -1,7 +1,8 @@
 """The schema, brought up to date: numbered SQL files, each applied once and recorded.
 
-In: collector/schema/*.sql and anything that runs a statement. Out: tables, and rows of `otel.schema_migrations`.
-Invariant: an applied file never changes; a file stopped in its middle is applied again, so its statements are idempotent.
+In: collector/schema/*.sql, the layout of the servers, and anything that runs a statement. Out: tables, and rows of
+`otel.schema_migrations`. Invariant: an applied file never changes; a file stopped in its middle, or applied by two at once, is
+applied again: its statements are idempotent, and its record replaces itself.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
+from collector.cluster import Layout, first_line
 from spangrad.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
+Execute = Callable[[str], str]
+"""Runs one statement and returns its rows as TabSeparated text: the embedded engine, or a client of a server."""
 SCHEMA = Path(__file__).parent / "schema"
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
 _RECORD = """CREATE TABLE IF NOT EXISTS otel.schema_migrations (
-    Number UInt32, Name String, Sha256 String, AppliedAt DateTime64(6) DEFAULT now64(6)
+    Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
 ) ENGINE = ReplacingMergeTree ORDER BY Number"""
+_APPLIED = """SELECT Number, Name, Sha256, Layout, toString(toDateTime(AppliedAt), 'UTC')
+FROM otel.schema_migrations FINAL ORDER BY Number"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +45,139 @@ class Migration:
         """Of the file's bytes."""
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
+    def script(self, layout: Layout) -> list[str]:
+        """The file's statements for these servers, and the one that records it."""
+        record = f"({self.number}, '{self.name}', '{self.sha256}', '{layout}')"
+        return [
+            *layout.statements(statements(self.sql)),
+            f"INSERT INTO otel.schema_migrations (Number, Name, Sha256, Layout) VALUES {record}",
+        ]
 
-def migrate(execute: Callable[[str], str], directory: Path = SCHEMA) -> list[Migration]:
+
+class State(StrEnum):
+    """How a migration stands between this installation and a store."""
+
+    APPLIED = "applied"
+    NEW = "new"
+    """The store lacks it: `spangrad schema migrate`."""
+    CHANGED = "changed"
+    """The file is no longer what was applied."""
+    UNKNOWN = "unknown-newer"
+    """The store has it from a newer spangrad, and this one has no such file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One migration, as the installation and the store know it."""
+
+    number: int
+    name: str
+    state: State
+    applied_at: str
+    """UTC; empty when it is not applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    name: str
+    sha256: str
+    layout: str
+    at: str
+
+
+def preamble(layout: Layout) -> list[str]:
+    """What stands before the first migration: the table that records them."""
+    return layout.statements(["CREATE DATABASE IF NOT EXISTS otel", _RECORD])
+
+
+def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
     """Apply what was not applied yet, in order.
 
     Args:
-        execute: runs one statement and returns its rows as TabSeparated text: the embedded engine, or a client of a server.
+        execute: runs a statement on the store.
+        layout: of its servers.
         directory: of the SQL files.
+        report: told a line a migration.
 
     Returns:
         What was applied now.
 
     Raises:
-        StoreError: an applied file was changed or is gone, or a file's name or number is wrong.
+        StoreError: an applied file was changed or is gone, a file's name or number is wrong, the store has another layout, or it
+            refused a statement.
+    """
+    new = pending(execute, layout, directory)
+    for statement in preamble(layout):
+        execute(statement)
+    for migration in new:
+        script = migration.script(layout)
+        for statement in script:
+            try:
+                execute(statement)
+            except StoreError as error:
+                raise StoreError(f"{migration.name} stopped at {first_line(statement)!r}: {error}") from error
+        report(f"applied {migration.name} ({len(script) - 1} statements)")
+    return new
+
+
+def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Migration]:
+    """What was not applied yet, in order; changes nothing.
+
+    Raises:
+        StoreError: as for `migrate`.
     """
     migrations = read_migrations(directory)
-    execute("CREATE DATABASE IF NOT EXISTS otel")
-    execute(_RECORD)
-    applied = {
-        int(number): (name, sha256)
-        for number, name, sha256 in (
-            line.split("\t")
-            for line in execute("SELECT Number, Name, Sha256 FROM otel.schema_migrations FINAL ORDER BY Number").splitlines()
-        )
-    }
-    known = {migration.number: migration for migration in migrations}
-    for number, (name, sha256) in applied.items():
-        if number not in known:
+    new: set[int] = set()
+    for entry in status(execute, layout, directory):
+        match entry.state:
+            case State.APPLIED:
+                pass
+            case State.NEW:
+                new.add(entry.number)
+            case State.CHANGED:
+                raise StoreError(
+                    f"{directory / entry.name} was changed after it was applied to this store."
+                    " Restore it, and put the change in a new file."
+                )
+            case State.UNKNOWN:
+                raise StoreError(
+                    f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
+                    " Upgrade it."
+                )
+    return [migration for migration in migrations if migration.number in new]
+
+
+def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Entry]:
+    """Every migration that the installation or the store knows, in order; changes nothing.
+
+    Raises:
+        StoreError: a file's name or number is wrong, or the store has another layout.
+    """
+    known = {migration.number: migration for migration in read_migrations(directory)}
+    applied = _applied(execute)
+    for other in applied.values():
+        if other.layout != str(layout):
             raise StoreError(
-                f"the store was migrated by {name}, which {directory} does not have: this spangrad is older than the store. Upgrade it."
+                f"the store's tables were made for {other.layout}, and the settings name {layout}. Set store.cluster and store.sharded"
+                " as they were, or copy the data into a new store."
             )
-        if known[number].sha256 != sha256:
-            raise StoreError(
-                f"{directory / known[number].name} was changed after it was applied to this store (as {name})."
-                " Restore it, and put the change in a new file."
-            )
-    new = [migration for migration in migrations if migration.number not in applied]
-    for migration in new:
-        for statement in statements(migration.sql):
-            execute(statement)
-        execute(
-            "INSERT INTO otel.schema_migrations (Number, Name, Sha256)"
-            f" VALUES ({migration.number}, '{migration.name}', '{migration.sha256}')"
-        )
-        logger.info("applied migration %s", migration.name)
-    return new
+    return [_entry(number, known.get(number), applied.get(number)) for number in sorted({*known, *applied})]
+
+
+def _entry(number: int, migration: Migration | None, applied: _Applied | None) -> Entry:
+    if migration is None:
+        assert applied is not None
+        return Entry(number, applied.name, State.UNKNOWN, applied.at)
+    if applied is None:
+        return Entry(number, migration.name, State.NEW, "")
+    return Entry(number, migration.name, State.APPLIED if migration.sha256 == applied.sha256 else State.CHANGED, applied.at)
+
+
+def _applied(execute: Execute) -> dict[int, _Applied]:
+    if execute("EXISTS TABLE otel.schema_migrations").strip() == "0":
+        return {}
+    rows = [line.split("\t") for line in execute(_APPLIED).splitlines()]
+    return {int(number): _Applied(*facts) for number, *facts in rows}
 
 
 def read_migrations(directory: Path) -> list[Migration]:

@@ -1,14 +1,15 @@
 """Spans and log records as rows: from OTLP messages to RowBinary, in the layout of the Collector's ClickHouse exporter.
 
 In: an ExportTraceServiceRequest or ExportLogsServiceRequest. Out: `Rows`, bytes for one INSERT ... FORMAT RowBinary.
-Invariant: rows of several requests may simply be put one after the other; a span that no row can hold is counted and named, alone.
+Invariant: rows of several requests may simply be put one after the other; a span that no row can hold is counted and named, alone,
+and so is what its sender had dropped of it.
 """
 
 from __future__ import annotations
 
 import struct
 from binascii import b2a_base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -21,6 +22,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from collector.values import value_text
+from collector.varint import varint
 
 TRACES_INSERT = (
     "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, ParentSpanId, TraceState, SpanName, SpanKind, ServiceName,"
@@ -31,15 +33,20 @@ LOGS_INSERT = (
     "INSERT INTO otel.otel_logs (Timestamp, TraceId, SpanId, TraceFlags, SeverityText, SeverityNumber, ServiceName, Body,"
     " ResourceSchemaUrl, ResourceAttributes, ScopeSchemaUrl, ScopeName, ScopeVersion, ScopeAttributes, LogAttributes, EventName)"
 )
+DROPPED_INSERT = (
+    "INSERT INTO otel.dropped_attributes (Signal, Timestamp, ServiceName, ScopeName, Name, TraceId, SpanId, Attributes, Events, Links)"
+)
 
 _KINDS = tuple(len(name).to_bytes(1) + name for name in (b"Unspecified", b"Internal", b"Server", b"Client", b"Producer", b"Consumer"))
 _STATUS_CODES = tuple(len(name).to_bytes(1) + name for name in (b"Unset", b"Ok", b"Error"))
 _EMPTY = b"\0"
+_SPAN, _LOG = b"\x04span", b"\x03log"
 _LATEST = 2**63 - 1
 _CACHED_LENGTH = 128
 _KEY = itemgetter(0)
 _signed = struct.Struct("<q").pack
 _unsigned = struct.Struct("<Q").pack
+_counts = struct.Struct("<QQQ").pack
 
 
 class _UnstorableError(ValueError):
@@ -56,17 +63,34 @@ class Rows:
     """How many spans or records no row can hold."""
     reason: str = ""
     """Why, for the first of them; empty when there is none."""
+    dropped: bytes = b""
+    """Rows of otel.dropped_attributes: of spans and records whose senders kept a part of them back."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows."""
+        return len(self.data)
 
 
-def encode_traces(request: ExportTraceServiceRequest) -> Rows:
-    """Every span of a request as a row of otel.otel_traces."""
+def encode_traces(request: ExportTraceServiceRequest, wanted: Mapping[tuple[int, int], Sequence[int]] | None = None) -> Rows:
+    """Spans of a request as rows of otel.otel_traces.
+
+    Args:
+        request: the whole.
+        wanted: places of spans, by places of their resource and scope, all from 0. None: every span.
+    """
     out: list[bytes] = []
+    dropped: list[bytes] = []
     count, refusals = 0, list[str]()
-    for resource_spans in request.resource_spans:
+    for resource_place, resource_spans in enumerate(request.resource_spans):
         service, resource = _resource(resource_spans.resource)
-        for scope_spans in resource_spans.scope_spans:
-            scope = _name(scope_spans.scope.name) + _name(scope_spans.scope.version)
-            for span in scope_spans.spans:
+        for scope_place, scope_spans in enumerate(resource_spans.scope_spans):
+            spans: Iterable[Span] = scope_spans.spans
+            if wanted is not None:
+                spans = [scope_spans.spans[place] for place in wanted.get((resource_place, scope_place), ())]
+            scope_name = _name(scope_spans.scope.name)
+            scope = scope_name + _name(scope_spans.scope.version)
+            for span in spans:
                 start = len(out)
                 try:
                     _span(out, span, service, resource, scope)
@@ -74,12 +98,17 @@ def encode_traces(request: ExportTraceServiceRequest) -> Rows:
                 except _UnstorableError as error:
                     del out[start:]
                     refusals.append(f"span {span.name!r}: {error}")
-    return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "")
+                    continue
+                if lost := _lost(span):
+                    dropped += (_SPAN, _time(span.start_time_unix_nano), service, scope_name, _name(span.name))
+                    dropped += (_id(span.trace_id, 16), _id(span.span_id, 8), lost)
+    return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "", b"".join(dropped))
 
 
 def encode_logs(request: ExportLogsServiceRequest) -> Rows:
     """Every log record of a request as a row of otel.otel_logs."""
     out: list[bytes] = []
+    dropped: list[bytes] = []
     count, refusals = 0, list[str]()
     for resource_logs in request.resource_logs:
         service, resource = _resource(resource_logs.resource)
@@ -101,7 +130,11 @@ def encode_logs(request: ExportLogsServiceRequest) -> Rows:
                 except _UnstorableError as error:
                     del out[start:]
                     refusals.append(f"log record {record.event_name!r}: {error}")
-    return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "")
+                    continue
+                if record.dropped_attributes_count:
+                    dropped += (_LOG, _record_time(record), service, _name(scope_logs.scope.name), _name(record.event_name))
+                    dropped += (_id(record.trace_id, 16), _id(record.span_id, 8), _counts(record.dropped_attributes_count, 0, 0))
+    return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "", b"".join(dropped))
 
 
 def _span(out: list[bytes], span: Span, service: bytes, resource: bytes, scope: bytes) -> None:
@@ -124,7 +157,7 @@ def _span(out: list[bytes], span: Span, service: bytes, resource: bytes, scope: 
     put(_string(span.status.message.encode()))
     events = span.events
     if events:
-        count = _varint(len(events))
+        count = varint(len(events))
         put(count)
         out.extend([_time(event.time_unix_nano) for event in events])
         put(count)
@@ -136,7 +169,7 @@ def _span(out: list[bytes], span: Span, service: bytes, resource: bytes, scope: 
         put(b"\0\0\0")
     links = span.links
     if links:
-        count = _varint(len(links))
+        count = varint(len(links))
         put(count)
         out.extend([_id(link.trace_id, 16) for link in links])
         put(count)
@@ -152,7 +185,7 @@ def _span(out: list[bytes], span: Span, service: bytes, resource: bytes, scope: 
 
 def _record(out: list[bytes], record: LogRecord, service: bytes, resource_and_scope: bytes) -> None:
     put = out.append
-    put(_time(record.time_unix_nano or record.observed_time_unix_nano))
+    put(_record_time(record))
     put(_id(record.trace_id, 16))
     put(_id(record.span_id, 8))
     put((record.flags & 0xFF).to_bytes(1))
@@ -165,6 +198,18 @@ def _record(out: list[bytes], record: LogRecord, service: bytes, resource_and_sc
     # Older SDKs name the event in an attribute.
     event = record.event_name or next((value_text(item.value) for item in record.attributes if item.key == "event.name"), "")
     put(_name(event))
+
+
+def _lost(span: Span) -> bytes:
+    """How many attributes, events and links the sender dropped; empty when none."""
+    attributes = span.dropped_attributes_count
+    if span.events:
+        attributes += sum(event.dropped_attributes_count for event in span.events)
+    if span.links:
+        attributes += sum(link.dropped_attributes_count for link in span.links)
+    if not (attributes or span.dropped_events_count or span.dropped_links_count):
+        return b""
+    return _counts(attributes, span.dropped_events_count, span.dropped_links_count)
 
 
 def _resource(resource: Resource) -> tuple[bytes, bytes]:
@@ -183,7 +228,7 @@ def _put_map(out: list[bytes], attributes: Iterable[KeyValue]) -> None:
     items = [(item.key, item.value) for item in attributes]
     # The exporter sorts by key; of equal keys it keeps all, in their order.
     items.sort(key=_KEY)
-    out.append(_varint(len(items)))
+    out.append(varint(len(items)))
     for key, value in items:
         kind = value.WhichOneof("value")
         if kind == "string_value":
@@ -193,8 +238,12 @@ def _put_map(out: list[bytes], attributes: Iterable[KeyValue]) -> None:
         else:
             raw = value_text(value).encode()
         out.append(_name(key))
-        out.append(_varint(len(raw)))
+        out.append(varint(len(raw)))
         out.append(raw)
+
+
+def _record_time(record: LogRecord) -> bytes:
+    return _time(record.time_unix_nano or record.observed_time_unix_nano)
 
 
 def _time(nanoseconds: int) -> bytes:
@@ -205,7 +254,7 @@ def _time(nanoseconds: int) -> bytes:
 
 def _id(raw: bytes, size: int) -> bytes:
     if len(raw) == size:
-        return _varint(2 * size) + raw.hex().encode() if any(raw) else _EMPTY
+        return varint(2 * size) + raw.hex().encode() if any(raw) else _EMPTY
     if raw:
         raise _UnstorableError(f"id {raw.hex()} has {len(raw)} bytes, {size} are right")
     return _EMPTY
@@ -222,20 +271,4 @@ def _cached_name(text: str) -> bytes:
 
 
 def _string(raw: bytes) -> bytes:
-    return _varint(len(raw)) + raw
-
-
-def _long_varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-_VARINTS = tuple(_long_varint(number) for number in range(1 << 14))
-
-
-def _varint(number: int) -> bytes:
-    return _VARINTS[number] if number < 1 << 14 else _long_varint(number)
+    return varint(len(raw)) + raw

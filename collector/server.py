@@ -15,13 +15,18 @@ from aiohttp import web
 
 from collector.auth import Guardian
 from collector.clickhouse_http import ClickHouseInterface
+from collector.cluster import Layout
 from collector.engine import Engine
-from collector.ingest import Budget, Ingest
+from collector.ingest import Budget, Ingest, Inserter
+from collector.log_staging import LogStaging
 from collector.migrations import migrate
+from collector.readers import ReaderLimits
 from collector.receiver_grpc import GRPCReceiver
 from collector.receiver_http import HTTPReceiver
-from collector.rows import LOGS_INSERT, TRACES_INSERT
-from collector.staging import Staging
+from collector.retention import Expiry
+from collector.span_staging import SpanStaging
+from collector.tuning import tune
+from spangrad.errors import SettingsError
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
 
@@ -39,6 +44,10 @@ def serve(store: StoreSettings) -> None:
         StoreError: another process owns the directory, or its schema does not match.
     """
     require_safe_bind(store.host, store.token, "store")
+    if store.cluster is not None:
+        raise SettingsError(
+            f"store.cluster = {store.cluster!r}, but the embedded store is one server. Unset it, or use the cluster itself."
+        )
     for port, name in (
         (store.otlp_grpc_port, "otlp_grpc_port"),
         (store.otlp_http_port, "otlp_http_port"),
@@ -48,7 +57,8 @@ def serve(store: StoreSettings) -> None:
     engine = Engine(store.path)
     try:
         handle = engine.handle()
-        migrate(lambda sql: handle.query(sql).body.decode())
+        migrate(lambda sql: handle.query(sql).body.decode(), Layout())
+        tune(handle.query)
         handle.close()
         uvloop.run(_serve(store, engine))
     finally:
@@ -61,21 +71,22 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
-    guardian = Guardian(store.token.get_secret_value() if store.token else None)
-    traces, logs = engine.handle(), engine.handle()
-    staged_traces, staged_logs = Staging(traces), Staging(logs)
+    token, read_token = (one.get_secret_value() if one else None for one in (store.token, store.read_token))
+    guardian = Guardian(token, read_token)
+    traces, logs = engine.handle(schema_files=True), engine.handle()
     ingest = Ingest(
-        insert_traces=lambda rows: staged_traces.insert(TRACES_INSERT, "RowBinary", rows, keep_staging=True),
-        insert_logs=lambda rows: staged_logs.insert(LOGS_INSERT, "RowBinary", rows, keep_staging=True),
-        linger_ms=store.linger_ms,
-        queue_bytes=store.queue_bytes,
+        Inserter("insert-traces", SpanStaging(traces).commit, store.linger_ms / 1000),
+        Inserter("insert-logs", LogStaging(logs).commit, store.linger_ms / 1000),
+        store.queue_bytes,
     )
-    interface = ClickHouseInterface(engine, guardian, Budget(store.queue_bytes))
+    expiry = Expiry(engine.handle, store.ttl_days) if store.ttl_days else None
+    limits = ReaderLimits(store.reader_max_rows, store.reader_max_seconds)
+    interface = ClickHouseInterface(engine, guardian, limits, Budget(store.queue_bytes))
     host = f"[{store.host}]" if ":" in store.host else store.host
     grpc_server = GRPCReceiver(ingest, guardian).server(f"{host}:{store.otlp_grpc_port}")
     runners = [
         await _listen(HTTPReceiver(ingest, guardian).application(), store.host, store.otlp_http_port),
-        await _listen(interface.application(), store.host, store.clickhouse_port),
+        await _listen(interface.application(), store.host, store.clickhouse_port, cancelling=True),
     ]
     await grpc_server.start()
     logger.info(
@@ -85,11 +96,15 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     await stop.wait()
     # First no new requests, then an answer for each that is in: the inserters commit meanwhile.
     ingest.hurry()
+    if expiry:
+        expiry.stop()
     cancelling = asyncio.create_task(_cancel_statements(engine))
     await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner in runners))
     cancelling.cancel()
     await asyncio.to_thread(ingest.close)
     await asyncio.to_thread(interface.close)
+    if expiry:
+        await asyncio.to_thread(expiry.join)
     traces.close()
     logs.close()
     logger.info("store stopped")
@@ -101,9 +116,12 @@ async def _cancel_statements(engine: Engine) -> None:
     await asyncio.to_thread(engine.kill_queries)
 
 
-async def _listen(application: web.Application, host: str, port: int) -> web.AppRunner:
+async def _listen(application: web.Application, host: str, port: int, *, cancelling: bool = False) -> web.AppRunner:
     # Bodies are unpacked by our own code, with limits, off the event loop.
-    runner = web.AppRunner(application, access_log=None, auto_decompress=False, shutdown_timeout=STOP_SECONDS)
+    # A client that leaves cancels its request: OTLP's are committed all the same, statements that only answer are not.
+    runner = web.AppRunner(
+        application, access_log=None, auto_decompress=False, shutdown_timeout=STOP_SECONDS, handler_cancellation=cancelling
+    )
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     return runner

@@ -13,9 +13,10 @@ from google.protobuf.message import Message
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 
-from collector.decode import decode
-from collector.ingest import Charge, Ingest, Inserter
-from collector.rows import Rows, encode_logs, encode_traces
+from collector.bodies import trace_body
+from collector.decode import PROTOBUF, decode
+from collector.ingest import Body, Charge, Ingest, Inserter
+from collector.rows import Rows, encode_logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,10 @@ class Signal:
 
     request: type[Message]
     response: type[Message]
-    encode: Callable[[Any], Rows]
+    prepare: Callable[[Any, bytes], Body]
+    """From the message, and its protobuf bytes, to what the inserter takes."""
     rejected_field: str
-    inserter: Callable[[Ingest], Inserter]
+    inserter: Callable[[Ingest], Inserter[Any]]
 
     async def store(self, ingest: Ingest, unpack: Callable[[], bytes], content_type: str, charge: Charge) -> Message:
         """Store a request's body; returns the response, after the commit.
@@ -36,11 +38,21 @@ class Signal:
             QueueFullError: the budget is spent.
             EngineRefusedError: the rows could not be committed.
         """
-        rows = await ingest.store(self.inserter(ingest), lambda: self.encode(decode(self.request, unpack(), content_type)), charge)
-        if not rows.rejected:
+
+        def prepare() -> Body:
+            body = unpack()
+            message = decode(self.request, body, content_type)
+            return self.prepare(message, body if content_type == PROTOBUF else message.SerializeToString())
+
+        refused = await ingest.store(self.inserter(ingest), prepare, charge)
+        if not refused.count:
             return self.response()
-        return self.response(partial_success={self.rejected_field: rows.rejected, "error_message": rows.reason})
+        return self.response(partial_success={self.rejected_field: refused.count, "error_message": refused.reason})
 
 
-TRACES = Signal(ExportTraceServiceRequest, ExportTraceServiceResponse, encode_traces, "rejected_spans", lambda ingest: ingest.traces)
-LOGS = Signal(ExportLogsServiceRequest, ExportLogsServiceResponse, encode_logs, "rejected_log_records", lambda ingest: ingest.logs)
+def _log_rows(request: ExportLogsServiceRequest, _: bytes) -> Rows:
+    return encode_logs(request)
+
+
+TRACES = Signal(ExportTraceServiceRequest, ExportTraceServiceResponse, trace_body, "rejected_spans", lambda ingest: ingest.traces)
+LOGS = Signal(ExportLogsServiceRequest, ExportLogsServiceResponse, _log_rows, "rejected_log_records", lambda ingest: ingest.logs)

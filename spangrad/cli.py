@@ -15,6 +15,7 @@ from spangrad.errors import SpangradError
 
 COMMANDS = {
     "store": "Run the embedded span store: OTLP in, ClickHouse's HTTP interface out.",
+    "collector": "Run the OpenTelemetry Collector in front of the store, with a queue on disk.",
     "engine": "Run vLLM in its own environment, ready to take new weights.",
     "gateway": "Run the recording gateway in front of the engine.",
     "build": "Build transitions from complete rollouts, once or as they finish.",
@@ -22,6 +23,7 @@ COMMANDS = {
     "run": "Run an agent on tasks, several rollouts a task.",
     "demo": "See the whole loop learn, on this machine.",
     "sql": "Ask the span store a question in SQL.",
+    "schema": "Bring the span store's tables up to date, show them, expire old rows.",
     "config": "Print the resolved settings and where each value came from.",
 }
 

@@ -46,6 +46,12 @@ class StoreSettings(_Section):
     """Directory of the embedded engine. One process owns it."""
     token: SecretStr | None = Field(default=None, min_length=1)
     """Bearer token (and ClickHouse password) asked of every client. None: nothing is asked."""
+    read_token: SecretStr | None = Field(default=None, min_length=1)
+    """Token of those who may only ask SQL questions, within the reader's limits. None: there are none."""
+    reader_max_rows: int = Field(default=1_000_000, ge=1)
+    """Rows of an answer to the bearer of `read_token`."""
+    reader_max_seconds: int = Field(default=60, ge=1)
+    """How long a statement of the bearer of `read_token` may run, its answer's way included."""
     url: str = "http://127.0.0.1:8123"
     """ClickHouse's HTTP interface: this store's, a server's or a cluster's."""
     otlp_endpoint: str = "http://127.0.0.1:4318"
@@ -54,6 +60,39 @@ class StoreSettings(_Section):
     """How long an insert waits for company."""
     queue_bytes: int = 256 * 2**20
     """Bytes accepted and not yet committed before senders are told to wait."""
+    cluster: str | None = Field(default=None, pattern=r"^[\w.{}-]+$")
+    """The ClickHouse cluster that holds the tables, replicated. None: one server, the embedded store say."""
+    sharded: bool = False
+    """Spread the tables over the cluster's shards."""
+    ttl_days: int | None = Field(default=None, ge=1)
+    """How long spans and what was made of them are kept, but for what a committed batch used. None: for ever."""
+
+
+class CollectorSettings(_Section):
+    """The real OpenTelemetry Collector before the store (`spangrad collector`)."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs a token."""
+    otlp_grpc_port: int = 14317
+    otlp_http_port: int = 14318
+    health_port: int = 13133
+    """Answers on loopback while the collector is up."""
+    zpages_port: int = 55679
+    """Pages on loopback that show what it does."""
+    queue_path: Path = Path("data/collector")
+    """Directory of what was accepted and is not stored yet. One collector owns it."""
+    queue_bytes: int = Field(default=2 * 2**30, ge=2**27)
+    """Bytes in the queue of a signal (traces, logs) before senders must wait. A request has 64 MiB at most."""
+    memory_mib: int = Field(default=1024, ge=256)
+    """Memory beyond which senders are told to come again."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """Bearer token asked of senders. None: `store.token`, which our own parts show; without that, nothing is asked."""
+    tls_certificate: Path | None = None
+    """File (PEM) of the certificate that senders see. None: they speak plain HTTP and gRPC."""
+    tls_key: Path | None = None
+    """File (PEM) of the certificate's key."""
+    configs: tuple[Path, ...] = ()
+    """Further configuration files of the collector, merged over otel-config.yaml; collector/distribution/redact.yaml is one."""
 
 
 class GatewaySettings(_Section):
@@ -182,6 +221,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_NESTING)
 
     store: StoreSettings = StoreSettings()
+    collector: CollectorSettings = CollectorSettings()
     gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
     builder: BuilderSettings = BuilderSettings()

@@ -41,21 +41,6 @@ PARTITION BY toDate(Timestamp)
 ORDER BY (ServiceName, SpanName, toDateTime(Timestamp))
 SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1;
 
-CREATE TABLE IF NOT EXISTS otel.otel_traces_trace_id_ts (
-    TraceId String CODEC(ZSTD(1)),
-    Start SimpleAggregateFunction(min, DateTime) CODEC(ZSTD(1)),
-    End SimpleAggregateFunction(max, DateTime) CODEC(ZSTD(1))
-) ENGINE = AggregatingMergeTree
-PARTITION BY toStartOfWeek(Start)
-ORDER BY (TraceId)
-SETTINGS index_granularity = 8192, ttl_only_drop_parts = 1;
-
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.otel_traces_trace_id_ts_mv TO otel.otel_traces_trace_id_ts AS
-SELECT TraceId, min(Timestamp) AS Start, max(Timestamp) AS End
-FROM otel.otel_traces
-WHERE TraceId != ''
-GROUP BY TraceId;
-
 CREATE TABLE IF NOT EXISTS otel.otel_logs (
     Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),

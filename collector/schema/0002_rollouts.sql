@@ -41,65 +41,43 @@ PARTITION BY toYYYYMM(Timestamp)
 ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, Choice)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
+-- A span and the evaluation events on it, in one view, so that an insert makes one part of both: row 0 is the span, row n its n-th event.
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_spans_mv TO otel.rollout_spans AS
 SELECT
-    SpanAttributes['spangrad.run.id'] AS RunId,
-    SpanAttributes['spangrad.rollout.mode'] AS Mode,
-    multiIf(SpanAttributes['spangrad.rollout.id'] != '', SpanAttributes['spangrad.rollout.id'],
-            SpanAttributes['session.id'] != '', SpanAttributes['session.id'],
-            SpanAttributes['gen_ai.conversation.id'] != '', SpanAttributes['gen_ai.conversation.id'],
-            TraceId) AS RolloutKey,
-    multiIf(SpanAttributes['spangrad.rollout.id'] != '', 'rollout',
-            SpanAttributes['session.id'] != '', 'session',
-            SpanAttributes['gen_ai.conversation.id'] != '', 'conversation',
-            'trace') AS RolloutKeySource,
-    SpanAttributes['session.id'] AS SessionId,
-    SpanAttributes['gen_ai.conversation.id'] AS ConversationId,
-    toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
-    Timestamp, TraceId, SpanId,
-    0 AS Choice,
-    'span' AS RowKind,
-    ParentSpanId,
-    SpanAttributes['spangrad.process.id'] AS ProcessId,
-    toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
-    SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode,
-    substringUTF8(StatusMessage, 1, 1024) AS StatusMessage,
-    -- Lean: long values stay in otel_traces, token ids and logprobs in calls.
-    mapFilter((k, v) -> length(v) <= 1024 AND k NOT IN (
-        'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
-        'spangrad.request.json', 'spangrad.response.json'), SpanAttributes) AS Attributes
-FROM otel.otel_traces;
-
-CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_evaluation_events_mv TO otel.rollout_spans AS
-SELECT
-    SpanAttributes['spangrad.run.id'] AS RunId,
-    SpanAttributes['spangrad.rollout.mode'] AS Mode,
-    multiIf(SpanAttributes['spangrad.rollout.id'] != '', SpanAttributes['spangrad.rollout.id'],
-            SpanAttributes['session.id'] != '', SpanAttributes['session.id'],
-            SpanAttributes['gen_ai.conversation.id'] != '', SpanAttributes['gen_ai.conversation.id'],
-            TraceId) AS RolloutKey,
-    multiIf(SpanAttributes['spangrad.rollout.id'] != '', 'rollout',
-            SpanAttributes['session.id'] != '', 'session',
-            SpanAttributes['gen_ai.conversation.id'] != '', 'conversation',
-            'trace') AS RolloutKeySource,
-    SpanAttributes['session.id'] AS SessionId,
-    SpanAttributes['gen_ai.conversation.id'] AS ConversationId,
-    toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
-    Timestamp, TraceId, SpanId,
-    toUInt16(event_index) AS Choice,
-    'evaluation_event' AS RowKind,
-    ParentSpanId,
-    SpanAttributes['spangrad.process.id'] AS ProcessId,
-    toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
-    event_name AS SpanName, SpanKind, ServiceName, ScopeName, 0 AS Duration, StatusCode,
-    '' AS StatusMessage,
-    event_attributes AS Attributes
-FROM otel.otel_traces
-ARRAY JOIN
-    arrayEnumerate(Events.Name) AS event_index,
-    Events.Name AS event_name,
-    Events.Attributes AS event_attributes
-WHERE event_name = 'gen_ai.evaluation.result';
+    RunId, Mode, RolloutKey, RolloutKeySource, SessionId, ConversationId, Attempt, Timestamp, TraceId, SpanId,
+    toUInt16(event) AS Choice,
+    if(event = 0, 'span', 'evaluation_event') AS RowKind,
+    ParentSpanId, ProcessId, Seq,
+    if(event = 0, SpanName, 'gen_ai.evaluation.result') AS SpanName,
+    SpanKind, ServiceName, ScopeName,
+    if(event = 0, Duration, 0) AS Duration,
+    StatusCode,
+    if(event = 0, StatusMessage, '') AS StatusMessage,
+    if(event = 0, Attributes, Events.Attributes[event]) AS Attributes
+FROM (
+    SELECT
+        SpanAttributes['spangrad.run.id'] AS RunId,
+        SpanAttributes['spangrad.rollout.mode'] AS Mode,
+        SpanAttributes['spangrad.rollout.id'] AS RolloutId,
+        SpanAttributes['session.id'] AS SessionId,
+        SpanAttributes['gen_ai.conversation.id'] AS ConversationId,
+        multiIf(RolloutId != '', RolloutId, SessionId != '', SessionId, ConversationId != '', ConversationId, TraceId) AS RolloutKey,
+        multiIf(RolloutId != '', 'rollout', SessionId != '', 'session', ConversationId != '', 'conversation', 'trace') AS RolloutKeySource,
+        toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
+        Timestamp, TraceId, SpanId, ParentSpanId,
+        SpanAttributes['spangrad.process.id'] AS ProcessId,
+        toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
+        SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode,
+        substringUTF8(StatusMessage, 1, 1024) AS StatusMessage,
+        -- Lean: long values stay in otel_traces, token ids and logprobs in calls.
+        mapFilter((k, v) -> length(v) <= 1024 AND k NOT IN (
+            'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
+            'spangrad.request.json', 'spangrad.response.json'), SpanAttributes) AS Attributes,
+        Events.Attributes,
+        arrayFilter((event, name) -> name = 'gen_ai.evaluation.result', arrayEnumerate(Events.Name), Events.Name) AS evaluations
+    FROM otel.otel_traces
+)
+ARRAY JOIN arrayConcat([0], evaluations) AS event;
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_evaluation_logs_mv TO otel.rollout_spans AS
 SELECT
@@ -268,4 +246,10 @@ SELECT
     max(now64(6)) AS IngestedAt
 FROM otel.otel_traces
 WHERE TraceId != ''
+GROUP BY TraceId;
+
+-- Where in time a trace lies: the Collector's exporter and Grafana's data source ask under this name.
+CREATE VIEW IF NOT EXISTS otel.otel_traces_trace_id_ts AS
+SELECT TraceId, toDateTime(min(FirstSeen)) AS Start, toDateTime(max(LastSeen)) AS End
+FROM otel.trace_rollouts
 GROUP BY TraceId;

@@ -7,17 +7,22 @@ import time
 import zlib
 from base64 import b64encode
 
+import brotli
 import lz4.frame
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collector.auth import Guardian
-from collector.clickhouse_frames import frame, unframe
-from collector.clickhouse_request import BadRequestError, Statement, read_statement
-from collector.encodings import EncodingError, TooLargeError, compress, decompress
+from collector.answer_clause import AnswerClause, find_answer_clause
+from collector.auth import Guardian, Role
+from collector.clickhouse_errors import BadRequestError
+from collector.clickhouse_frames import frame, frame_plainly, unframe
+from collector.clickhouse_request import Statement, read_statement
+from collector.encodings import SUPPORTED, EncodingError, Packer, TooLargeError, accepted_encoding, decompress
+from collector.external import ExternalTable
 from collector.guard import ForbiddenError, StatementGuard
+from collector.readers import ReaderLimits
 
 
 def statement(sql: str, rows: bytes | None = None, form: str = "TabSeparated") -> Statement:
@@ -72,8 +77,10 @@ def test_parameters_settings_and_session_are_told_apart() -> None:
         f"INSERT INTO t SETTINGS {'FORMATS ' * 7_000}",
         "/**/" * 10_000 + "-- \n" * 4_000 + "SELECT 1",
         f"SELECT 1 FORMAT JSON{' ' * 3_000_000}x",
+        "'" + "\\'" * 500_000 + "-- FORMAT x",
+        "/*" * 500_000 + "-- FORMAT x",
     ],
-    ids=["letters", "names", "spaces", "formats", "comments", "end"],
+    ids=["letters", "names", "spaces", "formats", "comments", "end", "quotes", "open comments"],
 )
 def test_long_statements_are_read_in_linear_time(sql: str) -> None:
     begin = time.process_time()
@@ -81,6 +88,45 @@ def test_long_statements_are_read_in_linear_time(sql: str) -> None:
     assert read_statement({"query": sql}, {}, b"") == statement(sql)
     # Linear takes milliseconds, quadratic many seconds, exponential for ever.
     assert time.process_time() - begin < 2
+
+
+def test_files_of_a_form_become_tables() -> None:
+    parameters = {
+        "query": "SELECT 1",
+        "e_structure": "a UInt8",
+        "e_format": "CSV",
+        "f_types": "Tuple(UInt8, String), UInt8",
+        "max_threads": "1",
+    }
+
+    read = read_statement(parameters, {}, b"", {"e": b"1", "f": b"x"})
+
+    assert read.tables == (
+        ExternalTable("e", "a UInt8", "CSV", b"1"),
+        ExternalTable("f", "_1 Tuple(UInt8, String), _2 UInt8", "TabSeparated", b"x"),
+    )
+    assert read.settings == {"max_threads": "1"}
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("SELECT 1", AnswerClause("SELECT 1", "", "")),
+        ("SELECT 1 ; ", AnswerClause("SELECT 1", "", "")),
+        ("SELECT 1\nformat  CSV ;", AnswerClause("SELECT 1\n", "format  CSV", "CSV")),
+        (
+            "SELECT 1 FORMAT CSV SETTINGS a = 1, b='x\\'y'",
+            AnswerClause("SELECT 1 ", "FORMAT CSV SETTINGS a = 1, b='x\\'y'", "CSV"),
+        ),
+        ("SELECT 1 -- FORMAT CSV", AnswerClause("SELECT 1 -- FORMAT CSV", "", "")),
+        ("SELECT '--' FORMAT CSV", AnswerClause("SELECT '--' ", "FORMAT CSV", "CSV")),
+        ("SELECT 'FORMAT CSV'", AnswerClause("SELECT 'FORMAT CSV'", "", "")),
+        ("SELECT 1 /* FORMAT CSV */", AnswerClause("SELECT 1 /* FORMAT CSV */", "", "")),
+        ("SELECT 1 AS format ORDER BY format DESC", AnswerClause("SELECT 1 AS format ORDER BY format DESC", "", "")),
+    ],
+)
+def test_the_answers_clause_is_found(sql: str, expected: AnswerClause) -> None:
+    assert find_answer_clause(sql) == expected
 
 
 @pytest.mark.parametrize(("parameters", "code"), [({"query": " "}, 62), ({"query": "SELECT 1", "a;DROP": "1"}, 115)])
@@ -93,6 +139,7 @@ def test_a_request_that_is_no_statement_has_a_code(parameters: dict[str, str], c
 @given(st.binary(max_size=4096))
 def test_frames_come_back(body: bytes) -> None:
     assert unframe(frame(body), limit=4096) == body
+    assert unframe(frame_plainly(body), limit=4096) == body
 
 
 def test_broken_frames_are_refused() -> None:
@@ -106,18 +153,20 @@ def test_broken_frames_are_refused() -> None:
         unframe(bytes(framed), limit=1000)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "lz4", "zstd"])
+@pytest.mark.parametrize("encoding", SUPPORTED)
 def test_encodings_unpack_within_a_limit(encoding: str) -> None:
     body = b"spans and logs " * 1000
-    packed, name = compress(body, f"br, {encoding};q=1")
+    packer = Packer(encoding)
+    packed = packer.pack(body[:5]) + packer.pack(body[5:]) + packer.finish()
 
-    assert name == encoding
     assert decompress(packed, encoding, len(body)) == body
-    assert decompress(packed + packed, encoding, 2 * len(body)) == 2 * body
+    assert decompress(Packer(encoding).finish(), encoding, 0) == b""
     with pytest.raises(TooLargeError):
         decompress(packed, encoding, len(body) - 1)
     with pytest.raises(EncodingError):
         decompress(b"\x01" + packed, encoding, len(body))
+    if encoding != "br":
+        assert decompress(packed + packed, encoding, 2 * len(body)) == 2 * body
 
 
 def test_raw_deflate_and_no_encoding_are_read() -> None:
@@ -125,7 +174,14 @@ def test_raw_deflate_and_no_encoding_are_read() -> None:
 
     assert decompress(packer.compress(b"body") + packer.flush(), "deflate", 10) == b"body"
     assert decompress(b"body", "identity", 10) == b"body"
-    assert compress(b"body", "br") == (b"body", None)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "name"),
+    [("br, gzip", "br"), ("snappy,ZSTD;q=1", "zstd"), ("gzip;q=0, lz4", "lz4"), ("*", None), ("", None), ("gzip; q=0.0", None)],
+)
+def test_the_first_encoding_that_is_known_is_taken(accepted: str, name: str | None) -> None:
+    assert accepted_encoding(accepted) == name
 
 
 def test_a_cut_or_unknown_body_is_refused() -> None:
@@ -133,14 +189,16 @@ def test_a_cut_or_unknown_body_is_refused() -> None:
         decompress(gzip.compress(b"body")[:-1], "gzip", 10)
     with pytest.raises(EncodingError, match="ends before its lz4 stream does"):
         decompress(lz4.frame.compress(b"body")[:-1], "lz4", 10)
-    with pytest.raises(EncodingError, match="Content-Encoding 'br' is not supported; use one of gzip, deflate, lz4, zstd"):
-        decompress(b"body", "br", 10)
+    with pytest.raises(EncodingError, match="ends before its br stream does"):
+        decompress(brotli.compress(b"body" * 100)[:-1], "br", 1000)
+    with pytest.raises(EncodingError, match="Content-Encoding 'snappy' is not supported; use one of br, gzip, deflate, lz4, zstd"):
+        decompress(b"body", "snappy", 10)
 
 
 def test_a_bomb_stays_small() -> None:
-    bomb = zstandard.compress(bytes(1 << 28))
-    with pytest.raises(TooLargeError):
-        decompress(bomb, "zstd", 1 << 16)
+    for encoding, bomb in (("zstd", zstandard.compress(bytes(1 << 28))), ("br", brotli.compress(bytes(1 << 26)))):
+        with pytest.raises(TooLargeError):
+            decompress(bomb, encoding, 1 << 16)
 
 
 @pytest.mark.parametrize(
@@ -211,26 +269,57 @@ def test_the_guard_takes_linear_time(sql: str) -> None:
     assert time.process_time() - begin < 2
 
 
-def test_the_token_is_taken_in_every_form() -> None:
-    guardian = Guardian("secret")
-    basic = b64encode(b"default:secret").decode()
+def test_tokens_are_taken_in_every_form() -> None:
+    guardian = Guardian("secret", "eyes")
 
-    assert guardian.admits_bearer("Bearer secret")
-    assert guardian.admits_clickhouse({"X-ClickHouse-Key": "secret"}, {})
-    assert guardian.admits_clickhouse({"Authorization": f"Basic {basic}"}, {})
-    assert guardian.admits_clickhouse({"Authorization": "bearer secret"}, {})
-    assert guardian.admits_clickhouse({}, {"password": "secret"})
+    for token, role in (("secret", Role.WRITER), ("eyes", Role.READER)):
+        basic = b64encode(f"default:{token}".encode()).decode()
+        assert guardian.clickhouse_role({"X-ClickHouse-Key": token}, {}) is role
+        assert guardian.clickhouse_role({"Authorization": f"Basic {basic}"}, {}) is role
+        assert guardian.clickhouse_role({"Authorization": f"bearer {token}"}, {}) is role
+        assert guardian.clickhouse_role({}, {"password": token}) is role
+        assert guardian.admits_bearer(f"Bearer {token}") is (role is Role.WRITER)
+
+
+def test_without_a_token_everything_is_open_but_to_a_reader() -> None:
+    assert Guardian(None).clickhouse_role({}, {"password": "x"}) is Role.WRITER
     assert Guardian(None).admits_bearer("")
+    assert Guardian(None, "eyes").clickhouse_role({}, {}) is Role.WRITER
+    assert Guardian(None, "eyes").clickhouse_role({}, {"password": "eyes"}) is Role.READER
+    assert not Guardian(None, "eyes").admits_bearer("Bearer eyes")
 
 
 def test_a_wrong_or_missing_token_is_refused() -> None:
-    guardian = Guardian("secret")
-    refused = [
-        guardian.admits_bearer(""),
-        guardian.admits_bearer("Bearer other"),
-        guardian.admits_bearer("secret"),
-        guardian.admits_clickhouse({}, {}),
-        guardian.admits_clickhouse({"Authorization": "Basic !"}, {}),
-        guardian.admits_clickhouse({"X-ClickHouse-Key": "other"}, {"password": "other"}),
+    guardian = Guardian("secret", "eyes")
+    shown = [
+        ({}, {}),
+        ({"Authorization": "Basic !"}, {}),
+        ({"Authorization": "secret"}, {}),
+        ({"Authorization": f"Basic {b64encode(bytes([58, 255])).decode()}"}, {}),
+        ({"X-ClickHouse-Key": "other"}, {"password": "other"}),
     ]
-    assert refused == [False] * 6
+
+    assert [guardian.clickhouse_role(headers, parameters) for headers, parameters in shown] == [None] * 5
+    assert [guardian.admits_bearer(shown) for shown in ("", "Bearer other", "secret")] == [False] * 3
+
+
+def test_a_reader_may_narrow_its_limits_and_choose_a_form() -> None:
+    limits = ReaderLimits(max_rows=100, max_seconds=10)
+    held = {"max_result_rows": "100", "max_execution_time": "10", "result_overflow_mode": "throw", "timeout_overflow_mode": "throw"}
+
+    assert limits.settings({}) == held
+    assert limits.settings({"max_result_rows": "5", "max_execution_time": "0.5"}) == {
+        **held,
+        "max_result_rows": "5",
+        "max_execution_time": "0.5",
+    }
+    for wider in ("0", "101", "1e9", "-1", "nan", "inf", "all"):
+        assert limits.settings({"max_result_rows": wider}) == held
+    assert limits.settings({"output_format_json_quote_64bit_integers": "1"}) == {**held, "output_format_json_quote_64bit_integers": "1"}
+
+
+@pytest.mark.parametrize("setting", ["readonly", "profile", "max_memory_usage", "result_overflow_mode", "dialect", "max_untracked_memory"])
+def test_a_reader_loosens_nothing(setting: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        ReaderLimits(100, 10).settings({setting: "1"})
+    assert caught.value.code == 164

@@ -1,84 +1,95 @@
-"""The queue: company in inserts, one bad body alone, and a bound on what is held."""
+"""The queue: company in commits, one bad body alone, and a bound on what is held."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
-from collector.ingest import MAX_INSERT, Budget, Ingest, Inserter, QueueFullError
-from collector.rows import Rows
+from collector.ingest import MAX_INSERT, Budget, Ingest, Inserter, QueueFullError, Refused
 
 
-class RecordedInserts:
-    """Keeps what was inserted; fails when the rows hold `bad`. Waits for `gate`."""
+@dataclass(frozen=True)
+class Piece:
+    """A body of the given name, as large as said."""
+
+    name: str
+    size: int = 1
+
+
+class RecordedCommits:
+    """Keeps the names of what was committed together; fails when a body is called `bad`. Waits for `gate`."""
 
     def __init__(self) -> None:
-        self.inserted: list[bytes] = []
+        self.committed: list[str] = []
         self.gate = threading.Event()
         self.entered = threading.Event()
 
-    def __call__(self, rows: bytes) -> None:
+    def __call__(self, bodies: Sequence[Piece]) -> list[Refused]:
         self.entered.set()
         self.gate.wait(10)
-        if b"bad" in rows:
+        names = "".join(body.name for body in bodies)
+        if "bad" in names:
             raise RuntimeError("refused")
-        self.inserted.append(rows)
+        self.committed.append(names)
+        return [Refused(len(body.name), body.name) for body in bodies]
 
 
 def test_waiting_bodies_share_an_insert() -> None:
-    inserts = RecordedInserts()
-    inserter = Inserter("test", inserts, linger_seconds=0)
-    first = inserter.submit(b"a")
-    inserts.entered.wait(10)
-    others = [inserter.submit(body) for body in (b"b", b"c", b"d")]
+    commits = RecordedCommits()
+    inserter = Inserter("test", commits, linger_seconds=0)
+    first = inserter.submit(Piece("a"))
+    commits.entered.wait(10)
+    others = [inserter.submit(Piece(name)) for name in "bcd"]
     assert not first.done()
 
-    inserts.gate.set()
+    commits.gate.set()
     for future in (first, *others):
         future.result(10)
 
-    assert inserts.inserted == [b"a", b"bcd"]
+    assert commits.committed == ["a", "bcd"]
     inserter.close()
 
 
 def test_a_bad_body_fails_alone() -> None:
-    inserts = RecordedInserts()
-    inserts.gate.set()
-    inserter = Inserter("test", inserts, linger_seconds=10)
-    good, bad, also_good = (inserter.submit(body) for body in (b"a", b"bad", b"c"))
+    commits = RecordedCommits()
+    commits.gate.set()
+    inserter = Inserter("test", commits, linger_seconds=10)
+    good, bad, also_good = (inserter.submit(Piece(name)) for name in ("a", "bad", "c"))
 
     inserter.close()
 
-    assert (good.result(0), also_good.result(0), str(bad.exception(0))) == (None, None, "refused")
-    assert inserts.inserted == [b"a", b"c"]
+    assert (good.result(0), also_good.result(0), str(bad.exception(0))) == (Refused(1, "a"), Refused(1, "c"), "refused")
+    assert commits.committed == ["a", "c"]
 
 
 def test_an_insert_has_a_bound() -> None:
-    inserts = RecordedInserts()
-    inserts.gate.set()
-    inserter = Inserter("test", inserts, linger_seconds=10)
-    half = bytes(MAX_INSERT // 2 + 1)
-    futures = [inserter.submit(half), inserter.submit(half)]
+    commits = RecordedCommits()
+    commits.gate.set()
+    inserter = Inserter("test", commits, linger_seconds=10)
+    futures = [inserter.submit(Piece(name, MAX_INSERT // 2 + 1)) for name in "ab"]
     for future in futures[:1]:
         future.result(10)
 
     inserter.close()
 
-    assert [len(rows) for rows in inserts.inserted] == [len(half), len(half)]
+    assert commits.committed == ["a", "b"]
 
 
 def test_closing_commits_what_waits_and_refuses_more() -> None:
-    inserts = RecordedInserts()
-    inserts.gate.set()
-    inserter = Inserter("test", inserts, linger_seconds=60)
-    future = inserter.submit(b"a")
+    commits = RecordedCommits()
+    commits.gate.set()
+    inserter = Inserter("test", commits, linger_seconds=60)
+    future = inserter.submit(Piece("a"))
 
     inserter.close()
 
-    assert future.result(0) is None
+    assert future.result(0) == Refused(1, "a")
     with pytest.raises(QueueFullError):
-        inserter.submit(b"b")
+        inserter.submit(Piece("b"))
 
 
 def test_the_budget_bounds_what_is_held() -> None:
@@ -104,20 +115,38 @@ def test_a_body_larger_than_the_budget_gets_in_alone() -> None:
         small.grow_to(1)
 
 
-async def test_queued_rows_are_held_until_committed() -> None:
-    inserts = RecordedInserts()
-    ingest = Ingest(inserts, inserts, linger_ms=0, queue_bytes=100)
+async def test_queued_bodies_are_held_until_committed() -> None:
+    commits = RecordedCommits()
+    ingest = Ingest(Inserter("test", commits, linger_seconds=0), Inserter("other", commits, linger_seconds=0), queue_bytes=100)
     with ingest.budget.charge() as charge:
         charge.grow_to(70)
-        committed = ingest.traces.submit(b"rows")
+        committed = ingest.traces.submit(Piece("first"))
         charge.release_after(committed)
     assert ingest.budget.held == 70
 
-    inserts.gate.set()
+    commits.gate.set()
     with ingest.budget.charge() as charge:
-        stored = await ingest.store(ingest.traces, lambda: Rows(b"more", 1), charge)
+        refused = await ingest.store(ingest.traces, lambda: Piece("more"), charge)
 
-    assert stored == Rows(b"more", 1)
-    assert b"".join(inserts.inserted) == b"rowsmore"
+    assert refused == Refused(4, "more")
+    assert "".join(commits.committed) == "firstmore"
     ingest.close()
     assert ingest.budget.held == 0
+
+
+def test_those_who_waited_for_a_commit_get_into_the_next_one() -> None:
+    commits = RecordedCommits()
+    inserter = Inserter("test", commits, linger_seconds=0.5)
+    first = inserter.submit(Piece("a"))
+    commits.entered.wait(10)
+    early = inserter.submit(Piece("b"))
+    time.sleep(0.6)  # longer than the linger: when the commit ends, nothing but the commit's own end keeps b waiting
+    commits.gate.set()
+    first.result(10)
+    late = inserter.submit(Piece("c"))
+
+    for future in (early, late):
+        future.result(10)
+
+    assert commits.committed == ["a", "bc"]
+    inserter.close()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from collector.migrations import SCHEMA, migrate, read_migrations, statements
+from collector.cluster import Layout
+from collector.migrations import SCHEMA, Entry, State, migrate, pending, read_migrations, statements, status
 from spangrad.errors import StoreError
 
 
@@ -16,14 +17,22 @@ class RecordedStore:
 
     def __init__(self) -> None:
         self.ran: list[str] = []
-        self.applied: list[tuple[str, str, str]] = []
+        self.applied: list[tuple[str, ...]] = []
+        self.exists = False
+        self.refuses = ""
 
     def __call__(self, sql: str) -> str:
+        if self.refuses and sql.startswith(self.refuses):
+            raise StoreError("Code: 241. no memory")
+        if sql.startswith("EXISTS"):
+            return f"{int(self.exists)}\n"
         if sql.startswith("SELECT"):
-            return "".join("\t".join(row) + "\n" for row in self.applied)
-        if inserted := re.search(r"VALUES \((\d+), '(.*)', '(.*)'\)", sql):
-            self.applied.append((inserted.group(1), inserted.group(2), inserted.group(3)))
-        elif "schema_migrations" not in sql and "CREATE DATABASE" not in sql:
+            return "".join("\t".join((*row, "2026-01-02 03:04:05")) + "\n" for row in self.applied)
+        if inserted := re.search(r"VALUES \((\d+), '(.*)', '(.*)', '(.*)'\)", sql):
+            self.applied.append(inserted.groups())
+        elif "schema_migrations" in sql:
+            self.exists = True
+        elif "CREATE DATABASE" not in sql:
             self.ran.append(sql)
         return ""
 
@@ -38,29 +47,71 @@ def schema(tmp_path: Path) -> Path:
 def test_each_file_is_applied_once_and_in_order(schema: Path) -> None:
     store = RecordedStore()
 
-    assert [migration.name for migration in migrate(store, schema)] == ["0001_first.sql", "0002_second.sql"]
+    assert [migration.name for migration in migrate(store, Layout(), schema)] == ["0001_first.sql", "0002_second.sql"]
     assert store.ran == ["CREATE TABLE a (x String DEFAULT ';')", "CREATE TABLE b (x String)", "CREATE TABLE c (x String)"]
     (schema / "0003_third.sql").write_text("CREATE TABLE d (x String);")
-    assert [migration.name for migration in migrate(store, schema)] == ["0003_third.sql"]
+    assert [migration.name for migration in migrate(store, Layout(), schema)] == ["0003_third.sql"]
     assert [row[:2] for row in store.applied] == [("1", "0001_first.sql"), ("2", "0002_second.sql"), ("3", "0003_third.sql")]
 
 
 def test_a_changed_file_is_named(schema: Path) -> None:
     store = RecordedStore()
-    migrate(store, schema)
+    migrate(store, Layout(), schema)
     (schema / "0001_first.sql").write_text("CREATE TABLE other (x String)")
 
     with pytest.raises(StoreError, match=r"0001_first\.sql was changed after it was applied"):
-        migrate(store, schema)
+        migrate(store, Layout(), schema)
 
 
 def test_a_store_of_a_later_version_is_refused(schema: Path) -> None:
     store = RecordedStore()
-    migrate(store, schema)
+    migrate(store, Layout(), schema)
     (schema / "0002_second.sql").unlink()
 
     with pytest.raises(StoreError, match=r"migrated by 0002_second\.sql, which .* does not have"):
-        migrate(store, schema)
+        migrate(store, Layout(), schema)
+
+
+def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> None:
+    store = RecordedStore()
+
+    assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", State.NEW, ""), Entry(2, "0002_second.sql", State.NEW, "")]
+    assert [migration.number for migration in pending(store, Layout(), schema)] == [1, 2]
+    assert (store.ran, store.exists) == ([], False)
+    migrate(store, Layout(), schema)
+    (schema / "0001_first.sql").write_text("CREATE TABLE other (x String)")
+    (schema / "0002_second.sql").unlink()
+    assert status(store, Layout(), schema) == [
+        Entry(1, "0001_first.sql", State.CHANGED, "2026-01-02 03:04:05"),
+        Entry(2, "0002_second.sql", State.UNKNOWN, "2026-01-02 03:04:05"),
+    ]
+
+
+def test_a_refused_statement_is_named_and_the_file_not_recorded(schema: Path) -> None:
+    store = RecordedStore()
+    store.refuses = "CREATE TABLE b"
+    (schema / "0001_first.sql").write_text("CREATE TABLE a (x String);\nCREATE TABLE b (\n  x String);")
+
+    with pytest.raises(StoreError) as caught:
+        migrate(store, Layout(), schema)
+    assert str(caught.value) == "0001_first.sql stopped at 'CREATE TABLE b (': Code: 241. no memory"
+    assert store.applied == []
+    store.refuses = ""
+    assert [migration.number for migration in migrate(store, Layout(), schema)] == [1, 2]
+
+
+def test_a_store_of_another_layout_is_refused(schema: Path) -> None:
+    store = RecordedStore()
+    migrate(store, Layout(), schema)
+
+    with pytest.raises(StoreError, match=r"made for one server, and the settings name cluster prod, sharded\."):
+        migrate(store, Layout("prod", sharded=True), schema)
+
+
+def test_progress_is_told_a_line_a_file(schema: Path) -> None:
+    lines: list[str] = []
+    migrate(RecordedStore(), Layout(), schema, report=lines.append)
+    assert lines == ["applied 0001_first.sql (2 statements)", "applied 0002_second.sql (1 statements)"]
 
 
 def test_numbers_have_no_gap(schema: Path) -> None:

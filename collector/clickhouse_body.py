@@ -1,0 +1,85 @@
+"""Bodies of requests to ClickHouse's HTTP interface: a statement, rows, or a form with a statement, parameters and files.
+
+In: a request's stream. Out: bytes, unpacked, or fields and files. Invariant: what arrives is held in the budget while it arrives,
+and is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import BodyPartReader, web
+
+from collector.clickhouse_errors import BadRequestError
+from collector.clickhouse_frames import unframe
+from collector.encodings import TooLargeError, decompress
+from collector.ingest import Charge
+
+MAX_BODY = 512 * 2**20
+"""Bytes of one statement with its rows, packed or unpacked."""
+_PIECE = 1 << 16
+
+
+async def read_body(request: web.Request, parameters: Mapping[str, str], charge: Charge) -> bytes:
+    """The whole body, unpacked. A client that leaves in its middle ends the request here.
+
+    Raises:
+        TooLargeError: the body has more than MAX_BODY bytes.
+        EncodingError: the body is not packed as it says.
+        QueueFullError: the budget is spent.
+    """
+    received = bytearray()
+    async for piece in request.content.iter_chunked(_PIECE):
+        received += piece
+        _hold(charge, len(received))
+    encoding, framed = request.headers.get("Content-Encoding", ""), parameters.get("decompress") == "1"
+    if not received or not (encoding or framed):
+        return bytes(received)
+
+    def unpack() -> bytes:
+        body = decompress(bytes(received), encoding, MAX_BODY)
+        body = unframe(body, MAX_BODY) if framed else body
+        charge.grow_to(len(body))
+        return body
+
+    return await asyncio.to_thread(unpack)
+
+
+async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str], dict[str, bytes]]:
+    """The fields of a form (the statement and its parameters, when they are too long for a URL), and its files.
+
+    Raises:
+        BadRequestError: the form is none, or packed.
+        TooLargeError: the form has more than MAX_BODY bytes.
+        QueueFullError: the budget is spent.
+    """
+    if request.headers.get("Content-Encoding"):
+        raise BadRequestError(48, "a form must not be packed.", "NOT_IMPLEMENTED")
+    fields: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+    size = 0
+    try:
+        async for part in await request.multipart():
+            if not isinstance(part, BodyPartReader):
+                raise BadRequestError(36, "a form within a form cannot be read.", "BAD_ARGUMENTS")
+            received = bytearray()
+            while piece := await part.read_chunk(_PIECE):
+                received += piece
+                size += len(piece)
+                _hold(charge, size)
+            if part.filename is None:
+                fields[part.name or ""] = received.decode(errors="surrogateescape")
+            else:
+                files[part.name or "_data"] = bytes(received)
+    except (ValueError, AssertionError) as error:
+        if isinstance(error, BadRequestError | TooLargeError):
+            raise
+        raise BadRequestError(36, f"the form cannot be read: {error}", "BAD_ARGUMENTS") from None
+    return fields, files
+
+
+def _hold(charge: Charge, size: int) -> None:
+    if size > MAX_BODY:
+        raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
+    charge.grow_to(size)

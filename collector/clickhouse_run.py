@@ -1,0 +1,217 @@
+"""Statements of ClickHouse's HTTP interface while they run: on a worker's thread each, found by their ids, ended when nobody waits.
+
+In: requests, taken in whole. Out: a `Run`: an answer that comes through a pipe, and what was read for it.
+Invariant: a statement is checked before it runs; one that only answers ends soon after its client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from multidict import CIMultiDict
+
+from collector.answer_clause import AnswerClause, find_answer_clause
+from collector.auth import Role
+from collector.clickhouse_errors import BadRequestError
+from collector.clickhouse_request import Statement, read_statement
+from collector.engine import Answer, Engine, Handle
+from collector.guard import StatementGuard
+from collector.handles import Handles
+from collector.pipe import Pipe, wake
+from collector.readers import ReaderLimits
+from collector.staging import Staging
+
+WORKERS = 16
+"""Statements at once; more wait."""
+_ENGINE_NAMES = """
+SELECT name FROM system.table_functions
+UNION ALL SELECT name FROM system.database_engines
+UNION ALL SELECT name FROM system.table_engines"""
+_SESSION_WORDS = frozenset({"SET", "USE"})
+_TEXT = re.compile(r"'([^'\\]*+)'")
+_PLAIN_ID = re.compile(r"[\w.:-]{1,128}")
+_KILL_AGAIN_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client sent, whole and unpacked."""
+
+    parameters: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+    files: Mapping[str, bytes]
+    role: Role
+    safe: bool
+    """By HTTP's methods: GET and HEAD change nothing."""
+    query_id: str
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One statement on its way."""
+
+    pipe: Pipe = field(default_factory=Pipe)
+    statement: Statement | None = None
+    """Known before anything comes through the pipe."""
+    done: Future[Answer] = field(default_factory=Future)
+    """Ends when the statement does: with what was read, and its answer where that did not go through the pipe."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    handle: str | None = None
+    """The name of the handle that runs the statement, while it runs and may be killed."""
+
+    async def settle(self, seconds: float) -> None:
+        """Wait for the end, but no longer than this."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        timer = loop.call_later(seconds, wake, waiter)
+        self.done.add_done_callback(lambda _: loop.call_soon_threadsafe(wake, waiter))
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+
+    async def result(self) -> Answer:
+        """What was read, and the answer where it did not go through the pipe.
+
+        Raises:
+            Exception: what the statement failed with, one of REFUSALS.
+        """
+        return self.done.result() if self.done.done() else await asyncio.wrap_future(self.done)
+
+
+class Runner:
+    """Runs statements."""
+
+    def __init__(self, engine: Engine, limits: ReaderLimits) -> None:
+        """Run on `engine`; `limits` hold for readers."""
+        self._engine = engine
+        self._limits = limits
+        self._handles = Handles(engine.handle)
+        self._workers = ThreadPoolExecutor(WORKERS, "clickhouse")
+        self._ids: dict[str, Run] = {}
+        """Running statements by their clients' ids."""
+        self._endings: set[asyncio.Task[None]] = set()
+        handle = engine.handle()
+        self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
+        handle.close()
+
+    def start(self, request: Request) -> Run:
+        """Run the request's statement as soon as a worker is free. What is wrong with it, the run's `done` says."""
+        run = Run()
+        run.done = self._workers.submit(self._work, run, request)
+        return run
+
+    def leave(self, run: Run) -> None:
+        """End a run that nobody waits for any longer, unless it changes something. Returns at once."""
+        run.pipe.close_reading()
+        if run.done.cancel():
+            run.pipe.close_writing()
+        elif not run.done.done():
+            ending = asyncio.create_task(self._end(run))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    def close(self) -> None:
+        """Cancel what still runs, and close every session."""
+        self._engine.kill_queries()
+        self._workers.shutdown(cancel_futures=True)
+        self._handles.close()
+
+    async def _end(self, run: Run) -> None:
+        # Again and again: a statement can be killed only once the engine knows of it.
+        while not run.done.done():
+            await asyncio.to_thread(self._kill, run)
+            await asyncio.sleep(_KILL_AGAIN_SECONDS)
+
+    def _kill(self, run: Run) -> None:
+        with run.lock:
+            if run.handle and run.statement and run.statement.answers:
+                self._engine.kill(run.handle)
+
+    def _work(self, run: Run, request: Request) -> Answer:
+        """Read, check and run a statement, on a worker's thread: each takes time that grows with the statement."""
+        try:
+            statement = read_statement(request.parameters, CIMultiDict(request.headers), request.body, request.files)
+            self._guard.check(statement.sql)
+            if request.role is Role.READER:
+                statement = replace(statement, settings=self._limits.settings(statement.settings))
+            run.statement = statement
+            with self._handles.borrow(statement, request.role) as handle, self._known(run, handle, request.query_id):
+                return self._run(run, handle, statement, request)
+        finally:
+            run.pipe.close_writing()
+
+    def _run(self, run: Run, handle: Handle, statement: Statement, request: Request) -> Answer:
+        _check_kind(handle, statement, request)
+        if statement.rows is not None:
+            return Staging(handle).insert(statement.sql, statement.format, statement.rows)
+        if statement.first_word == "KILL":
+            statement = replace(statement, sql=_TEXT.sub(self._engine_id, statement.sql))
+        if statement.answers:
+            clause = _named(find_answer_clause(statement.sql), request.query_id)
+            if piped := handle.write(clause, run.pipe.descriptor, statement.format, statement.parameters):
+                return piped
+        return handle.query(statement.sql, statement.format, statement.parameters)
+
+    @contextmanager
+    def _known(self, run: Run, handle: Handle, query_id: str) -> Generator[None]:
+        """Let the run be found by its client's id, and be killed."""
+        if self._ids.setdefault(query_id, run) is not run:
+            raise BadRequestError(216, f"Query with id = {query_id} is already running.", "QUERY_WITH_SAME_ID_IS_ALREADY_RUNNING")
+        try:
+            with run.lock:
+                run.handle = handle.name
+            yield
+        finally:
+            # Before the handle runs something else.
+            with run.lock:
+                run.handle = None
+            del self._ids[query_id]
+
+    def _engine_id(self, text: re.Match[str]) -> str:
+        """A text of a KILL statement, with the engine's own id in the place of a client's."""
+        run = self._ids.get(text[1])
+        name = run.handle if run else None
+        found = self._engine.query_id(name) if name else ""
+        return f"'{found}'" if found else text[0]
+
+
+def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
+    """Let a statement pass that is one, and that its sender may run.
+
+    Raises:
+        BadRequestError: it is several, or changes something for a reader or by GET.
+    """
+    restricted = request.role is Role.READER or request.safe
+    if statement.rows is not None:
+        if restricted:
+            raise _read_only(request)
+        return
+    several = ";" in statement.sql and statement.first_word != "INSERT"
+    if not (restricted or several):
+        return
+    kind = handle.kind(statement.sql)
+    if several and (kind.statements > 1 or (restricted and not kind.statements)):
+        raise BadRequestError(62, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
+    # What the parser cannot read the engine refuses, in words that help.
+    if restricted and not kind.reads_only and (kind.statements or not statement.answers):
+        if request.role is Role.WRITER and statement.first_word in _SESSION_WORDS:
+            return
+        raise _read_only(request)
+
+
+def _read_only(request: Request) -> BadRequestError:
+    why = "the token is for reading." if request.role is Role.READER else "method GET implies readonly; use POST to change something."
+    return BadRequestError(164, f"Cannot execute query in readonly mode: {why}", "READONLY")
+
+
+def _named(clause: AnswerClause, query_id: str) -> AnswerClause:
+    """The statement with its client's id, which system.processes then shows: the engine gives it an id of its own."""
+    return replace(clause, before=f"{clause.before}\n/* query_id: {query_id} */") if _PLAIN_ID.fullmatch(query_id) else clause

@@ -1,0 +1,333 @@
+"""The schema in real engines: every variant is understood, migrations run over HTTP, old rows go and trained ones stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from clickhouse_connect.driver.client import Client
+from clickhouse_connect.driver.exceptions import DatabaseError
+from one_shard import SHARDED, one_shard
+from running_store import running_store, store_settings
+
+from collector.cluster import Layout
+from collector.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
+from collector.retention import OLD, Expired, cutoff, expire
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import StoreSettings
+
+BEFORE = 3786912000
+"""2090-01-01. Rows that are inserted today are old by then; what is to be younger says so."""
+OLD_DAY, NEW_DAY = "2080-01-01", "2095-01-01"
+TABLES = [*OLD, "batches", "policy_versions"]
+
+
+@contextmanager
+def executing(store: StoreSettings) -> Generator[Execute]:
+    client = connect(store)
+    yield lambda sql: client.raw_query(sql).decode()
+    client.close()
+
+
+@pytest.fixture(params=["one server", "sharded"])
+def laid_out(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[tuple[Execute, Layout]]:
+    """An empty store of each layout."""
+    if request.param == "sharded":
+        with one_shard(tmp_path) as execute:
+            migrate(execute, SHARDED)
+            yield execute, SHARDED
+        return
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
+        yield execute, Layout()
+
+
+# --- what the engine understands ---
+
+
+@pytest.fixture(scope="module")
+def client(store: StoreSettings) -> Generator[Client]:
+    client = connect(store)
+    yield client
+    client.close()
+
+
+def understood(client: Client, statement: str) -> bool:
+    """Whether the engine's own parser takes a statement."""
+    try:
+        client.query("SELECT formatQuery({sql:String})", parameters={"sql": statement})
+    except DatabaseError as error:
+        if error.code != 62:
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout("prod"), SHARDED], ids=str)
+def test_every_statement_of_every_layout_parses(client: Client, layout: Layout) -> None:
+    statements = [*preamble(layout), *(one for migration in read_migrations(SCHEMA) for one in migration.script(layout))]
+    made = [one for one in statements if not one.startswith("INSERT")]
+    assert len(made) > 25
+    assert [one for one in made if not understood(client, one)] == []
+
+
+def test_a_broken_statement_does_not_parse(client: Client) -> None:
+    [made] = Layout("prod").statements(["CREATE TABLE IF NOT EXISTS otel.t (a String) ENGINE = MergeTree ORDERED BY a"])
+    assert not understood(client, made)
+
+
+# --- spangrad schema ---
+
+
+def spangrad(store: StoreSettings, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
+    command = [sys.executable, "-m", "spangrad", "schema", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env={**clean, "SPANGRAD_STORE__URL": store.url}
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout, stderr
+
+
+def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
+        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
+        assert (code, [line.split()[-1] for line in stdout.splitlines()[1:]]) == (0, ["applied"] * len(read_migrations(SCHEMA)))
+
+        execute("ALTER TABLE otel.schema_migrations DELETE WHERE Number = 4 SETTINGS mutations_sync = 2")
+        execute("DROP VIEW otel.v_lineage")
+        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
+        assert code == 3
+        assert [line.split() for line in stdout.splitlines() if line.rstrip().endswith("new")] == [["0004", "0004_views.sql", "new"]]
+
+        code, stdout, _ = answer(spangrad(settings, "migrate", "--dry-run", cwd=tmp_path))
+        assert code == 0
+        assert stdout.startswith("-- 0004_views.sql\n\nCREATE VIEW IF NOT EXISTS otel.v_spans")
+        assert execute("EXISTS VIEW otel.v_lineage") == "0\n"
+
+        views = len(read_migrations(SCHEMA)[3].script(Layout())) - 1
+        assert answer(spangrad(settings, "migrate", cwd=tmp_path)) == (0, f"applied 0004_views.sql ({views} statements)\n", "")
+        assert execute("EXISTS VIEW otel.v_lineage") == "1\n"
+        assert answer(spangrad(settings, "migrate", cwd=tmp_path)) == (0, "up to date\n", "")
+
+        execute("ALTER TABLE otel.schema_migrations UPDATE Sha256 = '' WHERE Number = 2 SETTINGS mutations_sync = 2")
+        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
+        assert (code, stdout.splitlines()[2].split()[-1]) == (3, "changed")
+
+
+def test_two_at_once_apply_everything_once(tmp_path: Path) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
+        execute("DROP DATABASE otel SYNC")
+        both = [spangrad(settings, "migrate", cwd=tmp_path) for _ in range(2)]
+        assert [answer(one)[0] for one in both] == [0, 0]
+        names = [migration.name for migration in read_migrations(SCHEMA)]
+        assert execute("SELECT Name FROM otel.schema_migrations FINAL ORDER BY Number").split() == names
+
+
+# --- over all shards ---
+
+
+def insert(execute: Execute, table: str, **row: str) -> None:
+    """A row of SQL expressions."""
+    execute(f"INSERT INTO otel.{table} ({', '.join(row)}) SELECT {', '.join(row.values())}")
+
+
+def span(execute: Execute, trace: str, name: str, day: str, *, scope: str = "test", **attributes: str) -> None:
+    pairs = ", ".join(f"'{key.replace('__', '.')}', '{value}'" for key, value in attributes.items())
+    insert(
+        execute,
+        "otel_traces",
+        Timestamp=f"toDateTime64('{day}', 9)",
+        TraceId=f"'{trace}'",
+        SpanId=f"'{name}'",
+        SpanName=f"'{name}'",
+        ScopeName=f"'{scope}'",
+        SpanAttributes=f"map({pairs})",
+    )
+
+
+def conclude(execute: Execute, table: str, rollout: str, day: str, trace: str = "", call: str = "c") -> None:
+    own = {"Name": "'r'"} if table == "rewards" else {"BuildSpec": "'b'", "GroupId": "'g'", "Revision": "1"}
+    insert(
+        execute,
+        table,
+        RunId="'run'",
+        RolloutId=f"'{rollout}'",
+        TraceId=f"'{trace}'",
+        CallId=f"'{call}'",
+        IngestedAt=f"toDateTime64('{day}', 6)",
+        **own,
+        **({"Policy": "'p'", "Timestamp": "toDateTime64('2080-01-01', 9)"} if table == "transitions" else {}),
+    )
+
+
+def commit(execute: Execute, *rollouts: str) -> None:
+    """One batch, and the version that it made."""
+    names = {"Policy": "'p'", "Branch": "'main'", "Version": "1", "BatchId": "'one'", "RunId": "'run'"}
+    for rollout in rollouts:
+        insert(execute, "batches", **names, GroupId="'g'", RolloutId=f"'{rollout}'", BuildSpec="'b'", Revision="1")
+    insert(execute, "policy_versions", **names, Status="'committed'")
+
+
+def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layout]) -> None:
+    execute, _ = laid_out
+    for trace in ("t1", "t2", "t3"):
+        for _ in range(2):
+            span(execute, trace, "chat", OLD_DAY, scope="spangrad.gateway", spangrad__rollout__id=f"rollout-{trace}")
+            span(execute, trace, "rollout", OLD_DAY, spangrad__rollout__id=f"rollout-{trace}", spangrad__rollout__final="true")
+            conclude(execute, "rewards", f"rollout-{trace}", OLD_DAY, trace)
+            conclude(execute, "transitions", f"rollout-{trace}", OLD_DAY, trace)
+            conclude(execute, "drops", f"rollout-{trace}", OLD_DAY, trace, call="d")
+            commit(execute, f"rollout-{trace}")
+
+    counted = {
+        view: execute(f"SELECT {column}, count() FROM otel.{view} GROUP BY ALL ORDER BY ALL").split("\n")[:-1]
+        for view, column in {
+            "v_spans": "TraceId, SpanName",
+            "v_calls": "TraceId",
+            "v_rollouts": "RolloutId",
+            "v_rewards": "RolloutId",
+            "v_transitions": "RolloutId",
+            "v_drops": "RolloutId",
+            "v_builds": "RolloutId",
+            "v_batches": "RolloutId",
+            "v_policy_versions": "Version",
+            "v_lineage": "Version, BatchId, RolloutId, TraceId",
+        }.items()
+    }
+    each = [f"rollout-{trace}\t1" for trace in ("t1", "t2", "t3")]
+    assert counted == {
+        "v_spans": [f"{trace}\t{name}\t1" for trace in ("t1", "t2", "t3") for name in ("chat", "rollout")],
+        "v_calls": ["t1\t1", "t2\t1", "t3\t1"],
+        **dict.fromkeys(("v_rollouts", "v_rewards", "v_transitions", "v_drops", "v_builds", "v_batches"), each),
+        "v_policy_versions": ["1\t1"],
+        "v_lineage": [f"1\tone\trollout-{trace}\t{trace}\t1" for trace in ("t1", "t2", "t3")],
+    }
+
+
+# --- what is kept ---
+
+
+def left(execute: Execute) -> dict[str, list[str]]:
+    """The traces, or else rollouts, of the rows in each table, with how many rows each has."""
+    names = {"batches": "RolloutId", "policy_versions": "BatchId", **dict.fromkeys(("rewards", "transitions", "drops"), "RolloutId")}
+    return {
+        table: execute(f"SELECT {names.get(table, 'TraceId')}, count() FROM otel.{table} GROUP BY ALL ORDER BY ALL")
+        .replace("\t", " ")
+        .split("\n")[:-1]
+        for table in TABLES
+    }
+
+
+def log(execute: Execute, trace: str, day: str, rollout: str = "") -> None:
+    insert(
+        execute,
+        "otel_logs",
+        Timestamp=f"toDateTime64('{day}', 9)",
+        TraceId=f"'{trace}'",
+        EventName="'gen_ai.evaluation.result'",
+        LogAttributes=f"map('spangrad.rollout.id', '{rollout}')",
+    )
+
+
+def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
+    """A rollout of three spans, one of which does not know whose it is, two logs, one of them without a trace, and conclusions."""
+    span(execute, trace, "rollout", day, spangrad__rollout__id=rollout_id)
+    span(execute, trace, "chat", day, scope="spangrad.gateway", spangrad__rollout__id=rollout_id)
+    span(execute, trace, "foreign", day)
+    insert(execute, "dropped_attributes", Timestamp=f"toDateTime64('{day}', 9)", TraceId=f"'{trace}'", Attributes="1")
+    log(execute, trace, day)
+    log(execute, "", day, rollout_id)
+    for table in ("rewards", "transitions", "drops"):
+        conclude(execute, table, rollout_id, day, trace)
+
+
+def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute, Layout]) -> None:
+    execute, layout = laid_out
+    rollout(execute, "trained", "trained-1", OLD_DAY)
+    # Its second attempt, which no batch used, and a trace that names the conversation that was trained on one span alone.
+    span(execute, "trained-2", "rollout", OLD_DAY, spangrad__rollout__id="trained")
+    span(execute, "chat", "turn", OLD_DAY, session__id="conversation")
+    span(execute, "chat", "tool", OLD_DAY)
+    conclude(execute, "transitions", "conversation", OLD_DAY, "chat")
+    rollout(execute, "untrained", "untrained-1", OLD_DAY)
+    rollout(execute, "young", "young-1", NEW_DAY)
+    # Began before, goes on after: nothing of it goes, nor what was concluded of it.
+    span(execute, "lasting-1", "rollout", OLD_DAY, spangrad__rollout__id="lasting")
+    span(execute, "lasting-1", "late", NEW_DAY)
+    conclude(execute, "transitions", "lasting", OLD_DAY, "lasting-1")
+    # All of its spans are old, but its last conclusion is not.
+    span(execute, "doubted-1", "rollout", OLD_DAY, spangrad__rollout__id="doubted")
+    conclude(execute, "transitions", "doubted", OLD_DAY, "doubted-1")
+    conclude(execute, "drops", "doubted", NEW_DAY, "doubted-1")
+    # Trained, and its spans were lost.
+    conclude(execute, "transitions", "bare", OLD_DAY)
+    commit(execute, "trained", "conversation", "bare")
+
+    expired = expire(execute, BEFORE, layout)
+
+    # How many rows a trace has in its own table is the engine's business: it merges them.
+    spans = ["chat 2", "lasting-1 2", "trained-1 3", "trained-2 1", "young-1 3"]
+    after = left(execute)
+    traces = [line.split()[0] for line in after.pop("trace_rollouts")]
+    assert traces == ["chat", "lasting-1", "trained-1", "trained-2", "young-1"]
+    assert after == {
+        "rollout_spans": [" 2", "chat 2", "lasting-1 2", "trained-1 4", "trained-2 1", "young-1 4"],
+        "calls": ["trained-1 1", "young-1 1"],
+        "otel_traces": spans,
+        "otel_logs": [" 2", "trained-1 1", "young-1 1"],
+        "dropped_attributes": ["trained-1 1", "young-1 1"],
+        "rewards": ["trained 1", "young 1"],
+        "transitions": ["bare 1", "conversation 1", "doubted 1", "lasting 1", "trained 1", "young 1"],
+        "drops": ["doubted 1", "trained 1", "young 1"],
+        "batches": ["bare 1", "conversation 1", "trained 1"],
+        "policy_versions": ["one 1"],
+    }
+    assert [one for one in expired if one.table != "trace_rollouts"] == [
+        Expired("rollout_spans", 6),
+        Expired("calls", 1),
+        Expired("otel_traces", 4),
+        Expired("otel_logs", 2),
+        Expired("dropped_attributes", 1),
+        Expired("rewards", 1),
+        Expired("transitions", 1),
+        Expired("drops", 1),
+    ]
+    assert execute("SELECT RolloutId, TraceId FROM otel.v_lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"
+    before = left(execute)
+    assert (expire(execute, BEFORE, layout), left(execute)) == ([], before)
+
+
+def test_every_table_that_grows_with_spans_expires() -> None:
+    made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
+    tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
+    assert tables - set(OLD) == {"batches", "policy_versions"}
+
+
+def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "first.log"), executing(settings) as execute:
+        conclude(execute, "drops", "ancient", "2020-01-01")
+        conclude(execute, "drops", "recent", NEW_DAY)
+    settings = settings.model_copy(update={"ttl_days": 30})
+    with running_store(settings, tmp_path / "second.log") as child, executing(settings) as execute:
+        wait_until(lambda: "ancient" not in execute("SELECT RolloutId FROM otel.drops"), 20, "expiry", [child], poll_seconds=0.05)
+        assert execute("SELECT RolloutId FROM otel.drops") == "recent\n"
+
+
+def test_whole_days_are_kept(laid_out: tuple[Execute, Layout]) -> None:
+    execute, _ = laid_out
+    now = int(execute("SELECT toUnixTimestamp(now())"))
+    age = now - cutoff(execute, 30)
+    assert 30 * 86400 - 3700 <= age < 31 * 86400 + 3700

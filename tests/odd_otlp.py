@@ -1,0 +1,212 @@
+"""Random OTLP requests, ordinary and odd, the same for the same seed.
+
+In: a seed. Out: trace and log requests as any sender might make them. Invariant: names of spans, and `case` of log records, are
+unique within a request, so that its rows have an order; times fall into few days, as a real request's do.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from random import Random
+
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue, KeyValueList
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeLogs
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+
+DEPTH = 3
+_DAYS = tuple(day * 86_400 * 10**9 for day in (0, 1, 15_000, 19_000, 19_001, 19_002))
+_LETTERS = (
+    "abcXYZ 0123.-_",
+    "quoted \"\\/ <a href='x'>&amp;",
+    "\x00\x01\x07\b\t\n\v\f\r\x1b\x1f\x7f\x80\x9f",
+    "éßñ日本語 العربية \u2028\u2029\u200b\ufeff\ufffd",
+    "\U0001f600\U0001f468\u200d\U0001f469 e\u0301",
+)
+_INTS = (0, 1, -1, 42, 2**31, 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
+_DOUBLES = (
+    *(0.0, -0.0, 1.0, -1.5, 0.1, 1 / 3, 1e-6, 9.99e-7, 1.5e-7, 123456789.0, 1e15, 1e16, 1e20, 1e21, -1e22, 5e-324, 1.7976931348623157e308),
+    *(float("nan"), float("inf"), float("-inf"), 2.0**53, 4.35, 100.0, 1e100),
+)
+_KEYS = (
+    *("llm.model_name", "gen_ai.request.model", "input.value", "output.value", "http.status", "Upper", "upper", "a.b", "a.b.c", "é"),
+    *("", " ", "session.id", "openinference.span.kind", "k" * 200),
+)
+_ODD_ENUMS = (-3, 6, 99, 2**31 - 1)
+
+
+class _Random(Random):
+    """Dice that know how often things are odd."""
+
+    def __init__(self, seed: int, odd: float) -> None:
+        super().__init__(seed)
+        self.odd = odd
+
+    def flat(self) -> bool:
+        """Whether the next thing holds flat values only: texts, numbers, booleans, bytes, arrays of texts."""
+        return self.random() >= self.odd
+
+
+def traces(seed: int, spans: int, odd: float) -> ExportTraceServiceRequest:
+    """A request with that many spans; of their resources, scopes and themselves the share `odd` holds more than flat values."""
+    random, request, made = _Random(seed, odd), ExportTraceServiceRequest(), 0
+    while made < spans:
+        resource = ResourceSpans(schema_url=_text(random), resource=_resource(random))
+        for _ in range(random.randint(0, 2)):
+            count = min(random.randint(0, 8), spans - made)
+            scope = ScopeSpans(schema_url=_text(random), scope=_scope(random) if random.random() < 0.8 else None)
+            scope.spans.extend(_span(random, made + i) for i in range(count))
+            resource.scope_spans.append(scope)
+            made += count
+        request.resource_spans.append(resource)
+    return request
+
+
+def logs(seed: int, records: int, odd: float) -> ExportLogsServiceRequest:
+    """A request with that many log records; `odd` as for `traces`."""
+    random, request, made = _Random(seed, odd), ExportLogsServiceRequest(), 0
+    while made < records:
+        resource = ResourceLogs(schema_url=_text(random), resource=_resource(random))
+        for _ in range(random.randint(0, 2)):
+            count = min(random.randint(0, 8), records - made)
+            scope = ScopeLogs(schema_url=_text(random), scope=_scope(random) if random.random() < 0.8 else None)
+            scope.log_records.extend(_record(random, made + i) for i in range(count))
+            resource.scope_logs.append(scope)
+            made += count
+        request.resource_logs.append(resource)
+    return request
+
+
+def _span(random: _Random, number: int) -> Span:
+    flat = random.flat()
+    start = _time(random)
+    span = Span(
+        trace_id=_id(random, 16),
+        span_id=_id(random, 8),
+        parent_span_id=_id(random, 8),
+        trace_state=random.choice(("", "a=b", "vendor=é,other=1")),
+        flags=random.choice((0, 1, 0x301)),
+        name=f"{number:06d} {_text(random)}",
+        start_time_unix_nano=start,
+        end_time_unix_nano=start + random.choice((0, 1, 10**9, -min(start, 50), 3 * 10**18)),
+        attributes=_attributes(random, flat),
+        dropped_attributes_count=random.choice((0, 0, 0, 7)),
+    )
+    # Enumerations are open: a newer sender may know more members.
+    span.kind = random.choice((*range(6), *_ODD_ENUMS)) if not flat else random.randint(0, 5)  # type: ignore[assignment]
+    if random.random() < 0.7:
+        code = random.choice((0, 1, 2, *_ODD_ENUMS)) if not flat else random.randint(0, 2)
+        span.status.CopyFrom(Status(code=code, message=_text(random)))  # type: ignore[arg-type]
+    for _ in range(random.choice((0, 0, 1, 3))):
+        span.events.add(time_unix_nano=_time(random), name=_text(random), attributes=_attributes(random, flat), dropped_attributes_count=1)
+    for _ in range(random.choice((0, 0, 1, 3))):
+        span.links.add(trace_id=_id(random, 16), span_id=_id(random, 8), trace_state=_text(random), attributes=_attributes(random, flat))
+    return span
+
+
+def _record(random: _Random, number: int) -> LogRecord:
+    flat = random.flat()
+    record = LogRecord(
+        time_unix_nano=random.choice((0, _time(random))),
+        observed_time_unix_nano=_time(random),
+        severity_text=_text(random),
+        attributes=[KeyValue(key="case", value=AnyValue(string_value=f"{number:06d}")), *_attributes(random, flat)],
+        flags=random.choice((0, 1, 255, 256, 0x1FF, 2**32 - 1)),
+        trace_id=_id(random, 16),
+        span_id=_id(random, 8),
+        event_name=random.choice(("", _text(random))),
+    )
+    record.severity_number = random.choice((0, 1, 9, 24, 25, 255, 256, 1000))  # type: ignore[assignment]
+    if random.random() < 0.9:
+        record.body.CopyFrom(_value(random, flat))
+    if random.random() < 0.2:
+        record.attributes.append(KeyValue(key="event.name", value=_value(random, flat)))
+    return record
+
+
+def _resource(random: _Random) -> Resource:
+    resource = Resource(attributes=_attributes(random, random.flat()))
+    if random.random() < 0.8:
+        service = AnyValue(string_value=_text(random)) if random.random() < 0.8 else _value(random, random.flat())
+        resource.attributes.append(KeyValue(key="service.name", value=service))
+    return resource
+
+
+def _scope(random: _Random) -> InstrumentationScope:
+    return InstrumentationScope(
+        name=random.choice(("", "openinference.instrumentation.openai", _text(random))),
+        version=random.choice(("", "1.2")),
+        attributes=_attributes(random, random.flat()),
+    )
+
+
+def _attributes(random: _Random, flat: bool) -> list[KeyValue]:
+    """Some pairs; keys may come twice, and values may be missing."""
+    count = random.choice((0, 1, 3, 8))
+    return [KeyValue(key=_key(random), value=_value(random, flat)) for _ in range(count)]
+
+
+def _key(random: _Random) -> str:
+    return random.choice(_KEYS) if random.random() < 0.8 else _text(random)
+
+
+def _value(random: _Random, flat: bool, depth: int = DEPTH) -> AnyValue:
+    if flat:
+        return random.choice((_string, _string, _number, _bytes, _strings))(random)
+    makers: list[Callable[[_Random], AnyValue]] = [_string, _number, _bytes, _strings, lambda _: AnyValue()]
+    if depth:
+        makers += [lambda r: _array(r, depth - 1), lambda r: _pairs(r, depth - 1)]
+    return random.choice(makers)(random)
+
+
+def _string(random: _Random) -> AnyValue:
+    return AnyValue(string_value=_text(random))
+
+
+def _number(random: _Random) -> AnyValue:
+    match random.randrange(5):
+        case 0:
+            return AnyValue(bool_value=random.random() < 0.5)
+        case 1:
+            return AnyValue(int_value=random.choice(_INTS))
+        case 2:
+            return AnyValue(int_value=random.randint(-(2**63), 2**63 - 1))
+        case 3:
+            return AnyValue(double_value=random.choice(_DOUBLES))
+        case _:
+            # Any bits: each magnitude is as likely as another.
+            return AnyValue(double_value=struct.unpack("<d", random.randbytes(8))[0])
+
+
+def _bytes(random: _Random) -> AnyValue:
+    return AnyValue(bytes_value=random.randbytes(random.choice((0, 1, 2, 3, 4, 400))))
+
+
+def _strings(random: _Random) -> AnyValue:
+    return AnyValue(array_value=ArrayValue(values=[_string(random) for _ in range(random.choice((0, 1, 4)))]))
+
+
+def _array(random: _Random, depth: int) -> AnyValue:
+    return AnyValue(array_value=ArrayValue(values=[_value(random, flat=False, depth=depth) for _ in range(random.randint(0, 4))]))
+
+
+def _pairs(random: _Random, depth: int) -> AnyValue:
+    pairs = [KeyValue(key=_key(random), value=_value(random, flat=False, depth=depth)) for _ in range(random.randint(0, 4))]
+    return AnyValue(kvlist_value=KeyValueList(values=pairs))
+
+
+def _text(random: _Random) -> str:
+    letters = _LETTERS[0] if random.random() < 0.5 else random.choice(_LETTERS)
+    return "".join(random.choices(letters, k=random.choice((0, 1, 5, 20, 300))))
+
+
+def _time(random: _Random) -> int:
+    return random.choice(_DAYS) + random.randrange(86_400 * 10**9) if random.random() < 0.95 else 0
+
+
+def _id(random: _Random, size: int) -> bytes:
+    kind = random.random()
+    return random.randbytes(size) if kind < 0.9 else bytes(size) if kind < 0.95 else b""

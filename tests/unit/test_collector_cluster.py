@@ -1,0 +1,128 @@
+"""The schema on a cluster: which statements stand for those of one server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collector.cluster import SHARD_BY, Layout
+from collector.migrations import SCHEMA, preamble, read_migrations
+from collector.server import serve
+from spangrad.errors import SettingsError, StoreError
+from spangrad.settings import StoreSettings
+
+REPLICATED = Layout("prod")
+SHARDED = Layout("prod", sharded=True)
+
+
+def script(layout: Layout) -> list[str]:
+    """All that is run on an empty store, but for the records of what was applied."""
+    applied = [statement for migration in read_migrations(SCHEMA) for statement in migration.script(layout)]
+    return [statement for statement in [*preamble(layout), *applied] if not statement.startswith("INSERT")]
+
+
+def tables(statements: list[str]) -> list[str]:
+    return [found[1] for one in statements if (found := re.match(r"CREATE TABLE IF NOT EXISTS otel\.(\w+)", one))]
+
+
+def test_one_server_runs_what_the_files_say() -> None:
+    assert Layout().statements(["CREATE VIEW IF NOT EXISTS otel.v AS SELECT 1", "anything"]) == [
+        "CREATE VIEW IF NOT EXISTS otel.v AS SELECT 1",
+        "anything",
+    ]
+
+
+def test_a_replicated_table() -> None:
+    assert REPLICATED.statements(
+        ["CREATE TABLE IF NOT EXISTS otel.calls (a String COMMENT 'ENGINE = MergeTree') ENGINE = ReplacingMergeTree(f(a), b)\nORDER BY a"]
+    ) == [
+        "CREATE TABLE IF NOT EXISTS otel.calls ON CLUSTER 'prod' (a String COMMENT 'ENGINE = MergeTree') ENGINE ="
+        " ReplicatedReplacingMergeTree('/clickhouse/tables/{shard}/otel/calls', '{replica}', f(a), b)\nORDER BY a"
+    ]
+
+
+def test_a_sharded_table_has_one_over_all_shards() -> None:
+    assert SHARDED.statements(["CREATE TABLE IF NOT EXISTS otel.calls (a String) ENGINE = MergeTree\nORDER BY a"]) == [
+        "CREATE TABLE IF NOT EXISTS otel.calls_local ON CLUSTER 'prod' (a String) ENGINE ="
+        " ReplicatedMergeTree('/clickhouse/tables/{shard}/otel/calls_local', '{replica}')\nORDER BY a",
+        "CREATE TABLE IF NOT EXISTS otel.calls ON CLUSTER 'prod' AS otel.calls_local"
+        " ENGINE = Distributed('prod', 'otel', 'calls_local', cityHash64(TraceId))",
+    ]
+
+
+def test_what_is_extracted_stays_on_its_shard() -> None:
+    view = (
+        "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m TO otel.calls AS SELECT 'otel.x', otel.spans.a FROM otel.spans WHERE a IN (SELECT 1)"
+    )
+    assert SHARDED.statements([view]) == [
+        "CREATE MATERIALIZED VIEW IF NOT EXISTS otel.m ON CLUSTER 'prod' TO otel.calls_local AS"
+        " SELECT 'otel.x', otel.spans_local.a FROM otel.spans_local WHERE a IN (SELECT 1)"
+    ]
+
+
+def test_views_ask_the_shards_once() -> None:
+    view = (
+        "CREATE VIEW IF NOT EXISTS otel.v AS SELECT ' IN (SELECT JOIN' FROM otel.a ARRAY JOIN b LEFT ARRAY JOIN c"
+        " ANY LEFT JOIN otel.d USING e\nJOIN otel.f USING e WHERE x IN (1) AND x NOT IN (\n  SELECT 1)"
+    )
+    assert SHARDED.statements([view]) == [
+        "CREATE VIEW IF NOT EXISTS otel.v ON CLUSTER 'prod' AS SELECT ' IN (SELECT JOIN' FROM otel.a ARRAY JOIN b LEFT ARRAY JOIN c"
+        " GLOBAL ANY LEFT JOIN otel.d USING e\nGLOBAL JOIN otel.f USING e WHERE x IN (1) AND x GLOBAL NOT IN (\n  SELECT 1)"
+    ]
+
+
+@pytest.mark.parametrize("layout", [REPLICATED, SHARDED], ids=str)
+def test_every_statement_runs_on_every_server_and_every_table_of_rows_is_replicated(layout: Layout) -> None:
+    statements = script(layout)
+    assert [one for one in statements if one.count(" ON CLUSTER 'prod'") != 1] == []
+    assert [one for one in statements if re.search(r"ENGINE = (?!Replicated\w*MergeTree\('|Distributed\()", one)] == []
+
+
+def test_every_table_of_the_schema_is_under_one_over_all_shards() -> None:
+    here, sharded = tables(script(Layout())), tables(script(SHARDED))
+    assert sorted(sharded) == sorted([*here, *(f"{name}_local" for name in here if name != "schema_migrations")])
+
+
+def test_no_view_writes_or_extracts_over_shards() -> None:
+    extracting = [one for one in script(SHARDED) if one.startswith("CREATE MATERIALIZED VIEW")]
+    assert extracting
+    referred = [re.findall(r"\botel\.(\w+)", re.sub(r"'[^']*'", "", one))[1:] for one in extracting]
+    assert [name for names in referred for name in names if not name.endswith("_local")] == []
+
+
+def test_rows_that_replace_each_other_go_to_the_same_shard() -> None:
+    """The columns of a table's sharding key are in its sorting key, or follow from it."""
+    for statement in script(Layout()):
+        found = re.match(
+            r"CREATE TABLE IF NOT EXISTS otel\.(\w+).*ENGINE = (?:Replacing|Aggregating)MergeTree.*ORDER BY \(([^)]*)\)", statement, re.S
+        )
+        if found:
+            columns = set(re.findall(r"\b[A-Z]\w+", SHARD_BY[found[1]]))
+            assert columns <= set(found[2].split(", ")), found[1]
+
+
+@pytest.mark.parametrize("statement", ["INSERT INTO otel.calls SELECT 1", "ALTER TABLE otel.calls ADD COLUMN a String"])
+def test_a_statement_of_an_unknown_kind_is_refused(statement: str) -> None:
+    with pytest.raises(StoreError, match=r"no cluster's form of '(INSERT|ALTER) .* is known"):
+        REPLICATED.statements([statement])
+
+
+def test_a_table_without_a_sharding_key_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"otel\.other has no sharding key"):
+        SHARDED.statements(["CREATE TABLE IF NOT EXISTS otel.other (a String) ENGINE = MergeTree ORDER BY a"])
+
+
+def test_shards_without_a_cluster_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"store\.cluster is not set"):
+        Layout.of(StoreSettings(sharded=True))
+    assert Layout.of(StoreSettings(cluster="{cluster}", sharded=True)) == Layout("{cluster}", sharded=True)
+    with pytest.raises(ValueError, match="cluster"):
+        StoreSettings(cluster="x' AS")
+
+
+def test_the_embedded_store_is_no_cluster(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"store\.cluster = 'prod', but the embedded store is one server"):
+        serve(StoreSettings(path=tmp_path / "store", cluster="prod"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""What `spangrad collector` finds, hands on and refuses before it becomes the Collector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collector import otelcol
+from spangrad.errors import SpangradError
+from spangrad.settings import Settings, load_settings
+
+
+def program(path: Path, script: str = "exit 0") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def settings(**flags: object) -> Settings:
+    return load_settings({key.replace("__", "."): value for key, value in flags.items()}, env={})
+
+
+def test_the_variable_is_stronger_than_the_path_and_our_build_than_the_others(tmp_path: Path) -> None:
+    ours, stock = program(tmp_path / "otelcol-spangrad"), program(tmp_path / "otelcol-contrib")
+    named = program(tmp_path / "elsewhere" / "mine")
+    path = str(tmp_path)
+
+    assert otelcol.find_binary({"PATH": path}) == ours
+    assert otelcol.find_binary({"PATH": path, "SPANGRAD_OTELCOL": named}) == named
+    Path(ours).unlink()
+    assert otelcol.find_binary({"PATH": path}) == stock
+
+
+def test_no_program_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpangradError, match=r"none of otelcol-spangrad, otelcol-contrib, otelcol is in PATH\. Build it with `make otelcol`"
+    ):
+        otelcol.find_binary({"PATH": str(tmp_path)})
+    with pytest.raises(SpangradError, match=r"SPANGRAD_OTELCOL = '.*none' is no file"):
+        otelcol.find_binary({"PATH": str(tmp_path), "SPANGRAD_OTELCOL": str(tmp_path / "none")})
+    (tmp_path / "plain").touch(0o644)
+    with pytest.raises(SpangradError, match=r"may not be executed\. Make it executable: chmod"):
+        otelcol.find_binary({"PATH": str(tmp_path), "SPANGRAD_OTELCOL": str(tmp_path / "plain")})
+
+
+def test_the_environment_carries_the_settings() -> None:
+    given = settings(
+        store__url="https://me:p%40ss@ch.example",
+        store__token="sesame",
+        collector__host="::1",
+        collector__queue_path="q",
+        collector__token="a$b",
+    )
+
+    made = otelcol.environment(given, {"PATH": "/bin", "GOGC": "50", "SPANGRAD_STORE__URL": "http://other"})
+
+    assert made == {
+        "PATH": "/bin",
+        "GOGC": "50",
+        "GOMEMLIMIT": "768MiB",
+        "CLICKHOUSE_COMPRESS": "lz4",
+        "CLICKHOUSE_USER": "me",
+        "CLICKHOUSE_PASSWORD": "p@ss",
+        "SPANGRAD_STORE__URL": "https://ch.example:8443",
+        "SPANGRAD_COLLECTOR__HOST": "[::1]",
+        "SPANGRAD_COLLECTOR__OTLP_GRPC_PORT": "14317",
+        "SPANGRAD_COLLECTOR__OTLP_HTTP_PORT": "14318",
+        "SPANGRAD_COLLECTOR__HEALTH_PORT": "13133",
+        "SPANGRAD_COLLECTOR__ZPAGES_PORT": "55679",
+        "SPANGRAD_COLLECTOR__QUEUE_PATH": "q",
+        "SPANGRAD_COLLECTOR__QUEUE_BYTES": str(2 * 2**30),
+        "SPANGRAD_COLLECTOR__MEMORY_MIB": "1024",
+        # The Collector expands dollars; two are one.
+        "SPANGRAD_COLLECTOR__TOKEN": "a$$b",
+    }
+
+
+def test_the_store_s_token_is_asked_of_senders_and_shown_to_the_store() -> None:
+    made = otelcol.environment(settings(store__token="sesame"), {})
+
+    assert (made["SPANGRAD_COLLECTOR__TOKEN"], made["CLICKHOUSE_USER"], made["CLICKHOUSE_PASSWORD"]) == ("sesame", "default", "sesame")
+    assert (made["GOGC"], made["CLICKHOUSE_COMPRESS"]) == ("200", "none")
+
+
+def test_each_setting_brings_its_file(tmp_path: Path) -> None:
+    certificate, key = program(tmp_path / "c.pem"), program(tmp_path / "k.pem")
+    tls = {"collector__tls_certificate": certificate, "collector__tls_key": key}
+
+    def names(**flags: object) -> list[str]:
+        files = otelcol.config_files(settings(**flags))
+        assert all(file.is_file() for file in files[:3])
+        return [file.name for file in files]
+
+    assert names() == ["otel-config.yaml"]
+    assert names(store__token="t") == names(collector__token="t") == ["otel-config.yaml", "token.yaml"]
+    assert names(store__token="t", collector__configs=["mine.yaml"], **tls) == ["otel-config.yaml", "token.yaml", "tls.yaml", "mine.yaml"]
+    with pytest.raises(SpangradError, match="need each other"):
+        names(collector__tls_certificate=certificate)
+    with pytest.raises(SpangradError, match=r"collector\.tls_key = 'nowhere' is no file"):
+        names(**{**tls, "collector__tls_key": "nowhere"})
