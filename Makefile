@@ -3,18 +3,24 @@
 #   PYTHON       the interpreter that the environments are made with (3.11)
 #   TORCH_INDEX  address of a package index that has PyTorch's CPU build, for machines where pip would take the GPU build
 #   SEED         of the demo
+#   COLLECTOR    of the demo: embedded (the store's own receivers) or otelcol (the real OpenTelemetry Collector before it)
+#   BENCH        which benchmarks `make bench` runs
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
 SEED ?= 0
+COLLECTOR ?= embedded
+BENCH ?= ingest lookup span_export
 ARGS ?=
 
 export TORCH_INDEX
 
-# Ready binaries of the real collector and of clickhouse-go, where a machine has them beside the checkout.
+# The real collector: what `make otelcol` built, else a ready binary beside the checkout; clickhouse-go's likewise.
+OTELCOL_VERSION := v0.161.0
 READY := $(abspath ../shared/bin)
-ifneq ($(wildcard $(READY)/otelcol-spangrad),)
-export SPANGRAD_OTELCOL ?= $(READY)/otelcol-spangrad
+OTELCOL := $(firstword $(wildcard $(CURDIR)/build/otelcol/otelcol-spangrad $(READY)/otelcol-spangrad))
+ifneq ($(OTELCOL),)
+export SPANGRAD_OTELCOL ?= $(OTELCOL)
 endif
 ifneq ($(wildcard $(READY)/chgo),)
 export SPANGRAD_CHGO ?= $(READY)/chgo
@@ -23,7 +29,7 @@ endif
 BIN := .venv/bin
 PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer examples tests benchmarks packaging
 
-.PHONY: setup setup-server demo test test-slow check format bench docs clean
+.PHONY: setup setup-server otelcol demo test test-slow check format bench docs clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -32,8 +38,14 @@ setup:
 setup-server:
 	@$(PYTHON) packaging/environment.py server
 
+otelcol:
+	@command -v go >/dev/null || { echo "make otelcol: there is no Go here. Install Go (go.dev), or set SPANGRAD_OTELCOL to a released otelcol-contrib." >&2; exit 1; }
+	GOBIN=$(CURDIR)/build/bin go install go.opentelemetry.io/collector/cmd/builder@$(OTELCOL_VERSION)
+	build/bin/builder --config collector/distribution/builder.yaml
+	build/otelcol/otelcol-spangrad validate --config otel-config.yaml
+
 demo: setup
-	$(BIN)/spangrad demo --seed $(SEED) $(ARGS)
+	$(BIN)/spangrad demo --seed $(SEED) --collector $(COLLECTOR) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -52,10 +64,10 @@ format: setup-server
 	$(BIN)/ruff format $(PACKAGES)
 
 bench: setup
-	@set -e; for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
+	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 docs: setup-server
 	$(BIN)/python -m pytest tests/unit/test_docs.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .setup runs data
+	rm -rf .venv .venv-vllm .setup build runs data

@@ -195,9 +195,7 @@ def _record(out: list[bytes], record: LogRecord, service: bytes, resource_and_sc
     put(_string(value_text(record.body).encode()))
     put(resource_and_scope)
     _put_map(out, record.attributes)
-    # Older SDKs name the event in an attribute.
-    event = record.event_name or next((value_text(item.value) for item in record.attributes if item.key == "event.name"), "")
-    put(_name(event))
+    put(_name(record.event_name))
 
 
 def _lost(span: Span) -> bytes:

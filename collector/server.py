@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 
 import uvloop
@@ -44,6 +45,8 @@ def serve(store: StoreSettings) -> None:
         StoreError: another process owns the directory, or its schema does not match.
     """
     require_safe_bind(store.host, store.token, "store")
+    if store.read_token is not None and store.read_token == store.token:
+        raise SettingsError("store.read_token is the same as store.token, so its bearer could write. Set another one.")
     if store.cluster is not None:
         raise SettingsError(
             f"store.cluster = {store.cluster!r}, but the embedded store is one server. Unset it, or use the cluster itself."
@@ -55,6 +58,8 @@ def serve(store: StoreSettings) -> None:
     ):
         require_free_port(store.host, port, f"store.{name}")
     engine = Engine(store.path)
+    # The engine keeps files of its own (schemas of formats) in the working directory.
+    os.chdir(engine.path)
     try:
         handle = engine.handle()
         migrate(lambda sql: handle.query(sql).body.decode(), Layout())

@@ -10,13 +10,16 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
+
+SHARDED = {"distributed_foreground_insert": 1, "distributed_product_mode": "global"}
+"""Settings of statements over shards: an insert is acknowledged when the shards have it, and IN asks all of them."""
 
 
 def connect(store: StoreSettings) -> Client:
@@ -28,6 +31,7 @@ def connect(store: StoreSettings) -> Client:
     import clickhouse_connect
 
     parts = urlsplit(store.url)
+    token = store.token or store.read_token
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise StoreError(f"store.url = {store.url!r} is not an http(s) URL. Give it as http://HOST:PORT.")
     with store_errors(store.url):
@@ -35,9 +39,10 @@ def connect(store: StoreSettings) -> Client:
             host=parts.hostname,
             port=parts.port or (8443 if parts.scheme == "https" else 8123),
             interface=parts.scheme,
-            username=parts.username or "default",
-            password=parts.password or (store.token.get_secret_value() if store.token else ""),
+            username=unquote(parts.username or "default"),
+            password=unquote(parts.password or "") or (token.get_secret_value() if token else ""),
             autogenerate_session_id=False,
+            settings=SHARDED if store.sharded else {},
         )
 
 

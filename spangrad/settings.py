@@ -48,8 +48,8 @@ class StoreSettings(_Section):
     """Bearer token (and ClickHouse password) asked of every client. None: nothing is asked."""
     read_token: SecretStr | None = Field(default=None, min_length=1)
     """Token of those who may only ask SQL questions, within the reader's limits. None: there are none."""
-    reader_max_rows: int = Field(default=1_000_000, ge=1)
-    """Rows of an answer to the bearer of `read_token`."""
+    reader_max_rows: int = Field(default=1_000_000, ge=10_000)
+    """Rows of an answer to the bearer of `read_token`. Drivers read some thousand when they connect."""
     reader_max_seconds: int = Field(default=60, ge=1)
     """How long a statement of the bearer of `read_token` may run, its answer's way included."""
     url: str = "http://127.0.0.1:8123"

@@ -50,7 +50,9 @@ def start_store(settings: StoreSettings, log: Path) -> Child:
     """Start a store; it may not be ready yet."""
     values = settings.model_dump(mode="json")
     # Secrets hide themselves in a dump.
-    values["token"] = settings.token.get_secret_value() if settings.token else None
+    for name in ("token", "read_token"):
+        secret = getattr(settings, name)
+        values[name] = secret.get_secret_value() if secret else None
     return Child("store", [sys.executable, "-c", _SERVE, json.dumps(values)], log)
 
 

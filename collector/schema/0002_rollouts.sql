@@ -101,10 +101,11 @@ SELECT
     '' AS ParentSpanId,
     LogAttributes['spangrad.process.id'] AS ProcessId,
     toUInt64OrZero(LogAttributes['spangrad.seq']) AS Seq,
-    EventName AS SpanName, '' AS SpanKind, ServiceName, ScopeName, 0 AS Duration, '' AS StatusCode,
+    'gen_ai.evaluation.result' AS SpanName, '' AS SpanKind, ServiceName, ScopeName, 0 AS Duration, '' AS StatusCode,
     '' AS StatusMessage,
     mapFilter((k, v) -> length(v) <= 1024, LogAttributes) AS Attributes
 FROM otel.otel_logs
+-- Older SDKs name the event in an attribute.
 WHERE EventName = 'gen_ai.evaluation.result' OR LogAttributes['event.name'] = 'gen_ai.evaluation.result';
 
 CREATE TABLE IF NOT EXISTS otel.calls (

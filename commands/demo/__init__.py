@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Literal
 
 from commands.options import ConfigFile, Overrides, flag_values
 from spangrad.errors import SpangradError
@@ -23,6 +24,7 @@ def demo(
     group_size: int = 32,
     directory: Path = Path("runs/demo"),
     example: Path = EXAMPLE,
+    collector: Literal["embedded", "otelcol"] = "embedded",
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
@@ -35,6 +37,7 @@ def demo(
         group_size: rollouts a task in each batch.
         directory: where the run's data, logs, report and curve go; a second run starts clean.
         example: directory with the task, the agent and the model to make.
+        collector: how spans reach the store: by its own receivers, or by the real OpenTelemetry Collector.
     """
     if not (example / "agent.py").is_file():
         raise SpangradError(f"{example} holds no agent.py. Run the demo from a checkout, or name an example with --example.")
@@ -45,5 +48,13 @@ def demo(
     signal.signal(signal.SIGTERM, stop)
     from commands.demo.learning import Plan, learn
 
-    plan = Plan(example=example.resolve(), directory=directory, seed=seed, max_steps=max_steps, target=target, group_size=group_size)
+    plan = Plan(
+        example=example.resolve(),
+        directory=directory,
+        seed=seed,
+        max_steps=max_steps,
+        target=target,
+        group_size=group_size,
+        otelcol=collector == "otelcol",
+    )
     learn(plan, flag_values(set_), config)

@@ -7,6 +7,7 @@ hands nothing to the trainer itself.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from collector.otelcol import find_binary
 from commands.demo.report import Step, conclude
-from commands.demo.services import Services, clean_directory, demo_settings, write_settings
+from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, write_settings
 from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
@@ -41,6 +43,8 @@ class Plan:
     max_steps: int
     target: float
     group_size: int
+    otelcol: bool
+    """Whether spans go through the real OpenTelemetry Collector."""
 
 
 @dataclass
@@ -61,12 +65,14 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     console = Console(highlight=False)
     tasks = read_tasks(plan.example / "tasks.jsonl")
     clean_directory(plan.directory)
-    values = {**demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size), **flags}
+    otelcol = find_binary(os.environ) if plan.otelcol else None
+    defaults = demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size)
+    values = {**defaults, **(collector_settings(plan.directory) if otelcol else {}), **flags}
     settings = load_settings(values, file=config)
     write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
     (plan.directory / "logs").mkdir()
     history = History()
-    with Services(plan.directory, settings, lambda text: console.print(f"[dim]{_clock(history)} {text}[/dim]")) as services:
+    with Services(plan.directory, settings, lambda text: console.print(f"[dim]{_clock(history)} {text}[/dim]"), otelcol) as services:
         make_model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
         services.start(make_model)
         held_out = asyncio.run(_loop(plan, settings, services, history, tasks, console))

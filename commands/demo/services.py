@@ -1,4 +1,4 @@
-"""The demo's processes: store, engine, gateway, builder and trainer, started, watched and stopped together.
+"""The demo's processes: store, collector where asked, engine, gateway, builder and trainer, started, watched and stopped together.
 
 In: a run directory and settings. Out: running services. Invariant: leaving the context leaves no process and no port.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from pydantic import SecretStr
 
+from collector.otelcol import VARIABLE
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 from spangrad.settings import Origin, Settings
@@ -80,6 +81,19 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
     }
 
 
+def collector_settings(directory: Path) -> dict[str, object]:
+    """What changes when the real Collector stands before the store: every sender of spans is pointed at it."""
+    grpc, http, health, zpages = free_ports(4)
+    return {
+        "collector.otlp_grpc_port": grpc,
+        "collector.otlp_http_port": http,
+        "collector.health_port": health,
+        "collector.zpages_port": zpages,
+        "collector.queue_path": str(directory / "collector"),
+        "store.otlp_endpoint": f"http://127.0.0.1:{http}",
+    }
+
+
 def write_settings(path: Path, origins: Iterable[Origin]) -> None:
     """Write what is not a default as TOML, so that any command can use it later.
 
@@ -101,11 +115,19 @@ def _plain(value: object) -> str:
 class Services:
     """The running services of one demo."""
 
-    def __init__(self, directory: Path, settings: Settings, say: Callable[[str], None]) -> None:
-        """`directory` holds `spangrad.toml` already; `say` is told what is being waited for."""
+    def __init__(self, directory: Path, settings: Settings, say: Callable[[str], None], otelcol: str | None) -> None:
+        """Know what to start.
+
+        Args:
+            directory: holds `spangrad.toml` already.
+            settings: what that file says.
+            say: told what is being waited for.
+            otelcol: the Collector's program. None: the store takes spans itself.
+        """
         self.directory = directory
         self.settings = settings
         self.say = say
+        self.otelcol = otelcol
         self.children: list[Child] = []
 
     def __enter__(self) -> Services:
@@ -122,6 +144,10 @@ class Services:
         self.say("starting the span store")
         store = self._spawn("store")
         wait_until(lambda: answers(f"{self.settings.store.url}/ping"), 60, "the span store", [store])
+        if self.otelcol:
+            self.say("starting the OpenTelemetry Collector")
+            self._spawn("collector", env={VARIABLE: self.otelcol})
+            wait_until(lambda: answers(f"http://127.0.0.1:{self.settings.collector.health_port}"), 60, "the collector", self.children)
         self.say("making the tiny model")
         with (self.directory / "logs" / "model.log").open("wb") as log:
             made = subprocess.run(
@@ -130,8 +156,10 @@ class Services:
         if made.returncode:
             raise SpangradError(f"the model could not be made; see {self.directory / 'logs' / 'model.log'}")
         self.say("starting vLLM, the gateway, the builder and the trainer")
-        for name, arguments in (("engine", []), ("gateway", []), ("build", ["--follow"]), ("train", ["--follow"])):
-            self._spawn(name, *arguments)
+        self._spawn("engine")
+        self._spawn("gateway")
+        self._spawn("build", "--follow")
+        self._spawn("train", "--follow", env={"OMP_NUM_THREADS": "1"})
         url = f"{self.settings.gateway.url}/readyz"
         wait_until(lambda: answers(url), self.settings.engine.start_timeout_seconds, "the gateway's engine", self.children)
 
@@ -146,13 +174,13 @@ class Services:
             if child.name == f"spangrad {name}":
                 child.stop()
 
-    def _spawn(self, name: str, *arguments: str) -> Child:
+    def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Child:
         config = str(self.directory / "spangrad.toml")
         child = Child(
             f"spangrad {name}",
             own_command(name, "--config", config, *arguments),
             self.directory / "logs" / f"{name}.log",
-            {"OMP_NUM_THREADS": "1"} if name == "train" else None,
+            env,
             inherit_settings=False,
         )
         self.children.append(child)

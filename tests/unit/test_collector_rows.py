@@ -335,7 +335,7 @@ def test_log_records_become_rows() -> None:
             "SeverityNumber": 0,
             "Body": "3",
             "LogAttributes": [("event.name", "older")],
-            "EventName": "older",
+            "EventName": "",
             **shared,
         },
     ]

@@ -1,0 +1,183 @@
+"""The real OpenTelemetry Collector in front of a ClickHouse: found, checked, and run in this process's place.
+
+In: the settings. Out: a running Collector with otel-config.yaml. Invariant: it starts only before a store whose tables are those of
+this installation; what it then does, signals and exit code included, is its own: nothing of ours stands between.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import unquote, urlsplit
+
+from pydantic import SecretStr
+
+from collector.cluster import Layout
+from collector.migrations import pending
+from spangrad.clickhouse import connect, store_errors
+from spangrad.errors import SpangradError, StoreError
+from spangrad.processes import require_free_port, require_safe_bind
+from spangrad.settings import Settings, StoreSettings
+
+VARIABLE = "SPANGRAD_OTELCOL"
+NAMES = ("otelcol-spangrad", "otelcol-contrib", "otelcol")
+"""In PATH, the first of these is taken."""
+DISTRIBUTION = Path(__file__).parent / "distribution"
+CONFIG = DISTRIBUTION / "otel-config.yaml"
+"""A link to the file at the checkout's root; a copy of it in a wheel."""
+GO_GC_PERCENT = 200
+"""Garbage may be twice what is alive: a quarter of the CPU less than Go's own 100, for about 120 MB more."""
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_CHECK_SECONDS = 60
+
+
+def run(settings: Settings) -> NoReturn:
+    """Check everything that can be checked, then become the Collector.
+
+    Raises:
+        SpangradError: there is no usable binary, a port is in use, the address needs a token, or the configuration is refused.
+        StoreError: the store does not answer, or its tables are not those of this installation.
+    """
+    binary = find_binary(os.environ)
+    collector = settings.collector
+    require_safe_bind(collector.host, _token(settings), "collector")
+    for host, port, name in (
+        (collector.host, collector.otlp_grpc_port, "otlp_grpc_port"),
+        (collector.host, collector.otlp_http_port, "otlp_http_port"),
+        ("127.0.0.1", collector.health_port, "health_port"),
+        ("127.0.0.1", collector.zpages_port, "zpages_port"),
+    ):
+        require_free_port(host, port, f"collector.{name}")
+    require_schema(settings.store)
+    configs = [f"--config={file}" for file in config_files(settings)]
+    variables = environment(settings, os.environ)
+    _require_taken(binary, configs, variables)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(binary, [binary, *configs], variables)
+
+
+def find_binary(environ: Mapping[str, str]) -> str:
+    """Where the Collector is: as SPANGRAD_OTELCOL says, else the first of NAMES in PATH.
+
+    Raises:
+        SpangradError: it is nowhere, or what is named is no program.
+    """
+    named = environ.get(VARIABLE)
+    if not named:
+        for name in NAMES:
+            if found := shutil.which(name, path=environ.get("PATH")):
+                return found
+        raise SpangradError(
+            f"no OpenTelemetry Collector: none of {', '.join(NAMES)} is in PATH. Build it with `make otelcol` (Go), install"
+            f" otelcol-contrib, or set {VARIABLE} to the program."
+        )
+    if not Path(named).is_file():
+        raise SpangradError(f"{VARIABLE} = {named!r} is no file. Set it to the OpenTelemetry Collector's program, or unset it.")
+    if not os.access(named, os.X_OK):
+        raise SpangradError(f"{VARIABLE} = {named!r} may not be executed. Make it executable: chmod +x {named}")
+    return named
+
+
+def require_schema(store: StoreSettings) -> None:
+    """Make sure that the store answers and has the tables of this installation.
+
+    Raises:
+        StoreError: it does not, or has not.
+    """
+    client = connect(store)
+
+    def execute(sql: str) -> str:
+        with store_errors(store.url):
+            return client.raw_query(sql).decode()
+
+    try:
+        lacking = pending(execute, Layout.of(store))
+    finally:
+        client.close()
+    if lacking:
+        names = ", ".join(migration.name for migration in lacking)
+        raise StoreError(f"the span store at {store.url} lacks {names}. Apply what is missing: `spangrad schema migrate`.")
+
+
+def config_files(settings: Settings) -> list[Path]:
+    """otel-config.yaml and what is merged over it, the last the strongest.
+
+    Raises:
+        SpangradError: a certificate without its key, the other way round, or one of them that is not there.
+    """
+    collector = settings.collector
+    files = [CONFIG]
+    if _token(settings):
+        files.append(DISTRIBUTION / "token.yaml")
+    if bool(collector.tls_certificate) != bool(collector.tls_key):
+        raise SpangradError("collector.tls_certificate and collector.tls_key need each other: set both, or neither.")
+    for name, file in (("tls_certificate", collector.tls_certificate), ("tls_key", collector.tls_key)):
+        if file and not file.is_file():
+            raise SpangradError(f"collector.{name} = {str(file)!r} is no file. Give the path of a PEM file.")
+    if collector.tls_certificate:
+        files.append(DISTRIBUTION / "tls.yaml")
+    return [*files, *collector.configs]
+
+
+def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """The Collector's environment: `environ`, and every variable that otel-config.yaml reads.
+
+    GOGC, GOMEMLIMIT and CLICKHOUSE_COMPRESS are no settings of ours: what `environ` says of them holds.
+    """
+    collector, store = settings.collector, settings.store
+    parts = urlsplit(store.url)
+    port = parts.port or (8443 if parts.scheme == "https" else 8123)
+    values: dict[str, object] = {
+        **{_variable(name): value for name, value in collector if name != "configs" and value is not None},
+        _variable("host"): _bracketed(collector.host),
+        "SPANGRAD_STORE__URL": f"{parts.scheme}://{_bracketed(parts.hostname or '')}:{port}",
+        "CLICKHOUSE_USER": unquote(parts.username or "default"),
+        "CLICKHOUSE_PASSWORD": unquote(parts.password) if parts.password else store.token or "",
+    }
+    if token := _token(settings):
+        values[_variable("token")] = token
+    defaults = {
+        "GOGC": str(GO_GC_PERCENT),
+        "GOMEMLIMIT": f"{collector.memory_mib * 3 // 4}MiB",
+        # Bytes that leave the machine are worth the CPU.
+        "CLICKHOUSE_COMPRESS": "none" if parts.hostname in _LOOPBACK else "lz4",
+    }
+    return {**defaults, **environ, **{name: _text(value) for name, value in values.items()}}
+
+
+def _require_taken(binary: str, configs: list[str], variables: Mapping[str, str]) -> None:
+    """Let the program itself say whether it takes the configuration."""
+    try:
+        checked = subprocess.run(
+            [binary, "validate", *configs], env=dict(variables), capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no answer within {_CHECK_SECONDS} s"
+        raise SpangradError(f"{binary} does not run ({reason}). Set {VARIABLE} to an OpenTelemetry Collector for this machine.") from None
+    if checked.returncode:
+        said = " ".join(checked.stderr.split())[:1000]
+        raise SpangradError(f"{binary} refuses {' '.join(configs)} ({said}). Mend what it names, or set {VARIABLE} to otelcol-contrib.")
+
+
+def _token(settings: Settings) -> SecretStr | None:
+    return settings.collector.token or settings.store.token
+
+
+def _variable(name: str) -> str:
+    return f"SPANGRAD_COLLECTOR__{name.upper()}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _text(value: object) -> str:
+    text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+    # The Collector expands dollars in what it reads from the environment, too.
+    return text.replace("$", "$$")

@@ -1,0 +1,64 @@
+"""A pipe between a statement's thread and the event loop: the engine writes an answer, the loop reads it.
+
+In: what the engine writes. Out: pieces of it. Invariant: no more than the pipe's own bytes wait between the two, so that whoever
+reads slowly slows the engine down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+
+PIECE = 1 << 20
+_F_SETPIPE_SZ = 1031
+"""Of Linux."""
+
+
+class Pipe:
+    """One pipe."""
+
+    def __init__(self) -> None:
+        self._reading, self.descriptor = os.pipe()
+        """The second is the end to write to, given to the engine."""
+        os.set_blocking(self._reading, False)
+        self._open = True
+        try:
+            # Room for most answers, whole: each turn between the two threads costs more than a copy.
+            fcntl.fcntl(self._reading, _F_SETPIPE_SZ, PIECE)
+        except OSError:
+            # A user's pipes may hold only so much in all: then it is slower.
+            pass
+
+    async def read(self) -> bytes:
+        """The next piece; empty at the end."""
+        while True:
+            try:
+                return os.read(self._reading, PIECE)
+            except BlockingIOError:
+                await self._readable()
+
+    def close_writing(self) -> None:
+        """Say that all is written. Once, by whoever ran the statement, or kept it from running."""
+        os.close(self.descriptor)
+
+    def close_reading(self) -> None:
+        """Read no more; idempotent."""
+        if self._open:
+            self._open = False
+            os.close(self._reading)
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        loop.add_reader(self._reading, wake, waiter)
+        try:
+            await waiter
+        finally:
+            loop.remove_reader(self._reading)
+
+
+def wake(waiter: asyncio.Future[None]) -> None:
+    """End a wait, once."""
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,235 @@
+"""The two roads into the store leave the same rows, column by column.
+
+One leads through the real OpenTelemetry Collector and its ClickHouse exporter, the other through the store's own receivers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from odd_otlp import logs, traces
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from running_collector import collector_values, otelcol, post, running_collector
+from running_store import running_store, store_settings
+
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import StoreSettings
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = sorted([*ROOT.glob("tests/fixtures/spans/*.jsonl"), *ROOT.parent.glob("shared/fixtures/spans/*.jsonl")])
+ROADS = ("collector", "direct")
+JSON = "application/json"
+Rows = list[dict[str, str]]
+
+
+class Roads:
+    """Where each road begins, and the store in which both end."""
+
+    def __init__(self, store: StoreSettings, collector: str) -> None:
+        self._client = connect(store)
+        self._urls = {"collector": collector, "direct": store.otlp_endpoint}
+        self._requests = 0
+
+    def close(self) -> None:
+        self._client.close()
+
+    def rows(
+        self, signal: str, body: Callable[[str], bytes], count: int, content_type: str = "application/x-protobuf"
+    ) -> tuple[Rows, Rows]:
+        """The rows that a request leaves by either road, all columns as text.
+
+        Args:
+            signal: traces or logs.
+            body: makes the request; every resource must hold the attribute `road` with the text that is given.
+            count: how many rows are expected.
+            content_type: of the body.
+        """
+        self._requests += 1
+        for road, url in self._urls.items():
+            assert post(f"{url}/v1/{signal}", body(f"{road} {self._requests}"), content_type) == 200
+        asked = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['road'] = {{road:String}}"
+        parameters = {"road": f"collector {self._requests}"}
+        wait_until(lambda: self._client.query(asked, parameters=parameters).result_rows[0][0] >= count, 30, "the collector's rows")
+        by_collector, direct = (self._read(signal, f"{road} {self._requests}") for road in ROADS)
+        return by_collector, direct
+
+    def _read(self, signal: str, road: str) -> Rows:
+        columns = [row[0] for row in self._client.query(f"DESCRIBE otel.otel_{signal}").result_rows]
+        # As text, so that the order of a map's keys counts too.
+        without_road = {"ResourceAttributes": "mapFilter((k, v) -> k != 'road', ResourceAttributes)"}
+        texts = ", ".join(f"toString({without_road.get(column, f'`{column}`')})" for column in columns)
+        asked = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['road'] = {{road:String}} ORDER BY tuple({texts})"
+        rows: Sequence[Sequence[str]] = self._client.query(asked, parameters={"road": road}).result_rows
+        return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def roads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roads]:
+    """A store of its own: the fixtures' spans would be met in the shared one."""
+    otelcol()  # or skip at once
+    directory = tmp_path_factory.mktemp("roads")
+    store = store_settings(directory / "data")
+    with (
+        running_store(store, directory / "store.log"),
+        running_collector(store, collector_values(directory), directory / "collector.log") as collector,
+    ):
+        roads = Roads(store, collector.url)
+        yield roads
+        roads.close()
+
+
+def require_equal(by_collector: Rows, direct: Rows, count: int) -> None:
+    """Whole values; where rows differ, only the columns that do are shown."""
+    assert (len(direct), len(by_collector)) == (count, count)
+    differences = [
+        {column: (theirs[column], ours[column]) for column in ours if theirs[column] != ours[column]}
+        for theirs, ours in zip(by_collector, direct, strict=True)
+        if theirs != ours
+    ]
+    assert differences == []
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: f"{path.parts[-4]}-{path.stem}")
+def test_spans_of_real_frameworks(roads: Roads, fixture: Path) -> None:
+    requests = [json.loads(line) for line in fixture.read_text().splitlines()]
+    whole = {"resourceSpans": [one for request in requests for one in request["resourceSpans"]]}
+    count = sum(len(scope["spans"]) for one in whole["resourceSpans"] for scope in one["scopeSpans"])
+
+    def body(road: str) -> bytes:
+        for one in whole["resourceSpans"]:
+            kept = [item for item in one["resource"].get("attributes", []) if item["key"] != "road"]
+            one["resource"]["attributes"] = [*kept, *attributes({"road": text(road)})]
+        return json.dumps(whole).encode()
+
+    assert count > 0
+    require_equal(*roads.rows("traces", body, count, JSON), count)
+
+
+@pytest.mark.parametrize("odd", [0, 0.1, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_spans(roads: Roads, seed: int, odd: float) -> None:
+    request = traces(seed, 200, odd)
+
+    def body(road: str) -> bytes:
+        named = ExportTraceServiceRequest.FromString(request.SerializeToString())
+        for one in named.resource_spans:
+            one.resource.attributes.add(key="road").value.string_value = road
+        return named.SerializeToString()
+
+    require_equal(*roads.rows("traces", body, 200), 200)
+
+
+@pytest.mark.parametrize("odd", [0, 0.1, 1])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_log_records(roads: Roads, seed: int, odd: float) -> None:
+    request = logs(seed, 200, odd)
+
+    def body(road: str) -> bytes:
+        named = ExportLogsServiceRequest.FromString(request.SerializeToString())
+        for one in named.resource_logs:
+            one.resource.attributes.add(key="road").value.string_value = road
+        return named.SerializeToString()
+
+    require_equal(*roads.rows("logs", body, 200), 200)
+
+
+# --- chosen oddities, as OTLP/JSON ---
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"stringValue": value}
+
+
+def array(*values: dict[str, Any]) -> dict[str, Any]:
+    return {"arrayValue": {"values": list(values)}}
+
+
+def attributes(values: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": value} for key, value in values.items()]
+
+
+VALUES = attributes(
+    {
+        "text": text("é<>&\u2028"),
+        "bytes": {"bytesValue": "AAEC/w=="},
+        "no bytes": {"bytesValue": ""},
+        "int": {"intValue": "-42"},
+        "true": {"boolValue": True},
+        "nothing": {},
+        **{
+            f"double {number}": {"doubleValue": number}
+            for number in (0.0, -0.0, 1.0, 0.1, 1e-6, 1.5e-7, 1e16, 1e20, 1e21, -1e22, 5e-324, 1 / 3)
+        },
+        **{f"double {name}": {"doubleValue": name} for name in ("NaN", "Infinity", "-Infinity")},
+        "array": array(
+            text('a"\\\n\t\b\f\x01\x7f<é>&\u2028\U0001f600'),
+            *({"intValue": "3"}, {"doubleValue": 1.0}, {"doubleValue": 1e-7}, {"boolValue": True}, {}, array(), array(text("n"))),
+            *({"bytesValue": "AAEC/w=="}, {"bytesValue": ""}, {"kvlistValue": {"values": attributes({"z": text("1"), "a": {}})}}),
+        ),
+        "nan": array({"doubleValue": "NaN"}),
+        "pairs": {"kvlistValue": {"values": attributes({"zz": text("1"), "aa": array({"intValue": "1"}), "Aa": text("x")})}},
+    }
+)
+TRACE_ID = "0102030405060708090a0b0c0d0e0f10"
+
+
+def resource(road: str) -> dict[str, Any]:
+    return {"attributes": [*attributes({"road": text(road), "service.name": text("agent")}), *VALUES]}
+
+
+def odd_spans(road: str) -> dict[str, Any]:
+    ids = {"traceId": TRACE_ID, "spanId": "0102030405060708"}
+    full = {
+        **ids,
+        "parentSpanId": "0102030405060700",
+        "traceState": "a=b",
+        "name": "full",
+        "kind": 3,
+        "startTimeUnixNano": "1700000000000000001",
+        "endTimeUnixNano": "1700000000000000100",
+        "attributes": VALUES,
+        "status": {"code": 2, "message": "bad"},
+        "events": [{"name": "e", "timeUnixNano": "1700000000000000050", "attributes": VALUES}, {"name": "empty"}],
+        "links": [{**ids, "traceState": "x=y", "attributes": VALUES}],
+    }
+    empty = {"traceId": "0" * 32, "spanId": "0" * 16, "name": "empty"}
+    backwards = {**ids, "name": "backwards", "startTimeUnixNano": "100", "endTimeUnixNano": "50", "kind": 9, "status": {"code": 7}}
+    twice = {**ids, "name": "twice", "attributes": [*attributes({"k": text("2")}), *attributes({"k": text("1"), "a": text("1")})]}
+    scope = {"name": "scope", "version": "1", "attributes": VALUES}
+    numbered = {"attributes": attributes({"road": text(road), "service.name": {"intValue": "5"}})}
+    return {
+        "resourceSpans": [
+            {"resource": resource(road), "schemaUrl": "url", "scopeSpans": [{"scope": scope, "spans": [full, empty, backwards, twice]}]},
+            {"resource": numbered, "scopeSpans": [{"spans": [{**empty, "name": "numbered service"}]}]},
+        ]
+    }
+
+
+def odd_logs(road: str) -> dict[str, Any]:
+    full = {
+        "timeUnixNano": "1700000000000000001",
+        "observedTimeUnixNano": "1700000000000000002",
+        "severityNumber": 9,
+        "severityText": "INFO",
+        "body": text("hello"),
+        "attributes": VALUES,
+        "flags": 257,
+        "traceId": TRACE_ID,
+        "spanId": "0102030405060708",
+        "eventName": "event",
+    }
+    observed = {"observedTimeUnixNano": "1700000000000000003", "body": {"kvlistValue": {"values": VALUES[:3]}}}
+    scope = {"name": "scope", "version": "1", "attributes": VALUES}
+    scope_logs = [{"scope": scope, "schemaUrl": "scope url", "logRecords": [full, observed]}]
+    return {"resourceLogs": [{"resource": resource(road), "schemaUrl": "url", "scopeLogs": scope_logs}]}
+
+
+@pytest.mark.parametrize(("signal", "request_of", "count"), [("traces", odd_spans, 5), ("logs", odd_logs, 2)], ids=["traces", "logs"])
+def test_chosen_oddities(roads: Roads, signal: str, request_of: Callable[[str], dict[str, Any]], count: int) -> None:
+    require_equal(*roads.rows(signal, lambda road: json.dumps(request_of(road)).encode(), count, JSON), count)
