@@ -1,20 +1,26 @@
-"""How the embedded engine keeps the tables that hold whole spans and records: few, large merges.
+"""How the embedded engine merges the tables that every insert adds to: seldom, and many parts at once.
 
-In: what runs a statement. Out: settings of otel.otel_traces and otel.otel_logs. Invariant: nothing that a reader sees depends on them.
+In: what runs a statement. Out: settings of tables. Invariant: nothing that a reader sees depends on them.
 
-A span is some kilobytes there, read seldom and by time or trace: merging a pair of parts costs as much as inserting them did. The
-lean tables, which the builder reads by rollout, keep the engine's eager merging.
+Merging a part costs as much as inserting it did. The engine's defaults merge a handful of parts at once, so that a row is written
+three times and more; here it is once, when so many parts have come, and again when so many merged ones have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-_SETTINGS = {
-    # A span is merged once, when this many parts have come, and again when that many merged ones have.
-    "min_parts_to_merge_at_once": 16,
-    "merge_selector_base": 16,
-    # Column by column from the first row on: the wide maps are copied as they are.
+_PARTS = {
+    # Whole spans and records: some kilobytes each, read seldom, by time or trace.
+    "otel_traces": 32,
+    "otel_logs": 32,
+    # Read by rollout, all parts each time.
+    "rollout_spans": 10,
+    "calls": 10,
+}
+"""How many parts are merged at once, at least."""
+_BY_COLUMN = {
+    # Column by column from the first row on: wide values are copied as they are.
     "vertical_merge_algorithm_min_rows_to_activate": 1,
     "vertical_merge_algorithm_min_columns_to_activate": 1,
 }
@@ -22,6 +28,7 @@ _SETTINGS = {
 
 def tune(execute: Callable[[str], object]) -> None:
     """Set how the embedded store's tables are merged; idempotent."""
-    settings = ", ".join(f"{name} = {value}" for name, value in _SETTINGS.items())
-    for table in ("otel_traces", "otel_logs"):
-        execute(f"ALTER TABLE otel.{table} MODIFY SETTING {settings}")
+    for table, parts in _PARTS.items():
+        settings = {"min_parts_to_merge_at_once": parts, "merge_selector_base": parts, **_BY_COLUMN}
+        assignments = ", ".join(f"{name} = {value}" for name, value in settings.items())
+        execute(f"ALTER TABLE otel.{table} MODIFY SETTING {assignments}")

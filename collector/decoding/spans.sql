@@ -37,13 +37,10 @@ SELECT
         OR notEmpty(events) OR notEmpty(links) OR length(arrayDistinct(keys)) != length(keys)
         OR arrayExists(is_odd, pairs, doubles, lists, int_lists) AS Odd
 FROM (
-    SELECT number, service, resource_map, scope, scope_name, scope_version, place, trace_id, span_id, trace_state, parent_span_id, name, kind,
+    SELECT number, service, CAST((`resource.key`, `resource.value`), 'Map(LowCardinality(String), String)') AS resource_map, scope, scope_name, scope_version, place, trace_id, span_id, trace_state, parent_span_id, name, kind,
         start, end, keys, strings, bools, ints, doubles, lists, int_lists, pairs, bytes, dropped_attributes, events, dropped_events,
         links, dropped_links, message, code
-    FROM (
-        SELECT *, CAST((`resource.key`, `resource.value`), 'Map(LowCardinality(String), String)') AS resource_map
-        FROM parsed
-    )
+    FROM parsed
     ARRAY JOIN
         arrayEnumerate(`scopes.scope.name`) AS scope,
         `scopes.scope.name` AS scope_name,

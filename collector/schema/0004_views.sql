@@ -2,6 +2,32 @@
 
 CREATE VIEW IF NOT EXISTS otel.v_spans AS SELECT * FROM otel.rollout_spans FINAL WHERE RowKind = 'span';
 
+-- Every span with the rollout that it belongs to: the one that it names itself, else the one that any span of its trace names, else
+-- its session, its conversation, its trace. So an attribute on the root alone is enough.
+CREATE VIEW IF NOT EXISTS otel.v_rollout_spans AS
+SELECT
+    multiIf(
+        s.RolloutKeySource = 'rollout', s.RolloutKey,
+        t.RolloutId != '', t.RolloutId,
+        s.SessionId != '', s.SessionId,
+        t.SessionId != '', t.SessionId,
+        s.ConversationId != '', s.ConversationId,
+        t.ConversationId != '', t.ConversationId,
+        s.TraceId) AS RolloutId,
+    if(s.RunId != '', s.RunId, t.RunId) AS RunId,
+    if(s.Mode != '', s.Mode, t.Mode) AS Mode,
+    if(s.RolloutKeySource = 'rollout', s.Attempt, t.Attempt) AS Attempt,
+    s.Timestamp AS Timestamp, s.TraceId AS TraceId, s.SpanId AS SpanId, s.Choice AS Choice, s.RowKind AS RowKind, s.ParentSpanId AS ParentSpanId,
+    s.ProcessId AS ProcessId, s.Seq AS Seq, s.SpanName AS SpanName, s.SpanKind AS SpanKind, s.ServiceName AS ServiceName, s.ScopeName AS ScopeName,
+    s.Duration AS Duration, s.StatusCode AS StatusCode, s.StatusMessage AS StatusMessage, s.Attributes AS Attributes, s.IngestedAt AS IngestedAt
+FROM otel.rollout_spans AS s FINAL
+LEFT JOIN (
+    SELECT TraceId, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(RunId) AS RunId,
+        max(Mode) AS Mode, max(Attempt) AS Attempt
+    FROM otel.trace_rollouts
+    GROUP BY TraceId
+) AS t ON s.TraceId = t.TraceId;
+
 CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL;
 
 CREATE VIEW IF NOT EXISTS otel.v_rewards AS SELECT * FROM otel.rewards FINAL;

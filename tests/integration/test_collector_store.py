@@ -17,6 +17,7 @@ from pathlib import Path
 import clickhouse_connect
 import grpc
 import pytest
+import zstandard
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import DatabaseError
 from google.rpc.error_details_pb2 import RetryInfo
@@ -90,7 +91,9 @@ def count_spans(client: Client, trace_id: bytes, table: str = "otel.otel_traces"
 
 
 @pytest.mark.parametrize(
-    ("encoding", "pack"), [("", lambda body: body), ("gzip", gzip.compress), ("deflate", zlib.compress)], ids=["plain", "gzip", "deflate"]
+    ("encoding", "pack"),
+    [("", lambda body: body), ("gzip", gzip.compress), ("deflate", zlib.compress), ("zstd", zstandard.ZstdCompressor().compress)],
+    ids=["plain", "gzip", "deflate", "zstd"],
 )
 def test_protobuf_spans_are_stored_when_acknowledged(store: StoreSettings, client: Client, encoding: str, pack) -> None:
     trace_id = new_trace()
@@ -230,6 +233,25 @@ def test_a_span_delivered_twice_counts_once(store: StoreSettings, client: Client
     # The gateway's span and the first of the three share an id and a time: one span.
     assert count_spans(client, trace_id, "otel.v_spans") == 4
     assert count_spans(client, trace_id, "otel.v_calls") == 1
+
+
+def test_one_span_that_knows_the_rollout_is_enough(store: StoreSettings, client: Client) -> None:
+    by_root, by_session, alone = new_trace(), new_trace(), new_trace()
+    named = {"spangrad.rollout.id": f"rollout of {by_root.hex()}", "spangrad.run.id": "r", "spangrad.rollout.attempt": "2"}
+    knowing = [spans(by_root, attributes=named), spans(by_session, attributes={"session.id": f"session of {by_session.hex()}"})]
+    for body in knowing:
+        body.resource_spans[0].scope_spans[0].spans[0].span_id = b"the root"
+    others = spans(by_root, 3)
+    for body in [others, *knowing, spans(by_session, 2), spans(alone), others]:
+        assert post(f"{store.otlp_endpoint}/v1/traces", body.SerializeToString())[0] == 200
+
+    asked = "SELECT RolloutId, RunId, Attempt, count() FROM otel.v_rollout_spans WHERE TraceId IN {t:Array(String)} GROUP BY ALL ORDER BY 4"
+    found = client.query(asked, parameters={"t": [trace.hex() for trace in (by_root, by_session, alone)]}).result_rows
+    assert found == [
+        (alone.hex(), "", 0, 1),
+        (f"session of {by_session.hex()}", "", 0, 3),
+        (f"rollout of {by_root.hex()}", "r", 2, 4),
+    ]
 
 
 def test_ids_sent_as_bytes_come_out_as_arrays(store: StoreSettings, client: Client) -> None:
