@@ -21,7 +21,8 @@ from benchmarks.receivers import Receiver, Stored, wait_drained
 from benchmarks.workload import ROLLOUTS_A_BODY, SPANS_A_BODY, Workload, write_bodies
 
 ROOT = Path(__file__).parents[1]
-CONNECTIONS = 32
+CONNECTIONS = 64
+"""Bodies in flight: as many agents, or exporters, as a training run has at once."""
 LATENCY_BODIES = 100
 """Sent after the load, and again, over fewer connections: latency without a queue."""
 SETTLE_SECONDS = 120
