@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from aiohttp import web
 
 from collector.auth import Guardian, Role
-from collector.clickhouse_answer import HELD, HELD_AT_MOST, Wanted, send_answer, send_refusal
+from collector.clickhouse_answer import HELD, HELD_AT_MOST, QUICK_SECONDS, Wanted, send_answer, send_refusal
 from collector.clickhouse_body import MAX_BODY, read_body, read_form
 from collector.clickhouse_errors import REFUSALS, BadRequestError
 from collector.clickhouse_frames import HANDSHAKE, frame, handshake
@@ -61,8 +61,9 @@ class ClickHouseInterface:
                 if _is_handshake(asked):
                     answer = handshake(self._engine.version, self._engine.timezone)
                     return web.Response(body=frame(answer) if wanted.framed else answer, headers=wanted.headers)
-                run = self._runner.start(asked)
+                run = Run(QUICK_SECONDS)
                 charge.release_after(_end_of(run))
+            self._runner.start(run, asked)
             try:
                 return await send_answer(request, run, wanted)
             finally:

@@ -12,9 +12,7 @@ import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-
-from multidict import CIMultiDict
+from dataclasses import dataclass, replace
 
 from collector.answer_clause import AnswerClause, find_answer_clause
 from collector.auth import Role
@@ -45,6 +43,7 @@ class Request:
 
     parameters: Mapping[str, str]
     headers: Mapping[str, str]
+    """Names in any case."""
     body: bytes
     files: Mapping[str, bytes]
     role: Role
@@ -53,29 +52,29 @@ class Request:
     query_id: str
 
 
-@dataclass(eq=False, slots=True)
 class Run:
     """One statement on its way."""
 
-    pipe: Pipe = field(default_factory=Pipe)
-    statement: Statement | None = None
-    """Known before anything comes through the pipe."""
-    done: Future[Answer] = field(default_factory=Future)
-    """Ends when the statement does: with what was read, and its answer where that did not go through the pipe."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    handle: str | None = None
-    """The name of the handle that runs the statement, while it runs and may be killed."""
-
-    async def settle(self, seconds: float) -> None:
-        """Wait for the end, but no longer than this."""
+    def __init__(self, quick_seconds: float) -> None:
+        self.pipe = Pipe()
+        self.statement: Statement | None = None
+        """Known before anything comes through the pipe."""
+        self.done: Future[Answer] = Future()
+        """Ends when the statement does: with what was read, and its answer where that did not go through the pipe."""
+        self.lock = threading.Lock()
+        self.handle: str | None = None
+        """The name of the handle that runs the statement, while it runs and may be killed."""
         loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        timer = loop.call_later(seconds, wake, waiter)
-        self.done.add_done_callback(lambda _: loop.call_soon_threadsafe(wake, waiter))
+        self._settled = loop.create_future()
+        self._timer = loop.call_later(quick_seconds, wake, self._settled)
+        self.done.add_done_callback(lambda _: loop.call_soon_threadsafe(wake, self._settled))
+
+    async def settle(self) -> None:
+        """Wait for the end, but no longer than the first moments."""
         try:
-            await waiter
+            await self._settled
         finally:
-            timer.cancel()
+            self._timer.cancel()
 
     async def result(self) -> Answer:
         """What was read, and the answer where it did not go through the pipe.
@@ -102,18 +101,14 @@ class Runner:
         self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
         handle.close()
 
-    def start(self, request: Request) -> Run:
+    def start(self, run: Run, request: Request) -> None:
         """Run the request's statement as soon as a worker is free. What is wrong with it, the run's `done` says."""
-        run = Run()
-        run.done = self._workers.submit(self._work, run, request)
-        return run
+        self._workers.submit(self._work, run, request)
 
     def leave(self, run: Run) -> None:
         """End a run that nobody waits for any longer, unless it changes something. Returns at once."""
         run.pipe.close_reading()
-        if run.done.cancel():
-            run.pipe.close_writing()
-        elif not run.done.done():
+        if not run.done.cancel() and not run.done.done():
             ending = asyncio.create_task(self._end(run))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
@@ -135,18 +130,30 @@ class Runner:
             if run.handle and run.statement and run.statement.answers:
                 self._engine.kill(run.handle)
 
-    def _work(self, run: Run, request: Request) -> Answer:
-        """Read, check and run a statement, on a worker's thread: each takes time that grows with the statement."""
+    def _work(self, run: Run, request: Request) -> None:
+        """On a worker's thread: what is done there takes time that grows with the statement."""
         try:
-            statement = read_statement(request.parameters, CIMultiDict(request.headers), request.body, request.files)
-            self._guard.check(statement.sql)
-            if request.role is Role.READER:
-                statement = replace(statement, settings=self._limits.settings(statement.settings))
-            run.statement = statement
-            with self._handles.borrow(statement, request.role) as handle, self._known(run, handle, request.query_id):
-                return self._run(run, handle, statement, request)
-        finally:
+            # From here on it can only be killed.
+            if not run.done.set_running_or_notify_cancel():
+                run.pipe.close_writing()
+                return
+            answer = self._check_and_run(run, request)
+        # Not swallowed: whoever waits for the future gets it.
+        except BaseException as error:
             run.pipe.close_writing()
+            run.done.set_exception(error)
+        else:
+            run.pipe.close_writing()
+            run.done.set_result(answer)
+
+    def _check_and_run(self, run: Run, request: Request) -> Answer:
+        statement = read_statement(request.parameters, request.headers, request.body, request.files)
+        self._guard.check(statement.sql)
+        if request.role is Role.READER:
+            statement = replace(statement, settings=self._limits.settings(statement.settings))
+        run.statement = statement
+        with self._handles.borrow(statement, request.role) as handle, self._known(run, handle, request.query_id):
+            return self._run(run, handle, statement, request)
 
     def _run(self, run: Run, handle: Handle, statement: Statement, request: Request) -> Answer:
         _check_kind(handle, statement, request)
@@ -214,4 +221,6 @@ def _read_only(request: Request) -> BadRequestError:
 
 def _named(clause: AnswerClause, query_id: str) -> AnswerClause:
     """The statement with its client's id, which system.processes then shows: the engine gives it an id of its own."""
-    return replace(clause, before=f"{clause.before}\n/* query_id: {query_id} */") if _PLAIN_ID.fullmatch(query_id) else clause
+    if not _PLAIN_ID.fullmatch(query_id):
+        return clause
+    return AnswerClause(f"{clause.before}\n/* query_id: {query_id} */", clause.after, clause.format)

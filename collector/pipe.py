@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import sys
+import termios
 
 PIECE = 1 << 20
 _F_SETPIPE_SZ = 1031
@@ -37,6 +39,12 @@ class Pipe:
                 return os.read(self._reading, PIECE)
             except BlockingIOError:
                 await self._readable()
+
+    def rest(self) -> bytes:
+        """What is left of a pipe that is written no more."""
+        left = bytearray(4)
+        fcntl.ioctl(self._reading, termios.FIONREAD, left)
+        return os.read(self._reading, size) if (size := int.from_bytes(left, sys.byteorder)) else b""
 
     def close_writing(self) -> None:
         """Say that all is written. Once, by whoever ran the statement, or kept it from running."""

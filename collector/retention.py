@@ -58,6 +58,7 @@ OLD = {
     "otel_traces": _OLD_SPAN,
     "otel_logs": f"{_OLD_SPAN} AND NOT ({_NAMES_TRAINED})",
     "dropped_attributes": f"IngestedAt < {{cutoff}} AND {_OLD_SPAN}",
+    "trace_keys": "IngestedAt < {cutoff} AND (TraceId, RolloutKey) NOT IN (SELECT TraceId, RolloutKey FROM otel.rollout_spans)",
     "trace_rollouts": f"LastSeen < {{cutoff}} AND IngestedAt < {{cutoff}} AND {_OLD_TRACE}",
     "rewards": _OLD_CONCLUSION,
     "transitions": _OLD_CONCLUSION,

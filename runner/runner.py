@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import quote
-from uuid import uuid4
 
 import aiohttp
 from opentelemetry import trace
@@ -28,6 +27,7 @@ from opentelemetry.trace import Span, StatusCode
 from runner.agents import AgentSpec
 from runner.gateway_client import GatewayClient
 from runner.hosts import Answer, HostPool, Job
+from runner.ids import ordered_ids
 from spangrad import semconv
 from spangrad.errors import StoreError
 from spangrad.propagation import carrier_of, with_baggage
@@ -136,9 +136,10 @@ class Runner:
             AgentError: a crashed agent cannot be loaded any more.
             StoreError: the root spans are not taken.
         """
+        groups, ids = ordered_ids(), ordered_ids()
         rollouts = [
-            Rollout(RolloutKey(self._settings.runner.run_id, uuid4().hex, 0), task, mode, group, group_size)
-            for task, group in [(task, uuid4().hex) for task in tasks]
+            Rollout(RolloutKey(self._settings.runner.run_id, next(ids), 0), task, mode, group, group_size)
+            for task, group in zip(tasks, groups, strict=False)
             for _ in range(group_size)
         ]
 

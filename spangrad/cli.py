@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Run an agent on tasks, several rollouts a task.",
     "demo": "See the whole loop learn, on this machine.",
     "sql": "Ask the span store a question in SQL.",
+    "rollout": "Look at one rollout: its tree of spans.",
     "schema": "Bring the span store's tables up to date, show them, expire old rows.",
     "config": "Print the resolved settings and where each value came from.",
 }

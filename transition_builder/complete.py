@@ -1,6 +1,6 @@
 """When a rollout may be built.
 
-In: the roots of its attempts, and how many of its calls and evaluations have arrived (`Facts`), all dated by
+In: what has arrived of it (`facts`): the roots of its attempts, and how many of its calls and evaluations, all dated by
 the store's clock. Out: one row a rollout with a verdict. Invariant: nothing partial is ever complete.
 
 A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many distinct gateway
@@ -16,11 +16,52 @@ from datetime import datetime
 
 import polars as pl
 
+from spangrad import semconv
 from spangrad.settings import BuilderSettings
-from transition_builder.frames import ROLLOUTS, Facts, Verdict, conform
-from transition_builder.resolve import resolve
+from transition_builder.dialects.gateway import IS_GATEWAY
+from transition_builder.dialects.openinference import attribute
+from transition_builder.frames import COUNTS, PRESENCE, ROLLOUTS, ROOTS, Facts, Verdict, conform
+from transition_builder.resolve import NAMED, resolve
 
 _ROLLOUT = ["RunId", "RolloutId"]
+
+
+def facts(arrivals: pl.DataFrame) -> Facts:
+    """What ARRIVALS tell of their rollouts. A gateway span counts as a call."""
+    where = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId"]
+    said = arrivals.filter(pl.col("RowKind") != "span")
+    scored = said.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
+    evaluations = scored.group_by(where).agg(pl.struct("SpanId", "Choice").n_unique().cast(pl.UInt64).alias("Evaluations"))
+    presence = (
+        arrivals.group_by(where)
+        .agg(pl.col("IngestedAt").max().alias("LastArrival"))
+        .join(evaluations, on=where, how="left")
+        .with_columns(pl.col("Evaluations").fill_null(0))
+    )
+    of_gateway = arrivals.select(*where, "RowKind", "ScopeName", "SpanId").filter(IS_GATEWAY & (pl.col("RowKind") == "span"))
+    counts = of_gateway.group_by(where).agg(pl.col("SpanId").n_unique().alias("Calls"))
+    return Facts(_roots(arrivals), conform(presence, PRESENCE), conform(counts, COUNTS))
+
+
+def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """ROOTS among ARRIVALS; the first delivery of each."""
+    root = (pl.col("SpanName") == semconv.ROOT_SPAN_NAME) & (pl.col("RowKind") == "span") & NAMED
+    return conform(
+        arrivals.filter(root)
+        .filter(attribute(semconv.ROLLOUT_FINAL).is_not_null())
+        .with_columns(
+            RolloutId="RolloutKey",
+            GroupId=attribute(semconv.GROUP_ID).fill_null(""),
+            GroupSize=attribute(semconv.GROUP_SIZE).cast(pl.UInt32, strict=False).fill_null(0),
+            TaskId=attribute(semconv.TASK_ID).fill_null(""),
+            Calls=attribute(semconv.ROLLOUT_CALLS).cast(pl.UInt32, strict=False),
+            Final=(attribute(semconv.ROLLOUT_FINAL) == "true"),
+            Failure=attribute(semconv.ROLLOUT_FAILURE).fill_null(""),
+        )
+        .sort("IngestedAt", maintain_order=True)
+        .unique(["RunId", "RolloutId", "Attempt", "TraceId", "SpanId"], keep="first", maintain_order=True),
+        ROOTS,
+    )
 
 
 def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:

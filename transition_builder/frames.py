@@ -47,6 +47,9 @@ SPANS: Schema = {
 }
 """Rows of otel.rollout_spans: spans, evaluation events and evaluation logs."""
 
+ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS}
+"""SPANS as they arrived: one that was delivered twice may be there twice."""
+
 _ANSWER: Schema = {
     "Policy": _TEXT,
     "VersionStart": pl.UInt64(),

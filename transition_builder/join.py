@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from transition_builder import lineage
 from transition_builder.dialects import openinference
 from transition_builder.frames import CALLS
 from transition_builder.lineage import Forest, Indices
+from transition_builder.resolve import NAMED
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
@@ -44,15 +46,33 @@ class Joined:
     """The forest, where calls found by response id hang below their openai-level spans."""
 
 
-def uncovered(nodes: pl.DataFrame, tree: Forest, gateway_calls: pl.DataFrame) -> pl.DataFrame:
-    """Openai-level spans with no gateway call below them, whose answers are worth reading.
+def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Openai-level spans with no gateway call below them, whose answers are worth reading: at least those that `join` asks for.
+
+    Args:
+        spans: SPANS.
+        calls: CALLS; those that do not name their rollout cover nothing here, because they may turn out to be nobody's.
 
     Returns:
         TraceId, SpanId, Timestamp, ServiceName and SpanName of each.
     """
-    covered = _clients(nodes, tree, _locate(nodes, gateway_calls))
-    rest = np.setdiff1d(np.flatnonzero(nodes["IsOpenAI"].to_numpy()), covered)
-    return nodes.select(*_SPAN, "Timestamp", "ServiceName", "SpanName")[rest]
+    links = [*_SPAN, "ParentSpanId"]
+    recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
+    of_scope = spans.filter((pl.col("RowKind") == "span") & openinference.IS_OF_SCOPE)
+    # Usually nothing lies between the two, and that is seen at little cost.
+    below = recorded.select("TraceId", SpanId="ParentSpanId")
+    apart = of_scope.join(below, on=_SPAN, how="anti").filter(openinference.is_openai())
+    apart = apart.select(*_SPAN, "Timestamp", "ServiceName", "SpanName").unique(_SPAN, keep="first", maintain_order=True)
+    if apart.is_empty():
+        return apart
+    recorded = recorded.unique(_SPAN, maintain_order=True)
+    own = spans.select("RowKind", *links).filter(pl.col("RowKind") == "span").select(links).unique(_SPAN, keep="first", maintain_order=True)
+    nodes = pl.concat([own, recorded.join(own, on=_SPAN, how="anti")])
+    at = nodes.select(_SPAN).with_row_index("node")
+    marked = np.zeros(nodes.height, dtype=np.bool_)
+    marked[_at(of_scope.filter(openinference.is_openai()), at)] = True
+    covered = lineage.forest(nodes).nearest(marked)[_at(recorded, at)]
+    return apart.filter(pl.Series(~np.isin(_at(apart, at), covered)))
 
 
 def join(nodes: pl.DataFrame, tree: Forest, gateway_calls: pl.DataFrame, answers: pl.DataFrame) -> Joined:
@@ -106,8 +126,11 @@ def join(nodes: pl.DataFrame, tree: Forest, gateway_calls: pl.DataFrame, answers
 
 def _locate(nodes: pl.DataFrame, calls: pl.DataFrame) -> Indices:
     """The nodes of calls' spans."""
-    index = nodes.select(_SPAN).with_row_index("node")
-    return calls.select(_SPAN).join(index, on=_SPAN, how="left", maintain_order="left")["node"].cast(pl.Int64).to_numpy()
+    return _at(calls, nodes.select(_SPAN).with_row_index("node"))
+
+
+def _at(spans: pl.DataFrame, index: pl.DataFrame) -> Indices:
+    return spans.select(_SPAN).join(index, on=_SPAN, how="left", maintain_order="left")["node"].cast(pl.Int64).to_numpy()
 
 
 def _clients(nodes: pl.DataFrame, tree: Forest, at: Indices) -> Indices:

@@ -25,7 +25,8 @@ from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Settings
 from transition_builder.build import build
-from transition_builder.complete import decide
+from transition_builder.complete import decide, facts
+from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.frames import LOOSE, ROLLOUTS, ROOTS, Built, Frames, Verdict, concat, empty
 from transition_builder.sink import Sink
 from transition_builder.source import Source
@@ -38,7 +39,10 @@ CALLS_A_BUILD = 2048
 _CALLS_UNKNOWN = 16
 _PATIENCE = 0.05
 """A waiting rollout is looked at again after this fraction of the time that it has waited."""
+ROLLOUTS_A_LOOK = 500
+"""Rollouts whose spans are read at a time: bounds memory."""
 _ROLLOUT = ["RunId", "RolloutId"]
+_SPAN = ["TraceId", "SpanId"]
 
 
 @dataclass(slots=True)
@@ -111,13 +115,29 @@ class Builder:
     def _conclude(self, now: datetime, summary: Summary) -> None:
         """Judge the rollouts whose turn it is, and build those that no longer wait."""
         due = _due(self._pending, now)
-        if due.is_empty():
-            return
-        verdicts = decide(self._source.facts(due), now, self._spec).join(due, on=_ROLLOUT, how="semi")
-        for rollouts in _portions(verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)):
-            self._build(self._source.frames(rollouts), summary)
-            self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
+        for some in due.iter_slices(ROLLOUTS_A_LOOK):
+            arrivals = self._source.arrivals(some)
+            for rollouts in _portions(self._ended(some, arrivals, now)):
+                frames = self._frames(rollouts, arrivals, now)
+                if frames.rollouts.height:
+                    self._build(frames, summary)
+                self._pending = self._pending.join(frames.rollouts, on=_ROLLOUT, how="anti")
         self._pending = _checked(self._pending, due, _ROLLOUT, now)
+
+    def _ended(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
+        """Those of the given rollouts (as ROLLOUTS) that wait no longer."""
+        verdicts = decide(facts(arrivals), now, self._spec).join(rollouts, on=_ROLLOUT, how="semi")
+        return verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)
+
+    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
+        """What to build rollouts from that have ended, as far as their calls are to be seen as well."""
+        frames = self._source.frames(rollouts, arrivals)
+        # An insert shows in one table before the other. Such a call has not arrived yet.
+        unseen = frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=_SPAN, how="anti")
+        if unseen.is_empty():
+            return frames
+        seen = arrivals.join(unseen, on=_SPAN, how="anti")
+        return self._source.frames(self._ended(rollouts, seen, now), seen)
 
     def _conclude_unclaimed(self, summary: Summary) -> None:
         """Build what no final root claims: late calls at once, rollouts that fell silent."""

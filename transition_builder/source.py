@@ -1,9 +1,12 @@
 """What the builder reads of the span store, and how little of it.
 
 In: a client of the store. Out: final roots that nobody has built for this specification, calls that nobody has concluded,
-facts to judge both by, and the frames to build them from. Invariant: history is scanned once, when the builder starts;
+what has arrived of rollouts, and the frames to build them from. Invariant: history is scanned once, when the builder starts;
 after that each poll reads what has arrived since the last one, with an overlap longer than the longest insert, and the
-rollouts it asks for.
+rollouts it asks for, by their keys.
+
+A rollout's spans are read once, and judged and built from. Its calls, which hold the token ids, are read when it no longer waits.
+A span that was delivered twice is dropped here: FINAL would sort whole granules for the few rows that are asked for.
 
 A rollout counts as built when drops name it, or transitions do: the sink writes transitions before drops, and a
 rollout's transitions in one block. A builder that was killed between the two leaves rollouts that lack their drops,
@@ -13,10 +16,12 @@ builds their rollouts again. The sink writes what is missing and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import polars as pl
 
@@ -24,26 +29,26 @@ from spangrad import semconv
 from spangrad.clickhouse import store_errors
 from spangrad.settings import Settings
 from transition_builder import join
-from transition_builder.build import read
 from transition_builder.dialects import openinference
+from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.frames import (
     ACTIVITY,
     ANSWERS,
+    ARRIVALS,
     BUILT,
     CALLS,
-    COUNTS,
     LOOSE,
+    MICROSECONDS,
     OWNERS,
-    PRESENCE,
     ROOTS,
     SPANS,
     TRACES,
-    Facts,
     Frames,
+    Schema,
     concat,
     conform,
-    empty,
 )
+from transition_builder.resolve import NAMED
 from transition_builder.unclaimed import claim
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
 
 OVERLAP_SECONDS = 120
 """Longer than any insert takes to become visible after its rows were dated."""
-_KEYS_A_QUERY = 1000
+_KEYS_A_QUERY = 500
 _NEVER = 2**62
 
 _ROOTS = f"""
@@ -124,26 +129,20 @@ GROUP BY RunId, RolloutId
 """
 _NEWEST_TRANSITION = "SELECT toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.transitions WHERE BuildSpec = %(spec)s"
 
-_PRESENCE = f"""
-SELECT RunId, RolloutKey, RolloutKeySource, Attempt, TraceId,
-    uniqExactIf((SpanId, Choice), RowKind != 'span' AND mapContains(Attributes, '{semconv.EVALUATION_SCORE}')) AS Evaluations,
-    toUnixTimestamp64Micro(max(IngestedAt)) AS LastArrival
-FROM otel.rollout_spans
-WHERE {{where}}
-GROUP BY RunId, RolloutKey, RolloutKeySource, Attempt, TraceId
-"""
-_COUNTS = """
-SELECT RunId, RolloutKey, RolloutKeySource, Attempt, TraceId, uniqExact(SpanId) AS Calls
-FROM otel.calls
-WHERE RolloutKey IN %(keys)s
-GROUP BY RunId, RolloutKey, RolloutKeySource, Attempt, TraceId
-"""
-_NAMED = "RolloutKeySource = 'rollout' AND RolloutKey IN %(keys)s"
-_INHERITED = """RolloutKeySource != 'rollout' AND TraceId IN %(traces)s AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN %(traces)s)"""
-_TIMES = {"Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp"}
-_SPANS = f"SELECT {', '.join(_TIMES.get(name, name) for name in SPANS)} FROM otel.rollout_spans FINAL WHERE {{where}}"
-_CALLS = f"SELECT {', '.join(_TIMES.get(name, name) for name in CALLS)} FROM otel.calls FINAL WHERE RolloutKey IN %(keys)s"
+_TIMES = {
+    "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
+    "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
+}
+_NAMED = "RolloutKeySource = 'rollout'"
+_ANY = "true"
+_INHERITED_KEYS = "RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces)"
+_INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
+_PLAIN = {"enable_http_compression": 0}
+"""Arrow is compressed already, where that is worth it."""
+_SETTINGS = "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1"
+"""For reads of few granules."""
+_ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
+"""What is the same in all deliveries of a row: the sorting key of the tables."""
 
 
 class Source:
@@ -154,6 +153,8 @@ class Source:
         self._client = client
         self._url = settings.store.url
         self._spec = settings.builder.spec
+        local = urlsplit(settings.store.url).hostname in {"127.0.0.1", "localhost", "::1"}
+        self._compression = f"output_format_arrow_compression_method = '{'none' if local else 'lz4_frame'}'"
         self._seen_until: int | None = None
         self._calls_seen_until: int | None = None
 
@@ -173,20 +174,22 @@ class Source:
         self._seen_until = until
         return roots.filter("Final")
 
-    def facts(self, rollouts: pl.DataFrame) -> Facts:
-        """What has arrived of the given rollouts (RolloutId)."""
-        presence, counts = list[pl.DataFrame](), list[pl.DataFrame]()
-        for keys in _batches(rollouts["RolloutId"]):
-            named = self._frame(_PRESENCE.format(where=_NAMED), {"keys": keys})
-            presence.append(named)
-            traces = list(_batches(named["TraceId"]))
-            presence += [self._frame(_PRESENCE.format(where=_INHERITED), {"traces": some}) for some in traces]
-            counts += [self._frame(_COUNTS, {"keys": some}) for some in [keys, *traces]]
-        return Facts(self.roots(rollouts["RolloutId"]), concat(presence, PRESENCE), concat(counts, COUNTS))
+    def arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """What has arrived of the given rollouts (RolloutId, TraceId): ARRIVALS, a row each delivery."""
+        found, asked = list[pl.DataFrame](), set[str]()
+        for some in rollouts.iter_slices(_KEYS_A_QUERY):
+            traces = tuple(dict.fromkeys(some["TraceId"]))
+            found.append(self._arrivals(tuple(dict.fromkeys(some["RolloutId"])), traces, _NAMED))
+            asked.update(traces)
+        named = (trace for frame in found for trace in frame.filter(NAMED)["TraceId"].unique(maintain_order=True))
+        return concat([*found, *self._inherited(trace for trace in named if trace not in asked)], ARRIVALS)
 
-    def frames(self, rollouts: pl.DataFrame) -> Frames:
-        """Everything that is known of the given rollouts (ROLLOUTS)."""
-        return self._frames(rollouts, *self._rows(rollouts["RolloutId"], _NAMED, ()))
+    def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame) -> Frames:
+        """Everything that is known of the given rollouts (ROLLOUTS), given their ARRIVALS, perhaps among others'."""
+        of_them = arrivals.filter(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode()))
+        spans = _first_deliveries(of_them)
+        inherited = spans.filter(~NAMED & IS_GATEWAY)["TraceId"]
+        return self._frames(rollouts, conform(spans, SPANS), self._calls([*rollouts["RolloutId"], *inherited]))
 
     def loose_calls(self) -> pl.DataFrame:
         """Calls (LOOSE) that arrived since the last call of this, or shortly before it, and that are not concluded."""
@@ -223,30 +226,49 @@ class Source:
             rollouts: ROLLOUTS.
             traces: of calls of theirs.
         """
-        spans, calls = self._rows(rollouts["RolloutId"], "RolloutKey IN %(keys)s", traces)
+        keys = tuple(dict.fromkeys(rollouts["RolloutId"]))
+        found = [self._arrivals(some, (), _ANY) for some in _batches(keys)]
+        further = dict.fromkeys([*traces, *(trace for frame in found for trace in frame["TraceId"])])
+        spans = _first_deliveries(concat([*found, *self._inherited(further)], ARRIVALS))
+        calls = self._calls([*keys, *further])
         owners = self.owners([*spans["TraceId"], *calls["TraceId"]])
         once = spans.unique(["TraceId", "SpanId", "RowKind", "Choice"], maintain_order=True)
         return self._frames(rollouts, conform(claim(once, owners), SPANS), conform(claim(calls, owners), CALLS))
 
-    def _rows(self, rollouts: Iterable[str], where: str, traces: Iterable[str]) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """Spans and calls of rollouts, of the traces in which spans name them, and of further traces."""
-        spans, calls, further = list[pl.DataFrame](), list[pl.DataFrame](), dict.fromkeys(traces)
-        for keys in _batches(rollouts):
-            spans.append(self._frame(_SPANS.format(where=where), {"keys": keys}))
-            calls.append(self._frame(_CALLS, {"keys": keys}))
-            further |= dict.fromkeys(spans[-1]["TraceId"])
-        for some in _batches(further):
-            spans.append(self._frame(_SPANS.format(where=_INHERITED), {"traces": some}))
-            calls.append(self._frame(_CALLS, {"keys": some}))
-        return concat(spans, SPANS), concat(calls, CALLS)
+    def _inherited(self, traces: Iterable[str]) -> Iterator[pl.DataFrame]:
+        """ARRIVALS of traces that do not name their rollouts."""
+        return (self._arrivals((), some, _ANY) for some in _batches(traces))
+
+    def _arrivals(self, keys: Collection[str], traces: Collection[str], of_keys: str) -> pl.DataFrame:
+        """ARRIVALS by their keys, as far as a condition holds, and those that inherit from traces."""
+        constants, among, where = list[str](), list[str](), list[str]()
+        if keys:
+            constants.append(f"{_constant(keys)} AS keys")
+            among.append("RolloutKey IN keys")
+            where.append(of_keys)
+        if traces:
+            constants.append(f"{_constant(traces)} AS traces")
+            among.append(_INHERITED_KEYS)
+            where.append(_INHERITED)
+        return self._read("rollout_spans", ARRIVALS, constants, " OR ".join(among), " OR ".join(where))
+
+    def _calls(self, keys: Iterable[str]) -> pl.DataFrame:
+        """CALLS by their keys."""
+        schema = {**CALLS, "IngestedAt": MICROSECONDS}
+        read = (self._read("calls", schema, [f"{_constant(some)} AS keys"], "RolloutKey IN keys", _ANY) for some in _batches(keys))
+        return concat(map(_first_deliveries, read), CALLS)
+
+    def _read(self, table: str, schema: Schema, constants: Iterable[str], among: str, where: str) -> pl.DataFrame:
+        columns = ", ".join(_TIMES.get(name, name) for name in schema)
+        sql = f"WITH {', '.join(constants)} SELECT {columns} FROM otel.{table} PREWHERE {among} WHERE {where} SETTINGS {_SETTINGS}"
+        return self._frame(f"{sql}, {self._compression}", {})
 
     def _frames(self, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> Frames:
-        lean = Frames(rollouts, spans, calls, empty(ANSWERS))
-        return Frames(rollouts, spans, calls, self._answers(lean))
+        return Frames(rollouts, spans, calls, self._answers(spans, calls))
 
-    def _answers(self, lean: Frames) -> pl.DataFrame:
+    def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """What openai-level spans without a gateway call below them hold: their `output.value` is too long for the lean table."""
-        wanted = join.uncovered(*read(lean))
+        wanted = join.uncovered(spans, calls)
         found = list[pl.DataFrame]()
         for some in wanted.sort("Timestamp").iter_slices(_KEYS_A_QUERY):
             times = some["Timestamp"].cast(pl.Int64)
@@ -263,8 +285,8 @@ class Source:
 
     def _frame(self, sql: str, parameters: Mapping[str, Any]) -> pl.DataFrame:
         with store_errors(self._url):
-            table = self._client.query_arrow(sql, parameters=dict(parameters), use_strings=True)
-        frame = pl.from_arrow(table)
+            table = self._client.query_arrow(sql, parameters=dict(parameters), use_strings=True, settings=_PLAIN)
+        frame = pl.from_arrow(_with_plain_map_keys(table))
         assert isinstance(frame, pl.DataFrame)
         return frame
 
@@ -274,3 +296,30 @@ def _batches(keys: Iterable[str]) -> Iterator[tuple[str, ...]]:
     distinct = iter(dict.fromkeys(keys))
     while some := tuple(islice(distinct, _KEYS_A_QUERY)):
         yield some
+
+
+def _constant(texts: Iterable[str]) -> str:
+    """Texts as a constant array in SQL.
+
+    In hexadecimal, because the store refuses statements with certain words in them; and without a lambda, which the engine would
+    not evaluate in time to look the keys up in the index.
+    """
+    return f"JSONExtract(unhex('{json.dumps(list(texts)).encode().hex()}'), 'Array(String)')"
+
+
+def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows without those that came again."""
+    if rows.select("TraceId", "SpanId", "Choice").is_unique().all():
+        return rows
+    return rows.sort("IngestedAt", maintain_order=True).unique(_ROW, keep="first", maintain_order=True)
+
+
+def _with_plain_map_keys(table: Any) -> Any:
+    """The same table: Polars takes a dictionary for any text but the key of a map."""
+    import pyarrow as pa
+
+    for place, column in enumerate(table.columns):
+        if pa.types.is_map(column.type) and pa.types.is_dictionary(column.type.key_type):
+            maps = [pa.MapArray.from_arrays(one.offsets, one.keys.dictionary_decode(), one.items) for one in column.chunks]
+            table = table.set_column(place, table.column_names[place], pa.chunked_array(maps, pa.map_(pa.string(), pa.string())))
+    return table

@@ -108,6 +108,20 @@ FROM otel.otel_logs
 -- Older SDKs name the event in an attribute.
 WHERE EventName = 'gen_ai.evaluation.result' OR LogAttributes['event.name'] = 'gen_ai.evaluation.result';
 
+-- Keys of the spans and evaluations that do not name their rollout, by the trace that may: empty where everybody does.
+CREATE TABLE IF NOT EXISTS otel.trace_keys (
+    TraceId String CODEC(ZSTD(1)),
+    RolloutKey String CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1))
+) ENGINE = ReplacingMergeTree(IngestedAt)
+ORDER BY (TraceId, RolloutKey)
+SETTINGS index_granularity = 128;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.trace_keys_mv TO otel.trace_keys AS
+SELECT DISTINCT TraceId, RolloutKey
+FROM otel.rollout_spans
+WHERE RolloutKeySource != 'rollout' AND TraceId != '';
+
 CREATE TABLE IF NOT EXISTS otel.calls (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),

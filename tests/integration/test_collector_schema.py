@@ -280,8 +280,9 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
     # How many rows a trace has in its own table is the engine's business: it merges them.
     spans = ["chat 2", "lasting-1 2", "trained-1 3", "trained-2 1", "young-1 3"]
     after = left(execute)
-    traces = [line.split()[0] for line in after.pop("trace_rollouts")]
+    traces, keys = ([line.split()[0] for line in after.pop(table)] for table in ("trace_rollouts", "trace_keys"))
     assert traces == ["chat", "lasting-1", "trained-1", "trained-2", "young-1"]
+    assert keys == ["chat", "lasting-1", "trained-1", "young-1"]
     assert after == {
         "rollout_spans": [" 2", "chat 2", "lasting-1 2", "trained-1 4", "trained-2 1", "young-1 4"],
         "calls": ["trained-1 1", "young-1 1"],
@@ -294,7 +295,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
         "batches": ["bare 1", "conversation 1", "trained 1"],
         "policy_versions": ["one 1"],
     }
-    assert [one for one in expired if one.table != "trace_rollouts"] == [
+    assert [one for one in expired if one.table not in {"trace_rollouts", "trace_keys"}] == [
         Expired("rollout_spans", 6),
         Expired("calls", 1),
         Expired("otel_traces", 4),

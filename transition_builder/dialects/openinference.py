@@ -17,6 +17,7 @@ from spangrad.types import call_id
 from transition_builder.frames import SAMPLING
 
 OPENAI_SCOPE = "openinference.instrumentation.openai"
+IS_OF_SCOPE = pl.col("ScopeName") == OPENAI_SCOPE
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
 TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", "gen_ai.tool.call.id")
 """Where a tool's span may say which tool call it answers."""
@@ -62,12 +63,17 @@ def attribute(name: str) -> pl.Expr:
     return pl.col("Attributes").map.get(name)
 
 
+def is_openai() -> pl.Expr:
+    """Whether a span is openai-level."""
+    return (IS_OF_SCOPE & (attribute(semconv.OPENINFERENCE_KIND) == "LLM")).fill_null(False)
+
+
 def describe(spans: pl.DataFrame) -> pl.DataFrame:
     """Add what each span is: IsOpenAI, IsModel, IsTool, IsChain, AgentName (null: none of its own), ToolName, ToolFailed, ToolCallId."""
     kind = attribute(semconv.OPENINFERENCE_KIND)
-    openai = (pl.col("ScopeName") == OPENAI_SCOPE) & (kind == "LLM")
+    openai = is_openai()
     return spans.with_columns(
-        IsOpenAI=openai.fill_null(False),
+        IsOpenAI=openai,
         IsModel=((kind == "LLM") & ~openai).fill_null(False),
         IsTool=(kind == "TOOL").fill_null(False),
         IsChain=(kind == "CHAIN").fill_null(False),

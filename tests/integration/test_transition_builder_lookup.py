@@ -1,0 +1,144 @@
+"""A batch of rollouts out of a store full of them: read by their keys, and equal to what a scan of everything finds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+from running_store import running_store, store_settings
+
+import fakes
+from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
+from spangrad.clickhouse import connect
+from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from transition_builder.complete import decide, facts
+from transition_builder.frames import CALLS, SPANS, Frames, Schema, conform
+from transition_builder.loop import Builder
+from transition_builder.source import Source
+
+WORKLOAD = Workload(3 * RUNS * STEP, ordered=True)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
+    """61,440 spans; the first rollouts of every run were delivered twice."""
+    directory = tmp_path_factory.mktemp("full")
+    settings = store_settings(directory / "data")
+    with running_store(settings, directory / "store.log"):
+        client = connect(settings)
+        for statement in WORKLOAD.statements():
+            client.command(statement)
+        for run in range(RUNS):
+            client.command(WORKLOAD.traces_sql(WORKLOAD.steps(run)[0].start, 16))
+            client.command(WORKLOAD.logs_sql(WORKLOAD.steps(run)[0].start, 16))
+        yield settings
+        client.close()
+
+
+class Recording:
+    """A client that remembers what it was asked."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.asked: list[str] = []
+
+    def query_arrow(self, sql: str, parameters: dict[str, Any], **options: Any) -> Any:
+        self.asked.append(sql % {name: str(value) for name, value in parameters.items()} if parameters else sql)
+        return self.client.query_arrow(sql, parameters=parameters, **options)
+
+    def granules(self, sql: str) -> list[tuple[str, int, int]]:
+        """Of each table that a statement reads: granules read, and all of them."""
+        plan = "\n".join(row[0] for row in self.client.query(f"EXPLAIN indexes = 1 {sql}").result_rows)
+        tables = re.split(r"ReadFromMergeTree \(", plan)[1:]
+        steps = [(table.split(")")[0], re.findall(r"Granules: (\d+)/(\d+)", table)) for table in tables]
+        return [(table, int(step[-1][0]), int(step[0][1])) for table, step in steps]
+
+
+def named(store: StoreSettings, rollouts: range) -> pl.DataFrame:
+    sql = f"SELECT {WORKLOAD.id_sql('number')} AS RolloutId, {WORKLOAD.trace_sql('number')} AS TraceId FROM numbers"
+    frame = pl.from_arrow(connect(store).query_arrow(f"{sql}({rollouts.start}, {len(rollouts)})", use_strings=True))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def read(source: Source, rollouts: pl.DataFrame) -> Frames:
+    arrivals = source.arrivals(rollouts)
+    return source.frames(decide(facts(arrivals), source.now(), BuilderSettings()), arrivals)
+
+
+def everything(store: StoreSettings, table: str, schema: Schema) -> pl.DataFrame:
+    columns = ", ".join("toUnixTimestamp64Nano(Timestamp) AS Timestamp" if name == "Timestamp" else name for name in schema)
+    frame = pl.from_arrow(connect(store).query_arrow(f"SELECT {columns} FROM otel.{table} FINAL", use_strings=True))
+    assert isinstance(frame, pl.DataFrame)
+    return conform(frame, schema)
+
+
+def comparable(frame: pl.DataFrame) -> pl.DataFrame:
+    maps = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.Map)]
+    entries = frame.with_columns(pl.col(name).map.entries().list.sort() for name in maps)
+    return entries.sort("RolloutKey", "TraceId", "SpanId", "Choice")
+
+
+@pytest.mark.parametrize("run", [0, FOREIGN_RUN])
+def test_what_is_read_of_a_step_equals_a_scan_row_by_row(full: StoreSettings, run: int) -> None:
+    rollouts = named(full, WORKLOAD.steps(run)[0])
+    frames = read(Source(connect(full), Settings(store=full)), rollouts)
+    ours = pl.col("RolloutKeySource") == "rollout"
+    of_them = (ours & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())) | (
+        ~ours & pl.col("TraceId").is_in(rollouts["TraceId"].implode())
+    )
+    for found, table, schema in ((frames.spans, "rollout_spans", SPANS), (frames.calls, "calls", CALLS)):
+        assert_frame_equal(comparable(found), comparable(everything(full, table, schema).filter(of_them)))
+    assert frames.spans.height == STEP * (SPANS_A_ROLLOUT + 1) + STEP // 4
+    assert frames.calls.height == STEP * 8
+    assert frames.rollouts.height == STEP
+    assert frames.answers.is_empty()
+
+
+@pytest.mark.parametrize("run", [0, FOREIGN_RUN])
+def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -> None:
+    recording = Recording(connect(full))
+    rollouts = named(full, WORKLOAD.steps(run)[1][:8])
+    frames = read(Source(recording, Settings(store=full)), rollouts)  # type: ignore[arg-type]
+    assert (frames.rollouts.height, frames.calls.height) == (8, 8 * 8)
+    assert frames.spans.height == 8 * (SPANS_A_ROLLOUT + 1) + 2
+    reads = [one for sql in recording.asked if "now64" not in sql for one in recording.granules(sql)]
+    assert sorted(table for table, _, _ in reads) == ["otel.calls", "otel.rollout_spans"]
+    for table, granules, whole in reads:
+        assert granules < whole / 4, f"{granules} of {whole} granules of {table}"
+
+
+def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
+    import urllib.request
+
+    spans = fakes.SpanFactory(run="torn")
+    root = spans.root("torn-1", calls=2)
+    spans.evaluation(root)
+    calls = [spans.call(root, rollout="torn-1") for _ in range(2)]
+
+    def post(*chosen: str) -> None:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{store.otlp_endpoint}/v1/traces", spans.otlp(*chosen), headers, method="POST")
+        urllib.request.urlopen(request, timeout=30).close()
+
+    post()
+    client = connect(store)
+    client.command(f"DELETE FROM otel.calls WHERE RunId = 'torn' AND SpanId = '{calls[1]}'")
+    builder = Builder(Settings(store=store, builder=BuilderSettings(agent_pattern=".*|torn")))
+    builder.look()
+    built = "SELECT SpanId, Turn FROM otel.transitions WHERE RunId = 'torn' ORDER BY Turn"
+    assert client.query(built).result_rows == []
+    post(calls[1])
+    builder.look()
+    assert [tuple(row) for row in client.query(built).result_rows] == [(calls[0], 0), (calls[1], 1)]
+    client.close()
+
+
+def test_keys_with_words_that_the_store_refuses_in_statements(store: StoreSettings) -> None:
+    names = ["file('/etc/passwd')", "into outfile", "o'clock \\ --", "ü\x00,"]
+    nothing = Source(connect(store), Settings(store=store)).arrivals(pl.DataFrame({"RolloutId": names, "TraceId": names}))
+    assert nothing.is_empty()

@@ -1,0 +1,46 @@
+"""What arrivals tell of their rollouts, by hand-made rows."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import polars as pl
+
+import fakes
+from transition_builder.complete import facts
+from transition_builder.frames import ARRIVALS, COUNTS, PRESENCE, ROOTS
+
+
+def test_a_rollout_s_facts_count_each_span_once_and_date_its_last_delivery() -> None:
+    spans = fakes.SpanFactory()
+    failed = spans.root(attempt=0, calls=1, final=False, failure="crash")
+    spans.call(failed, attempt=0)
+    root = spans.root(attempt=1, calls=2)
+    spans.evaluation(root, 0.5)
+    spans.evaluation(root, name="style", kind="evaluation_log", Attributes={"gen_ai.evaluation.label": "no score"})
+    calls = [spans.call(root, attempt=1, choices=2) for _ in range(2)]
+    begin = spans.time(0)
+    rows = [row | {"IngestedAt": begin + timedelta(seconds=place)} for place, row in enumerate(spans.spans)]
+    again = [row | {"IngestedAt": begin + timedelta(seconds=100)} for row in rows if row["SpanId"] in (root, calls[1])]
+    told = facts(pl.DataFrame(rows + again, schema=dict(ARRIVALS)))
+
+    def at(seconds: int) -> datetime:
+        return begin + timedelta(seconds=seconds)
+
+    first, second = (spans.trace(f"run.r.{attempt}") for attempt in (0, 1))
+    same = ("run", "r", "rollout")
+    known = ("g", 2, "t")
+    assert told.roots.schema == pl.Schema(dict(ROOTS))
+    assert told.roots.rows() == [
+        ("run", "train", "r", 0, *known, 1, False, "crash", first, failed, at(0)),
+        ("run", "train", "r", 1, *known, 2, True, "", second, root, at(2)),
+    ]
+    assert told.presence.schema == pl.Schema(dict(PRESENCE))
+    assert told.presence.sort("Attempt").rows() == [(*same, 0, first, 0, at(1)), (*same, 1, second, 1, at(100))]
+    assert told.counts.schema == pl.Schema(dict(COUNTS))
+    assert told.counts.sort("Attempt").rows() == [(*same, 0, first, 1), (*same, 1, second, 2)]
+
+
+def test_nothing_tells_nothing() -> None:
+    told = facts(pl.DataFrame(schema=dict(ARRIVALS)))
+    assert [frame.height for frame in (told.roots, told.presence, told.counts)] == [0, 0, 0]
