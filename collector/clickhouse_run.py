@@ -18,7 +18,7 @@ from collector.answer_clause import AnswerClause, find_answer_clause
 from collector.auth import Role
 from collector.clickhouse_errors import BadRequestError
 from collector.clickhouse_request import Statement, read_statement
-from collector.engine import Answer, Engine, Handle
+from collector.engine import Answer, Engine, EngineRefusedError, Handle
 from collector.guard import StatementGuard
 from collector.handles import Handles
 from collector.pipe import Pipe, wake
@@ -35,6 +35,7 @@ _SESSION_WORDS = frozenset({"SET", "USE"})
 _TEXT = re.compile(r"'([^'\\]*+)'")
 _PLAIN_ID = re.compile(r"[\w.:-]{1,128}")
 _KILL_AGAIN_SECONDS = 0.1
+_SYNTAX_ERROR = 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +162,15 @@ class Runner:
             return Staging(handle).insert(statement.sql, statement.format, statement.rows)
         if statement.first_word == "KILL":
             statement = replace(statement, sql=_TEXT.sub(self._engine_id, statement.sql))
-        if statement.answers:
-            clause = _named(find_answer_clause(statement.sql), request.query_id)
-            if piped := handle.write(clause, run.pipe.descriptor, statement.format, statement.parameters):
-                return piped
+        clause = _named(find_answer_clause(statement.sql), request.query_id)
+        # What stands behind a semicolon would be a statement of its own.
+        if statement.answers and ";" not in clause.before:
+            try:
+                return handle.write(clause, run.pipe.descriptor, statement.format, statement.parameters)
+            except EngineRefusedError as error:
+                # A statement that takes no such clause runs without it; one that is broken is refused in words about itself.
+                if error.code != _SYNTAX_ERROR or not run.pipe.is_untouched():
+                    raise
         return handle.query(statement.sql, statement.format, statement.parameters)
 
     @contextmanager
@@ -206,7 +212,7 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
         return
     kind = handle.kind(statement.sql)
     if several and (kind.statements > 1 or (restricted and not kind.statements)):
-        raise BadRequestError(62, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
+        raise BadRequestError(_SYNTAX_ERROR, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
     # What the parser cannot read the engine refuses, in words that help.
     if restricted and not kind.reads_only and (kind.statements or not statement.answers):
         if request.role is Role.WRITER and statement.first_word in _SESSION_WORDS:

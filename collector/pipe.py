@@ -25,6 +25,7 @@ class Pipe:
         """The second is the end to write to, given to the engine."""
         os.set_blocking(self._reading, False)
         self._open = True
+        self._read = False
         try:
             # Room for most answers, whole: each turn between the two threads costs more than a copy.
             fcntl.fcntl(self._reading, _F_SETPIPE_SZ, PIECE)
@@ -34,6 +35,7 @@ class Pipe:
 
     async def read(self) -> bytes:
         """The next piece; empty at the end."""
+        self._read = True
         while True:
             try:
                 return os.read(self._reading, PIECE)
@@ -42,9 +44,11 @@ class Pipe:
 
     def rest(self) -> bytes:
         """What is left of a pipe that is written no more."""
-        left = bytearray(4)
-        fcntl.ioctl(self._reading, termios.FIONREAD, left)
-        return os.read(self._reading, size) if (size := int.from_bytes(left, sys.byteorder)) else b""
+        return os.read(self._reading, size) if (size := self._waiting()) else b""
+
+    def is_untouched(self) -> bool:
+        """Whether surely nothing was written: for the writer, who alone could."""
+        return not self._read and not self._waiting()
 
     def close_writing(self) -> None:
         """Say that all is written. Once, by whoever ran the statement, or kept it from running."""
@@ -55,6 +59,11 @@ class Pipe:
         if self._open:
             self._open = False
             os.close(self._reading)
+
+    def _waiting(self) -> int:
+        size = bytearray(4)
+        fcntl.ioctl(self._reading, termios.FIONREAD, size)
+        return int.from_bytes(size, sys.byteorder)
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
