@@ -25,8 +25,8 @@ from collector.pipe import Pipe, wake
 from collector.readers import ReaderLimits
 from collector.staging import Staging
 
-WORKERS = 16
-"""Statements at once; more wait."""
+WORKERS = {Role.WRITER: 16, Role.READER: 8}
+"""Statements at once; more wait. Readers cannot keep the builder, the trainer or a collector from theirs."""
 _ENGINE_NAMES = """
 SELECT name FROM system.table_functions
 UNION ALL SELECT name FROM system.database_engines
@@ -94,7 +94,7 @@ class Runner:
         self._engine = engine
         self._limits = limits
         self._handles = Handles(engine.handle)
-        self._workers = ThreadPoolExecutor(WORKERS, "clickhouse")
+        self._workers = {role: ThreadPoolExecutor(count, f"clickhouse-{role}") for role, count in WORKERS.items()}
         self._ids: dict[str, Run] = {}
         """Running statements by their clients' ids."""
         self._endings: set[asyncio.Task[None]] = set()
@@ -104,7 +104,7 @@ class Runner:
 
     def start(self, run: Run, request: Request) -> None:
         """Run the request's statement as soon as a worker is free. What is wrong with it, the run's `done` says."""
-        self._workers.submit(self._work, run, request)
+        self._workers[request.role].submit(self._work, run, request)
 
     def leave(self, run: Run) -> None:
         """End a run that nobody waits for any longer, unless it changes something. Returns at once."""
@@ -117,7 +117,8 @@ class Runner:
     def close(self) -> None:
         """Cancel what still runs, and close every session."""
         self._engine.kill_queries()
-        self._workers.shutdown(cancel_futures=True)
+        for workers in self._workers.values():
+            workers.shutdown(cancel_futures=True)
         self._handles.close()
 
     async def _end(self, run: Run) -> None:
@@ -163,8 +164,7 @@ class Runner:
         if statement.first_word == "KILL":
             statement = replace(statement, sql=_TEXT.sub(self._engine_id, statement.sql))
         clause = _named(find_answer_clause(statement.sql), request.query_id)
-        # What stands behind a semicolon would be a statement of its own.
-        if statement.answers and ";" not in clause.before:
+        if statement.answers and _is_one(handle, clause):
             try:
                 return handle.write(clause, run.pipe.descriptor, statement.format, statement.parameters)
             except EngineRefusedError as error:
@@ -223,6 +223,11 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
 def _read_only(request: Request) -> BadRequestError:
     why = "the token is for reading." if request.role is Role.READER else "method GET implies readonly; use POST to change something."
     return BadRequestError(164, f"Cannot execute query in readonly mode: {why}", "READONLY")
+
+
+def _is_one(handle: Handle, clause: AnswerClause) -> bool:
+    """Whether the clause would not stand behind a semicolon, as a statement of its own."""
+    return ";" not in clause.before or handle.kind(f"{clause.before}\nINTO OUTFILE '' {clause.after}").statements == 1
 
 
 def _named(clause: AnswerClause, query_id: str) -> AnswerClause:

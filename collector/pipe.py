@@ -44,11 +44,11 @@ class Pipe:
 
     def rest(self) -> bytes:
         """What is left of a pipe that is written no more."""
-        return os.read(self._reading, size) if (size := self._waiting()) else b""
+        return os.read(self._reading, size) if (size := _waiting(self._reading)) else b""
 
     def is_untouched(self) -> bool:
         """Whether surely nothing was written: for the writer, who alone could."""
-        return not self._read and not self._waiting()
+        return not self._read and not _waiting(self.descriptor)
 
     def close_writing(self) -> None:
         """Say that all is written. Once, by whoever ran the statement, or kept it from running."""
@@ -59,11 +59,6 @@ class Pipe:
         if self._open:
             self._open = False
             os.close(self._reading)
-
-    def _waiting(self) -> int:
-        size = bytearray(4)
-        fcntl.ioctl(self._reading, termios.FIONREAD, size)
-        return int.from_bytes(size, sys.byteorder)
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
@@ -79,3 +74,9 @@ def wake(waiter: asyncio.Future[None]) -> None:
     """End a wait, once."""
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _waiting(descriptor: int) -> int:
+    size = bytearray(4)
+    fcntl.ioctl(descriptor, termios.FIONREAD, size)
+    return int.from_bytes(size, sys.byteorder)

@@ -1,0 +1,327 @@
+"""Who may ask what: the write token, the read token, none; and that no statement reaches beyond the store, whoever sends it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import clickhouse_connect
+import grpc
+import pytest
+from asking import Reply, ask, begin, form
+from clickhouse_connect.driver.exceptions import DatabaseError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
+from running_store import running_store, start_store, store_settings
+
+from collector.clickhouse_frames import unframe
+from collector.encodings import SUPPORTED, decompress
+from spangrad.clickhouse import connect
+from spangrad.settings import StoreSettings
+
+TOKENS = {"writer": "write-secret", "reader": "read-secret"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
+    """A store that asks for tokens."""
+    directory = tmp_path_factory.mktemp("guarded")
+    settings = store_settings(
+        directory / "data", token=TOKENS["writer"], read_token=TOKENS["reader"], reader_max_rows=10_000, reader_max_seconds=2
+    )
+    with running_store(settings, directory / "log"):
+        assert as_(settings, "writer", "CREATE TABLE t (a UInt8) ORDER BY a").status == 200
+        assert as_(settings, "writer", "INSERT INTO t VALUES (1), (2)").status == 200
+        yield settings
+
+
+def as_(store: StoreSettings, role: str, sql: str | bytes = "", **parameters: object) -> Reply:
+    return ask(store, sql, **{"headers": {"X-ClickHouse-Key": TOKENS[role]}, **parameters})
+
+
+# --- tokens ---
+
+
+@pytest.mark.parametrize("shown", [{}, {"password": "wrong"}, {"password": ""}])
+@pytest.mark.parametrize("encoding", ["identity", *SUPPORTED, "frames"])
+def test_a_wrong_or_missing_token_is_told_so_in_every_compression(guarded: StoreSettings, encoding: str, shown: dict[str, str]) -> None:
+    framed = {"compress": 1} if encoding == "frames" else {"enable_http_compression": 1}
+    reply = ask(guarded, "SELECT 1", headers={"Accept-Encoding": encoding}, **framed, **shown)
+
+    body = unframe(reply.body, 1000) if encoding == "frames" else decompress(reply.body, reply.headers["Content-Encoding"] or "", 1000)
+    assert (reply.status, reply.code, reply.headers["WWW-Authenticate"]) == (401, 516, 'Basic realm="spangrad store"')
+    assert body == b"Code: 516. DB::Exception: the token (ClickHouse password) is wrong or missing. (AUTHENTICATION_FAILED)\n"
+
+
+def test_a_ping_needs_no_token(guarded: StoreSettings) -> None:
+    for path in ("/ping", "/replicas_status"):
+        reply = ask(guarded, method="GET", path=path)
+        assert (reply.status, reply.body) == (200, b"Ok.\n")
+
+
+def test_no_statement_sees_a_token(guarded: StoreSettings) -> None:
+    for role, token in TOKENS.items():
+        for sql in (
+            "SELECT * FROM system.processes",
+            "SELECT * FROM system.settings",
+            "SELECT * FROM system.server_settings",
+            "SHOW GRANTS",
+        ):
+            reply = ask(guarded, sql, user="default", password=token, max_result_rows=900_000)
+            assert token not in reply.body.decode(), (role, sql)
+
+
+def test_spans_need_the_write_token(guarded: StoreSettings) -> None:
+    http = guarded.model_copy(update={"clickhouse_port": guarded.otlp_http_port})
+    statuses = {
+        token: ask(
+            http, b"", path="/v1/traces", headers={"Content-Type": "application/x-protobuf", "Authorization": f"Bearer {token}"}
+        ).status
+        for token in (*TOKENS.values(), "wrong")
+    }
+    assert statuses == {TOKENS["writer"]: 200, TOKENS["reader"]: 401, "wrong": 401}
+
+    metadata = (("authorization", f"Bearer {TOKENS['reader']}"),)
+    with grpc.insecure_channel(f"127.0.0.1:{guarded.otlp_grpc_port}") as channel, pytest.raises(grpc.RpcError) as caught:
+        TraceServiceStub(channel).Export(ExportTraceServiceRequest(), timeout=30, metadata=metadata)
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_one_token_for_both_roles_is_refused(tmp_path: Path) -> None:
+    child = start_store(store_settings(tmp_path / "data", token="same", read_token="same"), tmp_path / "log")
+
+    assert child.process.wait(60) == 2
+    assert child.tail() == "store.read_token is the same as store.token, so its bearer could write. Set another one."
+
+
+# --- the reader ---
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT sum(a) FROM t",
+        "WITH 1 AS x SELECT x FROM t",
+        "SELECT count() FROM otel.v_spans",
+        "SELECT * FROM otel.v_calls LIMIT 1",
+        "SHOW TABLES FROM otel",
+        "SHOW CREATE TABLE otel.otel_traces",
+        "DESCRIBE TABLE otel.calls",
+        "EXISTS TABLE t",
+        "EXPLAIN SELECT 1",
+        "(SELECT 1)",
+        "SELECT name FROM system.settings LIMIT 1",
+    ],
+)
+def test_a_reader_asks(guarded: StoreSettings, sql: str) -> None:
+    assert as_(guarded, "reader", sql).status == 200
+    assert as_(guarded, "reader", method="GET", query=sql).status == 200
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "INSERT INTO t VALUES (3)",
+        "INSERT INTO t SELECT 3",
+        "INSERT INTO t FORMAT CSV\n3\n",
+        "INSERT INTO FUNCTION null('a UInt8') SELECT 1",
+        "/* SELECT */ INSERT INTO t SELECT 3",
+        "WITH 3 AS x INSERT INTO t SELECT x",
+        "SELECT 1; INSERT INTO t SELECT 3",
+        "SELECT 1; KILL QUERY WHERE 1; SELEC 1 1",
+        "CREATE TABLE u (a UInt8) ORDER BY a",
+        "CREATE TEMPORARY TABLE u (a UInt8)",
+        "CREATE OR REPLACE VIEW v AS SELECT 1",
+        "CREATE DATABASE d",
+        "CREATE FUNCTION f AS x -> x",
+        "ALTER TABLE t DELETE WHERE 1",
+        "ALTER TABLE t ADD COLUMN b UInt8",
+        "DELETE FROM t WHERE 1",
+        "UPDATE t SET a = 1 WHERE 1",
+        "TRUNCATE TABLE t",
+        "DROP TABLE t",
+        "DETACH TABLE t",
+        "RENAME TABLE t TO u",
+        "EXCHANGE TABLES t AND t",
+        "OPTIMIZE TABLE t",
+        "KILL QUERY WHERE 1",
+        "KILL MUTATION WHERE 1",
+        "SYSTEM STOP MERGES",
+        "SYSTEM FLUSH LOGS",
+        "SET max_threads = 1",
+        "SET profile = 'default'",
+        "USE otel",
+        "EXECUTE AS default SELECT 1",
+        "SELECT 1 SETTINGS max_result_rows = 0",
+        "SELECT 1 FORMAT CSV SETTINGS max_execution_time = 0",
+        "SELECT 1 SETTINGS profile = 'default', max_result_rows = 0",
+        "SELECT 1 SETTINGS readonly = 0",
+    ],
+)
+def test_a_reader_changes_nothing(guarded: StoreSettings, sql: str) -> None:
+    packed, headers = form(query=(None, sql.encode()))
+    replies = [
+        as_(guarded, "reader", sql),
+        as_(guarded, "reader", sql, session_id="reader-session"),
+        as_(guarded, "reader", method="GET", query=sql),
+        as_(guarded, "reader", packed, headers={**headers, "X-ClickHouse-Key": TOKENS["reader"]}),
+    ]
+
+    assert {reply.code for reply in replies} <= {164, 62, 48, 344, 497}
+    assert as_(guarded, "writer", "SELECT sum(a) FROM t").body == b"3\n"
+    assert as_(guarded, "writer", "SHOW TABLES").body == b"t\n"
+
+
+@pytest.mark.parametrize(
+    ("sql", "settings", "code"),
+    [
+        ("SELECT number FROM numbers(10001)", {}, 396),
+        ("SELECT number FROM numbers(10001)", {"max_result_rows": 0}, 396),
+        ("SELECT number FROM numbers(10001)", {"max_result_rows": 10**9}, 396),
+        ("SELECT number FROM numbers(10001)", {"result_overflow_mode": "break"}, 164),
+        ("SELECT number FROM numbers(6)", {"max_result_rows": 5}, 396),
+        ("SELECT number FROM numbers(10000)", {"max_result_rows": 50000}, 0),
+        ("SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1", {"max_execution_time": 1000}, 159),
+        ("SELECT * FROM (SELECT number FROM numbers(10001) SETTINGS max_result_rows = 0)", {}, 396),
+        ("SELECT 1", {"max_memory_usage": 0}, 164),
+        ("SELECT 1", {"readonly": 0}, 164),
+        ("SELECT 1", {"profile": "default"}, 164),
+        ("SELECT 1", {"session_id": "s", "session_check": 1}, 372),
+        ("SELECT 1", {"output_format_json_quote_64bit_integers": 1, "session_id": "s"}, 0),
+    ],
+)
+def test_a_reader_stays_within_its_limits(guarded: StoreSettings, sql: str, settings: dict[str, object], code: int) -> None:
+    assert as_(guarded, "reader", sql, **settings).code == code
+
+
+def test_a_reader_may_bring_external_data(guarded: StoreSettings) -> None:
+    body, headers = form(ext=("", b"1\n7\n"))
+    headers["X-ClickHouse-Key"] = TOKENS["reader"]
+
+    for _ in range(2):
+        reply = as_(guarded, "reader", body, headers=headers, query="SELECT a FROM t WHERE a IN ext", ext_structure="a UInt8")
+        assert (reply.status, reply.body) == (200, b"1\n")
+    refused = as_(guarded, "reader", body, headers=headers, query="INSERT INTO t SELECT a FROM ext", ext_structure="a UInt8")
+    assert refused.code == 164
+
+
+def test_readers_keep_no_writer_waiting(guarded: StoreSettings) -> None:
+    endless = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
+    crowd = [begin(guarded, endless, password=TOKENS["reader"]) for _ in range(20)]
+    try:
+        started = time.monotonic()
+        assert as_(guarded, "writer", "SELECT 1").body == b"1\n"
+        assert time.monotonic() - started < 1.5
+        assert [int(connection.recv(4096).split(b"Exception-Code: ")[1][:3]) for connection in crowd[:8]] == [159] * 8
+    finally:
+        for connection in crowd:
+            connection.close()
+
+
+def test_the_drivers_read_with_a_read_token(guarded: StoreSettings) -> None:
+    client = connect(guarded.model_copy(update={"token": None}))
+    assert client.query("SELECT a FROM t ORDER BY a").result_rows == [(1,), (2,)]
+    assert client.query_arrow("SELECT a FROM t ORDER BY a").to_pylist() == [{"a": 1}, {"a": 2}]
+    assert client.query("SELECT a FROM t WHERE a = {a:UInt8}", parameters={"a": 2}).result_rows == [(2,)]
+    with pytest.raises(DatabaseError) as caught:
+        client.insert("t", [(3,)], column_names=["a"])
+    assert caught.value.code == 164
+    client.close()
+
+    session = clickhouse_connect.get_client(host="127.0.0.1", port=guarded.clickhouse_port, password=TOKENS["reader"], compress="lz4")
+    assert session.query("SELECT sum(a) FROM t").result_rows == [(3,)]
+    session.close()
+
+
+# --- beyond the store ---
+
+BEYOND = [
+    "SELECT file('/etc/passwd')",
+    "SELECT * FROM file('/etc/passwd', 'LineAsString', 'l String')",
+    "DESCRIBE TABLE file('/etc/passwd', 'LineAsString')",
+    "SELECT * FROM view(SELECT * FROM file('/etc/passwd', 'LineAsString', 'l String'))",
+    "SELECT * FROM loop(file('/etc/passwd', 'LineAsString', 'l String'))",
+    "SELECT * FROM fileCluster('default', '/etc/passwd', 'LineAsString', 'l String')",
+    "SELECT * FROM `/etc/passwd`",
+    "SELECT * FROM _local.`/etc/passwd`",
+    "SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'x String')",
+    "SELECT * FROM urlCluster('default', 'http://127.0.0.1:1/', 'CSV', 'x String')",
+    "SELECT * FROM s3('http://127.0.0.1:1/b/k', NOSIGN, 'CSV', 'x String')",
+    "SELECT * FROM gcs('http://127.0.0.1:1/b/k', NOSIGN, 'CSV', 'x String')",
+    "SELECT * FROM azureBlobStorage('http://127.0.0.1:1/', 'c', 'p', 'a', 'k')",
+    "SELECT * FROM hdfs('hdfs://127.0.0.1:1/f', 'CSV', 'x String')",
+    "SELECT * FROM iceberg('http://127.0.0.1:1/b/k')",
+    "SELECT * FROM deltaLake('http://127.0.0.1:1/b/k')",
+    "SELECT * FROM remote('127.0.0.1', system.one)",
+    "SELECT * FROM remoteSecure('127.0.0.1', system.one)",
+    "SELECT * FROM cluster('default', system.one)",
+    "SELECT * FROM mysql('127.0.0.1:1', 'd', 't', 'u', 'p')",
+    "SELECT * FROM postgresql('127.0.0.1:1', 'd', 't', 'u', 'p')",
+    "SELECT * FROM mongodb('127.0.0.1:1', 'd', 't', 'u', 'p', 'x String')",
+    "SELECT * FROM redis('127.0.0.1:1', 'k', 'k String, v String')",
+    "SELECT * FROM sqlite('/tmp/x', 't')",
+    "SELECT * FROM odbc('DSN=x', 't')",
+    "SELECT * FROM jdbc('x', 't')",
+    "SELECT * FROM executable('id', 'TSV', 'x String')",
+    "SELECT * FROM python('x')",
+    "SELECT * FROM dictionary('x')",
+    "SELECT * FROM system.users",
+    "SELECT 1 INTO OUTFILE '{out}'",
+    "SELECT 1 INTO OUTFILE '/dev/fd/2' TRUNCATE",
+    "SELECT 1 AS x FORMAT Template SETTINGS format_template_row = '/etc/passwd'",
+    "SELECT 1 AS x SETTINGS format_template_resultset = '/etc/passwd' FORMAT Template",
+    "SELECT 1 AS x FORMAT Template SETTINGS `format\\x5ftemplate_row` = '/etc/passwd'",
+    "SELECT 1 AS x FORMAT Protobuf SETTINGS output_format_schema = '{out}'",
+    "SELECT 1 AS x FORMAT Protobuf SETTINGS format_schema_source = 'file', format_schema = '/etc/passwd:X'",
+    "SELECT 1 AS x FORMAT Protobuf SETTINGS format_schema = '/etc/passwd:X'",
+    "SELECT * FROM format(CSV, 'a UInt8', 'x\n') SETTINGS input_format_record_errors_file_path = '{out}'",
+    "SELECT * FROM format(AvroConfluent, 'x UInt8', 'a') SETTINGS format_avro_schema_registry_url = 'http://127.0.0.1:1/'",
+    "SELECT * FROM t SETTINGS workload = 'mine'",
+    "INSERT INTO t FROM INFILE '/etc/passwd' FORMAT CSV",
+    "INSERT INTO FUNCTION file('{out}', 'CSV', 'a UInt8') SELECT 1",
+    "CREATE TABLE x (l String) ENGINE = File(LineAsString, '/etc/passwd')",
+    "CREATE TABLE x (l String) ENGINE = URL('http://127.0.0.1:1/', CSV)",
+    "CREATE TABLE x (l String) ENGINE = Distributed('default', 'system', 'one')",
+    "CREATE TABLE x ENGINE = MergeTree ORDER BY l AS SELECT * FROM file('/etc/passwd', 'LineAsString', 'l String')",
+    "CREATE TABLE x (l String) ENGINE = MergeTree ORDER BY l SETTINGS disk = disk(type = local, path = '/tmp/')",
+    "CREATE VIEW x AS SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'x String')",
+    "CREATE DATABASE x ENGINE = Filesystem('/etc')",
+    "CREATE DATABASE x ENGINE = MySQL('127.0.0.1:1', 'd', 'u', 'p')",
+    "CREATE DICTIONARY x (k UInt64, v String) PRIMARY KEY k SOURCE(FILE(path '/etc/passwd' format 'CSV')) LAYOUT(FLAT()) LIFETIME(0)",
+    "CREATE NAMED COLLECTION x AS url = 'http://127.0.0.1:1/'",
+    "CREATE USER x",
+    "GRANT ALL ON *.* TO default",
+    "ATTACH TABLE x FROM '/etc' (l String) ENGINE = MergeTree ORDER BY l",
+    "BACKUP TABLE t TO File('{out}')",
+    "RESTORE TABLE t FROM File('{out}')",
+    "SYSTEM SHUTDOWN",
+    "SYSTEM RELOAD CONFIG",
+    "EXECUTE AS default SELECT 1",
+]
+
+
+@pytest.mark.parametrize("sql", BEYOND)
+@pytest.mark.parametrize("role", TOKENS)
+def test_no_statement_reaches_beyond_the_store(guarded: StoreSettings, tmp_path: Path, role: str, sql: str) -> None:
+    reply = as_(guarded, role, sql.replace("{out}", str(tmp_path / "out")))
+
+    assert (reply.code != 0, b"root:" in reply.body, (tmp_path / "out").exists()) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    "setting", ["format_template_row", "format_schema_source", "output_format_schema", "input_format_record_errors_file_path", "workload"]
+)
+@pytest.mark.parametrize("role", TOKENS)
+def test_no_parameter_names_a_file(guarded: StoreSettings, role: str, setting: str) -> None:
+    assert as_(guarded, role, "SELECT 1 AS x FORMAT Template", **{setting: "/etc/passwd"}).code in {164, 452, 36}
+    assert as_(guarded, "writer", f"SET {setting} = '/etc/passwd'", session_id="sets").code in {452, 36}
+
+
+def test_a_schema_in_the_statement_is_taken(guarded: StoreSettings) -> None:
+    schema = 'syntax = "proto3"; message M { int32 x = 1; }'
+    sql = f"SELECT 5 AS x FORMAT Protobuf SETTINGS format_schema = '{schema}', format_schema_message_name = 'M'"
+
+    assert as_(guarded, "writer", sql).body == b"\x02\x08\x05"
+    assert json.loads(as_(guarded, "writer", "SELECT 1 AS a FORMAT JSONEachRow").body) == {"a": 1}
