@@ -51,7 +51,13 @@ def main() -> int:
     """Measure, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spans", type=int, default=500_000, help="that ours takes in")
-    parser.add_argument("--mix", type=Mix, choices=list(Mix), default=Mix.CALLS, help="policy calls, or whole rollouts")
+    parser.add_argument(
+        "--mix",
+        type=Mix,
+        choices=list(Mix),
+        default=Mix.LLM,
+        help="LLM calls as any tracer writes them, as our gateway does, or whole rollouts",
+    )
     parser.add_argument("--road", choices=ROADS, default="embedded", help="to the store itself, or through the real collector")
     parser.add_argument("--peer", choices=PEERS, help="measured in the same run")
     parser.add_argument("--peer-spans", type=int, default=10_000, help="that the peer takes in; it keeps 2 GB of 100000 in memory")

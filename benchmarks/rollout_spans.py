@@ -25,7 +25,17 @@ SPANS_A_ROLLOUT = 2 + TURNS * SPANS_A_TURN
 SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, OBSERVATION_TOKENS, ARGUMENT_TOKENS = 80, 30, 40, 28, 8
 """Of Mix.ROLLOUTS."""
 LONE_PROMPT_TOKENS, LONE_ANSWER_TOKENS = 200, 100
-"""Of Mix.CALLS."""
+"""Of Mix.LLM and Mix.CALLS."""
+_LEAN = frozenset(
+    {
+        *(semconv.RUN_ID, semconv.ROLLOUT_ID, semconv.ROLLOUT_ATTEMPT, semconv.ROLLOUT_MODE, semconv.POLICY_NAME),
+        *(semconv.VERSION_START, semconv.VERSION_END, semconv.GEN_AI_OPERATION, semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_ID),
+        *(semconv.GEN_AI_FINISH_REASONS, semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS),
+        *(semconv.REQUEST_JSON, semconv.RESPONSE_JSON),
+        *(semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.RESPONSE_LOGPROBS, "prompt_token_ids", "response_token_ids"),
+    }
+)
+"""Attributes of Mix.LLM."""
 
 _MODEL = "policy"
 _EPOCH_NS = 1_767_614_400_000_000_000  # 2026-01-05 12:00 UTC
@@ -48,8 +58,10 @@ class Mix(StrEnum):
 
     ROLLOUTS = "rollouts"
     """A root, an agent, and turns of an LLM call as the agent sees it, the same call as the gateway sees it, and a tool."""
+    LLM = "llm"
+    """LLM calls alone, with what any tracer writes of one: the model, both texts, token counts, token ids."""
     CALLS = "calls"
-    """The gateway's spans alone."""
+    """LLM calls alone, with all that our gateway writes of one."""
 
 
 class Ids(StrEnum):
@@ -146,7 +158,7 @@ class Author:
         place = _Place(index, trace, ids, context)
         resource = {**_SDK, "agentlightning.rollout_id": name.rollout, "agentlightning.attempt_id": name.attempt}
         runner, instrumentor, gateway = (ScopeSpans(scope=InstrumentationScope(name=scope, version="0.1.0")) for scope in _SCOPES)
-        if self._mix == Mix.CALLS:
+        if self._mix != Mix.ROLLOUTS:
             gateway.spans.extend(self._lone_calls(place))
             scopes = [gateway]
         else:
@@ -204,7 +216,7 @@ class Author:
 
     def _call(self, place: _Place, own: int, parent: int | None, at: int, seq: int, exchange: _Exchange) -> Span:
         """What the gateway's recorder writes of a call (gateway/record.py)."""
-        attributes = {
+        attributes: dict[str, _Value] = {
             semconv.GEN_AI_OPERATION: "chat",
             semconv.GEN_AI_PROVIDER: "vllm",
             semconv.GEN_AI_REQUEST_MODEL: _MODEL,
@@ -235,6 +247,8 @@ class Author:
             semconv.REQUEST_JSON: exchange.request,
             semconv.HTTP_STATUS: 200,
         }
+        if self._mix == Mix.LLM:
+            attributes = {name: value for name, value in attributes.items() if name in _LEAN}
         return _span(place, own, parent, f"chat {_MODEL}", (at + _STEP_NS // 3, at + _STEP_NS), attributes, Span.SPAN_KIND_SERVER)
 
     def _token_ids(self, exchange: _Exchange) -> dict[str, _Value]:

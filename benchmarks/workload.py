@@ -47,11 +47,11 @@ class Workload:
     def call_ids(self, rollouts: int) -> NDArray[np.uint64]:
         """Ids of the gateway's spans among them."""
         every = self.span_ids(rollouts)
-        return every if self.mix == Mix.CALLS else every.reshape(-1, SPANS_A_ROLLOUT)[:, 3 :: spans.SPANS_A_TURN].reshape(-1)
+        return every if self.mix != Mix.ROLLOUTS else every.reshape(-1, SPANS_A_ROLLOUT)[:, 3 :: spans.SPANS_A_TURN].reshape(-1)
 
     def tokens(self, rollouts: int) -> tuple[int, int]:
         """How many prompt ids and response ids the gateway's spans hold."""
-        if self.mix == Mix.CALLS:
+        if self.mix != Mix.ROLLOUTS:
             return rollouts * SPANS_A_ROLLOUT * spans.LONE_PROMPT_TOKENS, rollouts * SPANS_A_ROLLOUT * spans.LONE_ANSWER_TOKENS
         first, more = spans.SYSTEM_TOKENS + spans.QUESTION_TOKENS, spans.ANSWER_TOKENS + spans.OBSERVATION_TOKENS
         return rollouts * sum(first + turn * more for turn in range(TURNS)), rollouts * TURNS * spans.ANSWER_TOKENS

@@ -20,6 +20,8 @@ MAX_BODY = 64 * 2**20
 MAX_INSERT = 32 * 2**20
 """Bytes beyond which no further body joins an insert."""
 DECODERS = 2
+MAX_LINGERS = 20
+"""How many times the linger a body waits at most."""
 
 
 class QueueFullError(Exception):
@@ -119,8 +121,8 @@ class Inserter(Generic[B]):
         Args:
             name: of the thread.
             commit: commits bodies, all or none, and says what it refused of each; runs on that thread only.
-            linger_seconds: how long a body waits for company, after it came and after the last commit: those who waited for
-                that one come back about then, and the more a commit takes, the less each body costs.
+            linger_seconds: how long the queue must be quiet, after the last commit too, before a commit takes what waits: the more
+                a commit takes, the less each body costs. While bodies keep coming, a body waits MAX_LINGERS times as long.
         """
         self._commit_all = commit
         self._linger = linger_seconds
@@ -173,8 +175,13 @@ class Inserter(Generic[B]):
             self._changed.wait_for(lambda: self._queue or self._closing)
             if not self._queue:
                 return []
-            left = max(self._queue[0].since, self._free_since) + self._linger - time.monotonic()
-            self._changed.wait_for(lambda: self._closing or not self._linger or self._queued_bytes >= MAX_INSERT, timeout=max(0, left))
+            while not self._closing and self._queued_bytes < MAX_INSERT:
+                quiet = max(self._queue[-1].since, self._free_since) + self._linger
+                latest = max(self._queue[0].since, self._free_since) + MAX_LINGERS * self._linger
+                left = min(quiet, latest) - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
             batch = [self._queue.popleft()]
             size = batch[0].body.size
             while self._queue and size + self._queue[0].body.size <= MAX_INSERT:
