@@ -23,7 +23,7 @@ from spangrad.processes import Child, answers, free_ports, own_command, wait_unt
 from spangrad.settings import StoreSettings
 
 STOCK_BATCHES = 3
-_TYPED = ("rollout_spans", "calls", "trace_rollouts")
+_TYPED = ("rollout_spans", "calls", "trace_keys")
 
 
 def main() -> int:

@@ -69,10 +69,12 @@ FROM (
         toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
         SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode,
         substringUTF8(StatusMessage, 1, 1024) AS StatusMessage,
-        -- Lean: long values stay in otel_traces, token ids and logprobs in calls.
+        -- Lean: long values stay in otel_traces, token ids and logprobs in calls, and what has a column of its own is there.
         mapFilter((k, v) -> length(v) <= 1024 AND k NOT IN (
             'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
-            'spangrad.request.json', 'spangrad.response.json'), SpanAttributes) AS Attributes,
+            'spangrad.request.json', 'spangrad.response.json', 'spangrad.run.id', 'spangrad.rollout.mode', 'spangrad.rollout.id',
+            'spangrad.rollout.attempt', 'spangrad.process.id', 'spangrad.seq', 'session.id', 'gen_ai.conversation.id'
+        ), SpanAttributes) AS Attributes,
         Events.Attributes,
         arrayFilter((event, name) -> name = 'gen_ai.evaluation.result', arrayEnumerate(Events.Name), Events.Name) AS evaluations
     FROM otel.otel_traces
