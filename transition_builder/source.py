@@ -138,9 +138,7 @@ _INHERITED_KEYS = "RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys PREWHER
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
 _PLAIN = {"enable_http_compression": 0}
 """Arrow is compressed already, where that is worth it."""
-_SETTINGS = (
-    "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'lz4_frame'"
-)
+_SETTINGS = "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'lz4_frame'"
 """For reads of few granules. Packed even on loopback: every copy on the way costs more than LZ4 does."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
 """What is the same in all deliveries of a row: the sorting key of the tables."""
