@@ -39,6 +39,8 @@ SEND_SECONDS = 60
 _SEND = 1 << 16
 _PACK_FROM = 4096
 _LONGEST_EXCEPTION = 16 * 2**10
+_READ_SECONDS = 1.0
+"""How long a client has to read why its answer ended, before the connection does."""
 _TAG_LETTERS = string.ascii_lowercase + string.digits
 _CONTENT_TYPES = {
     "JSON": "application/json; charset=UTF-8",
@@ -158,6 +160,8 @@ async def _send(request: web.Request, headers: dict[str, str], wanted: Wanted, p
         except REFUSALS as error:
             block = _exception_block(refusal(error), tag)
             await _put(response, packer.fail(block) if packer else block)
+            # Some clients (aiohttp's) forget what they have not read yet when the connection ends early.
+            await asyncio.sleep(_READ_SECONDS)
             _cut(request)
             return response
     except TimeoutError:

@@ -37,9 +37,14 @@ class Roads:
     """Commits requests by either road, and reads the rows that they left."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.asking = engine.handle()
-        self.staging = {who: SpanStaging(engine.handle(schema_files=True), least) for who, least in (("engine", 1), ("python", NEVER))}
+        self._handles = [engine.handle(), *(engine.handle(schema_files=True) for _ in range(3))]
+        self.asking, by_engine, by_python, apart = self._handles
+        self.staging = {"engine": SpanStaging(by_engine, 1), "python": SpanStaging(by_python, NEVER), "apart": SpanStaging(apart, 1)}
+
+    def close(self) -> None:
+        """Close every handle: another engine may be opened in this process then."""
+        for handle in self._handles:
+            handle.close()
 
     def commit(self, who: str, requests: Sequence[ExportTraceServiceRequest]) -> tuple[list[Refused], list[list[str]]]:
         """What was refused of each request, and all its rows as text."""
@@ -74,7 +79,10 @@ def roads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roads]:
     engine = Engine(tmp_path_factory.mktemp("decoding") / "data")
     handle = engine.handle()
     migrate(lambda sql: handle.query(sql).body.decode(), Layout())
-    yield Roads(engine)
+    handle.close()
+    roads = Roads(engine)
+    yield roads
+    roads.close()
     engine.close()
 
 
@@ -281,7 +289,7 @@ def test_any_spans(roads: Roads, given_requests: list[tuple[list[Span], list[Key
 
 
 def test_a_failed_commit_leaves_nothing_behind(roads: Roads) -> None:
-    staging = SpanStaging(roads.engine.handle(schema_files=True), 1)
+    staging = roads.staging["apart"]
     good = request(span("good", attributes=[attribute("left", string_value="behind")]))
     roads.asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
     throws = "SELECT throwIf(SpanAttributes['left'] = 'behind') AS n FROM otel.otel_traces"
