@@ -54,7 +54,8 @@ def decode(message: type[M], body: bytes, content_type: str) -> M:
 def _from_json(message: type[M], body: bytes) -> M:
     try:
         tree = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    # Its errors are not all of one family: text that is no UTF-8, and lists too deep, come as Python's own.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableError(f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise UndecodableError(f"the body is not an OTLP/JSON {message.DESCRIPTOR.name}: it is no object")
@@ -65,7 +66,7 @@ def _from_json(message: type[M], body: bytes) -> M:
     try:
         return json_format.ParseDict(tree, message(), ignore_unknown_fields=True)
     # The parser lets other errors through where a value's type is quite wrong.
-    except (json_format.ParseError, ValueError, TypeError, AttributeError) as error:
+    except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UndecodableError(f"the body is not an OTLP/JSON {message.DESCRIPTOR.name}: {error}") from None
 
 

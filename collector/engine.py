@@ -30,6 +30,7 @@ HANDLE_SETTINGS = {
 """What differs from the engine's defaults on every handle."""
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
 """CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
+_UNKNOWN = 1002
 _CODE = re.compile(r"Code: (\d+)\.")
 
 
@@ -240,4 +241,7 @@ def _plain_default_database(path: Path) -> None:
 def _refused(error: Exception) -> EngineRefusedError:
     message = str(error)
     found = _CODE.search(message)
-    return EngineRefusedError(message[found.start() :] if found else message, int(found.group(1)) if found else 1002)
+    if not found:
+        # chDB's own words: it can't put the engine's into a text, say, because they quote bytes that are none.
+        return EngineRefusedError(f"Code: {_UNKNOWN}. DB::Exception: {message} (UNKNOWN_EXCEPTION)", _UNKNOWN)
+    return EngineRefusedError(message[found.start() :], int(found.group(1)))

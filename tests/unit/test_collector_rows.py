@@ -260,6 +260,8 @@ def test_json_of_a_random_span_gives_the_same_rows(span: Span) -> None:
     [
         (b"\xff\xff", PROTOBUF, "the body is not a protobuf ExportTraceServiceRequest"),
         (b"{", JSON, "the body is not JSON"),
+        (b'{"a": "\xff"}', JSON, "the body is not JSON: 'utf-8'"),
+        (b"[" * 5000, JSON, "the body is not JSON: maximum recursion depth exceeded"),
         (b"[]", JSON, "the body is not an OTLP/JSON ExportTraceServiceRequest: it is no object"),
         (b'{"resourceSpans": 3}', JSON, "the body is not an OTLP/JSON ExportTraceServiceRequest"),
         (b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"xy"}]}]}]}', JSON, "traceId 'xy' is not hexadecimal"),
