@@ -7,17 +7,26 @@ Formats: ClickHouse's CompressedReadBuffer and CityHash128 of version 1.0.2.
 from __future__ import annotations
 
 import struct
+from enum import IntEnum
 
 import clickhouse_cityhash.cityhash as cityhash
 import lz4.block
-import zstandard
+from backports import zstd
 
 from collector.encodings import EncodingError, TooLargeError
 
 HANDSHAKE = "SELECT displayName(), version(), revision(), timezone()"
 """The first statement of clickhouse-go; it reads all that follows in the revision that the answer states."""
 
-_LZ4, _ZSTD, _NONE = 0x82, 0x90, 0x02
+
+class _Method(IntEnum):
+    """How a frame is packed."""
+
+    LZ4 = 0x82
+    ZSTD = 0x90
+    NONE = 0x02
+
+
 _HEADER = struct.Struct("<BII")
 _CHECKSUM = struct.Struct("<QQ")
 _BLOCK = 1 << 20
@@ -26,12 +35,12 @@ _BLOCK = 1 << 20
 def frame(body: bytes) -> bytes:
     """Pack a body in LZ4 frames."""
     blocks = (body[start : start + _BLOCK] for start in range(0, len(body), _BLOCK))
-    return b"".join(_framed(_LZ4, lz4.block.compress(block, store_size=False), len(block)) for block in blocks)
+    return b"".join(_framed(_Method.LZ4, lz4.block.compress(block, store_size=False), len(block)) for block in blocks)
 
 
 def frame_plainly(body: bytes) -> bytes:
     """Put a short body in a frame as it is: clickhouse-go looks for exceptions in what it receives, before it unpacks that."""
-    return _framed(_NONE, body, len(body))
+    return _framed(_Method.NONE, body, len(body))
 
 
 def unframe(body: bytes, limit: int) -> bytes:
@@ -79,15 +88,20 @@ def _framed(method: int, packed: bytes, size: int) -> bytes:
 
 def _unpack(method: int, packed: bytes, size: int) -> bytes:
     try:
-        if method == _LZ4:
-            return lz4.block.decompress(packed, uncompressed_size=size)
-        if method == _ZSTD:
-            return zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
-        if method == _NONE:
-            return packed
-    except (lz4.block.LZ4BlockError, zstandard.ZstdError) as error:
+        match method:
+            case _Method.LZ4:
+                out = lz4.block.decompress(packed, uncompressed_size=size)
+            case _Method.ZSTD:
+                out = zstd.ZstdDecompressor().decompress(packed, max_length=size + 1)
+            case _Method.NONE:
+                out = packed
+            case _:
+                raise EncodingError(f"compression method {method:#x} is not supported; use LZ4 or ZSTD")
+    except (lz4.block.LZ4BlockError, zstd.ZstdError) as error:
         raise EncodingError(f"a compressed frame does not unpack: {error}") from None
-    raise EncodingError(f"compression method {method:#x} is not supported; use LZ4 or ZSTD")
+    if len(out) != size:
+        raise EncodingError(f"a compressed frame says that it holds {size} bytes, and does not")
+    return out
 
 
 def _checksum(framed: bytes) -> bytes:

@@ -10,6 +10,7 @@ import zlib
 import brotli
 import lz4.frame
 import zstandard
+from backports import zstd
 
 SUPPORTED = ("br", "gzip", "deflate", "lz4", "zstd")
 _BROTLI_LEVEL = 3
@@ -50,7 +51,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
         case "lz4":
             out, whole = _unlz4(body, limit)
         case "zstd":
-            out = _unzstd(body, limit)
+            out, whole = _unzstd(body, limit)
         case other:
             raise EncodingError(f"Content-Encoding {other!r} is not supported; use one of {', '.join(SUPPORTED)}")
     if len(out) > limit:
@@ -150,10 +151,15 @@ def _unlz4(body: bytes, limit: int) -> tuple[bytes, bool]:
     return bytes(out), True
 
 
-def _unzstd(body: bytes, limit: int) -> bytes:
-    # A body that is cut reads as far as it goes; HTTP's own lengths notice that.
-    with zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True) as stream:
+def _unzstd(body: bytes, limit: int) -> tuple[bytes, bool]:
+    out = bytearray()
+    while body:
+        stream = zstd.ZstdDecompressor()
         try:
-            return stream.read(limit + 1)
-        except zstandard.ZstdError as error:
+            out += stream.decompress(body, max_length=max(1, limit + 1 - len(out)))
+        except zstd.ZstdError as error:
             raise EncodingError(f"the body is not zstd: {error}") from None
+        if not stream.eof:
+            return bytes(out), False
+        body = stream.unused_data
+    return bytes(out), True

@@ -1,0 +1,72 @@
+"""The real Collector killed under load, and the store behind it killed or away: what the Collector acknowledged is stored once.
+
+Senders talk to the Collector alone; batches that it forms anew after a kill count once (law 1).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from road import Road, running_road
+
+KILLS = 20
+STORE_KILLS = 3
+AWAY_SECONDS = float(os.environ.get("FAULTS_AWAY_SECONDS", "20"))
+"""How long the store is away; a minute takes a minute and a half in all."""
+
+
+@pytest.fixture
+def road(tmp_path: Path) -> Iterator[Road]:
+    with running_road(tmp_path) as road:
+        yield road
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_the_collector(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
+    load = road.load(chance.randrange(2**32))
+    store_too = set(chance.sample(range(KILLS), STORE_KILLS))
+    began = time.monotonic()
+    for kill in range(KILLS):
+        time.sleep(chance.uniform(0.2, 2))
+        if kill in store_too:
+            road.kill("store")
+            time.sleep(chance.uniform(0, 0.5))
+        road.kill("collector")
+        tell(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
+        if kill in store_too:
+            road.start_store()
+        road.start_collector()
+    time.sleep(1)
+    tally = load.stop()
+    loaded = time.monotonic() - began
+    verdict = road.judge(tally)
+    tell(f"{KILLS} kills, {STORE_KILLS} of the store, in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
+
+    assert (tally.refused, verdict.faults) == ([], {})
+    assert verdict.spans > 0
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_loses_nothing(road: Road, chance: Random, tell: Callable[[str], None]) -> None:
+    load = road.load(chance.randrange(2**32))
+    time.sleep(2)
+    road.kill("store")
+    before = load.tally.bodies
+    time.sleep(AWAY_SECONDS)
+    meanwhile = load.tally.bodies - before
+    road.start_store()
+    time.sleep(2)
+    tally = load.stop()
+    began = time.monotonic()
+    verdict = road.judge(tally, build=False)
+    took = time.monotonic() - began
+    tell(f"away for {AWAY_SECONDS:g} s: {meanwhile} bodies acknowledged meanwhile, drained in {took:.1f} s; {verdict}")
+
+    # The Collector took bodies all the while.
+    assert meanwhile > 0
+    assert (tally.refused, verdict.faults) == ([], {})

@@ -1,0 +1,186 @@
+"""Bodies that are not what they say: refused in words, in bounded memory, while others are served."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from bombs import ENCODINGS, LZ4, ZSTD, bomb, frame, frame_bomb, lying_frames, packed
+from google.rpc.status_pb2 import Status
+from load_spans import PROTOBUF, Rollouts
+from memory import height_mib, resident_mib
+from running_store import running_store, store_settings
+
+from spangrad.settings import StoreSettings
+
+GROWTH_MIB = 1536
+"""What bodies may cost at once: the store's budget is 256 MiB, a single body may have 512, and both exist packed and unpacked."""
+AT_ONCE = 12
+SLOWEST_SECONDS = 10
+TOO_MUCH = {(413, b"Code: 307. DB::Exception: "), (503, b"Code: 202. DB::Exception: ")}
+"""More than any body may have, or more than the budget has left while others hold some of it."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tell: Callable[[str], None]) -> Iterator[StoreSettings]:
+    """A store of its own, which must live through a test, and may not grow much in it."""
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "log") as child:
+        pid = child.process.pid
+        before = resident_mib(pid)
+        yield settings
+        child.check()
+        height = height_mib(pid)
+    tell(f"resident {before} -> {height} MiB at most")
+    assert height - before < GROWTH_MIB
+
+
+def answer(url: str, body: bytes, **headers: str) -> tuple[int, bytes]:
+    """Status and body of the answer; two underscores in a header's name stand for a dash."""
+    request = urllib.request.Request(url, body, {name.replace("__", "-"): value for name, value in headers.items()}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as got:
+            return got.status, got.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def otlp(settings: StoreSettings, body: bytes, encoding: str) -> tuple[int, bool]:
+    """Status, and whether the answer is an OTLP one that says why."""
+    status, said = answer(f"{settings.otlp_endpoint}/v1/traces", body, Content__Type=PROTOBUF, Content__Encoding=encoding)
+    return status, bool(Status.FromString(said).message) if status != 200 else True
+
+
+def clickhouse(settings: StoreSettings, body: bytes, encoding: str = "", parameters: str = "") -> tuple[int, bytes]:
+    """Status, and how the answer begins."""
+    status, said = answer(f"{settings.url}/?{parameters}", body, **({"Content__Encoding": encoding} if encoding else {}))
+    return status, said[: len(b"Code: 117. DB::Exception: ")]
+
+
+@dataclass
+class Others:
+    """Clients with honest requests, and how long the slowest of them waited."""
+
+    settings: StoreSettings
+    """A store that holds as much as it may tells them to come again, which counts as an answer."""
+    slowest: dict[str, float] = field(default_factory=dict)
+    served: int = 0
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Others:
+        spans = Rollouts(0, "others")
+        body = spans.traces(spans.rollout()[0]).plain
+        asked = {
+            "spans": lambda: otlp(self.settings, body, "") in {(200, True), (429, True)},
+            "questions": lambda: answer(self.settings.url, b"SELECT 1")[0] in {200, 503},
+        }
+        self._threads = [threading.Thread(target=self._ask, args=item) for item in asked.items()]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join()
+        assert self.served > 0
+        assert max(self.slowest.values()) < SLOWEST_SECONDS, self.slowest
+
+    def _ask(self, what: str, ask: Callable[[], bool]) -> None:
+        while not self._done.is_set():
+            began = time.monotonic()
+            assert ask()
+            self.served += 1
+            self.slowest[what] = max(self.slowest.get(what, 0.0), time.monotonic() - began)
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "gzip members"])
+def test_bombs_are_too_large(settings: StoreSettings, tell: Callable[[str], None], encoding: str) -> None:
+    name, body = encoding.split()[0], bomb(encoding)
+    with Others(settings) as others, ThreadPoolExecutor(2 * AT_ONCE) as pool:
+        began = time.monotonic()
+        by_otlp = [pool.submit(otlp, settings, body, name) for _ in range(AT_ONCE)]
+        by_clickhouse = [pool.submit(clickhouse, settings, body, name) for _ in range(AT_ONCE)]
+        answers = {one.result() for one in by_otlp}, {one.result() for one in by_clickhouse}
+    tell(f"{AT_ONCE} of {len(body) // 1024} KiB to each port in {time.monotonic() - began:.1f} s, others waited {others.slowest}")
+
+    assert answers[0] <= {(413, True), (429, True)}
+    assert answers[1] <= TOO_MUCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [LZ4, ZSTD])
+def test_frames_that_unpack_to_a_gigabyte(settings: StoreSettings, method: int) -> None:
+    body = frame_bomb(method)
+    with Others(settings):
+        assert clickhouse(settings, body, parameters="decompress=1") in TOO_MUCH
+        assert clickhouse(settings, packed("gzip", body), "gzip", "decompress=1") in TOO_MUCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate, None], ids=["gzip", "deflate", "plain"])
+def test_messages_that_unpack_to_too_much(settings: StoreSettings, compression: grpc.Compression | None) -> None:
+    options = [("grpc.max_send_message_length", -1)]
+    address = f"127.0.0.1:{settings.otlp_grpc_port}"
+    with Others(settings), grpc.insecure_channel(address, options, compression) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/opentelemetry.proto.collector.trace.v1.TraceService/Export")(bytes(300 * 2**20), timeout=60)
+
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_frame_that_hides_a_gigabyte(settings: StoreSettings) -> None:
+    with Others(settings):
+        assert clickhouse(settings, frame(ZSTD, bomb("zstd"), size=8), parameters="decompress=1")[0] == 400
+
+
+@pytest.mark.slow
+def test_a_statement_of_half_a_gigabyte_of_nothing(settings: StoreSettings) -> None:
+    with Others(settings):
+        assert clickhouse(settings, packed("zstd", bytes(500 * 2**20)), "zstd")[0] in {200, 400, 413, 503}
+
+
+@pytest.mark.parametrize("what", lying_frames())
+def test_frames_whose_sizes_lie(store: StoreSettings, what: str) -> None:
+    status, said = clickhouse(store, lying_frames()[what], parameters="decompress=1")
+
+    assert (status, said[:7]) in {(400, b"Code: 1"), (413, b"Code: 3")}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_packed_bodies_that_are_cut_or_broken(store: StoreSettings, encoding: str) -> None:
+    made = Rollouts(1, "cut")
+    whole = packed(encoding, made.traces(made.rollout()[0]).plain)
+    broken = bytearray(whole)
+    broken[len(broken) // 2] ^= 0xFF
+    others = [name for name in (*ENCODINGS, "gzip, gzip", "compress", "x") if name != encoding]
+
+    assert otlp(store, whole, encoding) == (200, True)
+    cut = {at: otlp(store, whole[:at], encoding) for at in (1, 3, len(whole) // 2, len(whole) - 1)}
+    assert cut == dict.fromkeys(cut, (400, True))
+    assert otlp(store, bytes(broken), encoding) == (400, True)
+    misnamed = {name: otlp(store, whole, name) for name in others}
+    assert misnamed == dict.fromkeys(misnamed, (400, True))
+    # Not packed, packed twice, and nothing at all.
+    assert otlp(store, whole, "") == (400, True)
+    assert otlp(store, packed(encoding, whole), encoding) == (400, True)
+    assert otlp(store, b"", "") == (200, True)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_packed_statements_that_are_cut(store: StoreSettings, encoding: str) -> None:
+    whole = packed(encoding, b"SELECT 1 -- " + bytes(range(65, 91)) * 20)
+
+    assert answer(f"{store.url}/", whole, Content__Encoding=encoding) == (200, b"1\n")
+    cut = {at: clickhouse(store, whole[:at], encoding)[0] for at in (1, len(whole) // 2, len(whole) - 1)}
+    assert cut == dict.fromkeys(cut, 400)

@@ -1,0 +1,97 @@
+"""A store that stands still, or that is sent more than it may hold: senders are kept waiting, and nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import signal
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from law_one import judge
+from load import Load, exported
+from load_spans import PROTOBUF, Body, Held, Rollouts
+from memory import forget_height, height_mib, resident_mib
+from running_store import running_store, store_settings
+
+from spangrad.processes import wait_until
+from spangrad.settings import StoreSettings
+
+STILL_SECONDS = 6
+
+
+@pytest.mark.slow
+def test_a_store_that_stands_still(tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+    """Senders give up after two seconds and send again: what they gave up is stored, too, once the store goes on."""
+    store, run = store_settings(tmp_path / "data"), uuid.uuid4().hex[:8]
+    with running_store(store, tmp_path / "log") as child:
+        load = Load(store.otlp_http_port, store.otlp_grpc_port, Rollouts(chance.randrange(2**32), run).bodies, timeout=2)
+        wait_until(lambda: load.tally.bodies > 50, 30, "some bodies", [child])
+        before = resident_mib(child.process.pid)
+        forget_height(child.process.pid)
+        for _ in range(2):
+            child.process.send_signal(signal.SIGSTOP)
+            time.sleep(STILL_SECONDS)
+            child.process.send_signal(signal.SIGCONT)
+            time.sleep(2)
+        tally = load.stop()
+        height = height_mib(child.process.pid)
+        verdict = judge(store, run, tally.held)
+    tell(f"{tally.broken} tries given up, resident {before} -> {height} MiB at most; {verdict}")
+
+    assert (tally.refused, verdict.faults) == ([], {})
+    assert tally.broken > 0
+    # Bodies given up arrive all the same; they are held within the queue's bytes.
+    assert verdict.delivered > verdict.spans
+    assert height - before < store.queue_bytes // 2**20 + 512
+
+
+def test_a_full_queue_asks_to_come_again(tmp_path: Path, chance: Random) -> None:
+    # Bodies lie for two seconds in a queue that holds two of them.
+    store, run = store_settings(tmp_path / "data", queue_bytes=1_000_000, linger_ms=2000), uuid.uuid4().hex[:8]
+    made = Rollouts(chance.randrange(2**32), run)
+    bodies = [made.traces([span for _ in range(160) for span in made.rollout()[0]]) for _ in range(6)]
+    with running_store(store, tmp_path / "log"), ThreadPoolExecutor(7) as pool:
+        sent = [pool.submit(_answer, store, body) for body in bodies]
+        refused = _refused_by_grpc(store, bodies[0])
+        answers = [one.result() for one in sent]
+        taken = [body.held for body, (status, _) in zip(bodies, answers, strict=True) if status == 200]
+        verdict = judge(store, run, Held.of(taken), build=False)
+
+    assert {answer for answer in answers if answer[0] != 200} == {(429, "1")}
+    assert 1 <= len(taken) < len(bodies)
+    # Nothing of what was refused was stored.
+    assert (verdict.faults, verdict.delivered) == ({}, verdict.spans)
+    assert refused == (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
+
+
+def _answer(store: StoreSettings, body: Body) -> tuple[int, str]:
+    """Status, and when to come again."""
+    request = urllib.request.Request(f"{store.otlp_endpoint}/v1/traces", body.plain, {"Content-Type": PROTOBUF})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["Retry-After"]
+
+
+def _refused_by_grpc(store: StoreSettings, body: Body) -> tuple[grpc.StatusCode, int]:
+    """Send until it is refused: code, and seconds after which to come again."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            exported(store.otlp_grpc_port, body)
+        except grpc.RpcError as error:
+            trailers: dict[str, bytes] = dict(error.trailing_metadata())  # type: ignore[attr-defined]
+            detail = RetryInfo()
+            Status.FromString(trailers["grpc-status-details-bin"]).details[0].Unpack(detail)
+            return error.code(), detail.retry_delay.seconds  # type: ignore[attr-defined]
+    raise AssertionError("it was never refused")

@@ -1,0 +1,116 @@
+"""The store killed while it stores: what it acknowledged is there, and what came twice counts once (law 1)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import pytest
+from clickhouse_connect.driver.client import Client
+from law_one import judge
+from load import Load
+from load_spans import Body, Held, Rollouts
+from running_collector import post
+from running_store import answers, running_store, start_store, store_settings
+
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import StoreSettings
+
+KILLS = 20
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_the_store(tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+    store, log, run = store_settings(tmp_path / "data"), tmp_path / "log", uuid.uuid4().hex[:8]
+    load = Load(store.otlp_http_port, store.otlp_grpc_port, Rollouts(chance.randrange(2**32), run).bodies)
+    began = time.monotonic()
+    for kill in range(KILLS):
+        child = start_store(store, log)
+        # One in four dies at some point of its start.
+        if chance.random() < 0.75:
+            wait_until(lambda: answers(store), 60, "the store", [child], poll_seconds=0.02)
+        time.sleep(chance.uniform(0, 1.5))
+        child.process.kill()
+        child.process.wait()
+        tell(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
+    with running_store(store, log):
+        tally = load.stop()
+        loaded = time.monotonic() - began
+        verdict = judge(store, run, tally.held)
+    tell(f"{KILLS} kills in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
+
+    assert (tally.refused, verdict.faults) == ([], {})
+    # Else nothing was killed between a commit and its answer.
+    assert verdict.delivered > verdict.spans > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
+@pytest.mark.parametrize("table", ["otel_traces", "calls"], ids=["between its tables", "before its answer"])
+def test_a_kill_in_the_middle_of_an_insert(tmp_path: Path, chance: Random, tell: Callable[[str], None], table: str, rollouts: int) -> None:
+    """A view that sleeps holds an insert open after the first of its tables, or after the last; there the store is killed."""
+    store, log, run = store_settings(tmp_path / "data"), tmp_path / "log", uuid.uuid4().hex[:8]
+    body = _body(Rollouts(chance.randrange(2**32), run), rollouts)
+    with running_store(store, log) as child, connect(store) as client:
+        client.command("CREATE TABLE default.nothing (n UInt8) ENGINE = Null")
+        client.command(f"CREATE MATERIALIZED VIEW default.slow TO default.nothing AS SELECT toUInt8(sleep(3)) AS n FROM otel.{table}")
+        load = Load(store.otlp_http_port, store.otlp_grpc_port, lambda _: iter([body]), connections=1)
+        wait_until(lambda: _counts(client)["otel_traces"] == len(body.held.spans), 20, "the first table", [child], poll_seconds=0.02)
+        wait_until(lambda: table == "otel_traces" or _counts(client)["calls"] > 0, 20, "the last table", [child], poll_seconds=0.02)
+        child.process.kill()
+        child.process.wait()
+    with running_store(store, log), connect(store) as client:
+        tell(f"killed with {_counts(client)}")
+        client.command("DROP VIEW default.slow")
+        tally = load.stop()
+        verdict = judge(store, run, tally.held)
+
+    assert (tally.refused, tally.bodies, verdict.faults) == ([], 1, {})
+    assert verdict.delivered >= 2 * verdict.spans == 2 * len(body.held.spans)
+
+
+@pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
+def test_a_body_that_comes_three_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
+    """One after the other, and together in one insert."""
+    store, run = store_settings(tmp_path / "data", linger_ms=300), uuid.uuid4().hex[:8]
+    made = Rollouts(chance.randrange(2**32), run)
+    body, logs = _body(made, rollouts), made.logs(made.rollout()[1])
+    with running_store(store, tmp_path / "log"), connect(store) as client:
+        client.command("SYSTEM STOP MERGES")
+        for _ in range(3):
+            assert [_posted(store, one) for one in (body, logs)] == [200, 200]
+        assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (3,)
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(_posted, [store] * 6, [body, logs] * 3)) == [200] * 6
+        assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (4,)
+        verdict = judge(store, run, Held.of([body.held, logs.held]))
+
+    assert (verdict.faults, verdict.delivered) == ({}, 6 * verdict.spans)
+
+
+def _body(made: Rollouts, rollouts: int) -> Body:
+    return made.traces([span for _ in range(rollouts) for span in made.rollout()[0]])
+
+
+def _posted(store: StoreSettings, body: Body) -> int:
+    return post(f"{store.otlp_endpoint}/v1/{body.signal}", body.content, body.headers["Content-Type"], **_packed(body))
+
+
+def _packed(body: Body) -> dict[str, str]:
+    return {name: value for name, value in body.headers.items() if name == "Content-Encoding"}
+
+
+def _counts(client: Client) -> dict[str, int]:
+    """Rows of each table that an insert of spans fills."""
+    names = ("otel_traces", "rollout_spans", "calls", "trace_rollouts")
+    return dict(zip(names, _one(client, f"SELECT {', '.join(f'(SELECT count() FROM otel.{name})' for name in names)}"), strict=True))
+
+
+def _one(client: Client, sql: str) -> tuple[int, ...]:
+    ((*values,),) = client.query(sql).result_rows
+    return tuple(values)
