@@ -70,4 +70,4 @@ docs: setup-server
 	$(BIN)/python -m pytest tests/unit/test_docs.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .setup build runs data
+	rm -rf .venv .venv-vllm .venv-peers .setup build runs data
