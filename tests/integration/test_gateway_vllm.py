@@ -187,7 +187,9 @@ def test_a_stream_that_the_client_cuts_leaves_the_tokens_that_came(gateway: Sett
     with urllib.request.urlopen(request, timeout=60) as answer:
         for _ in range(8):
             answer.readline()
-    (row,) = rows("cut-1", 1)
+    got = rows("cut-1", 1)
+    assert len(got) == 1, got
+    (row,) = got
     # Where the client's leaving overtakes the engine, the call is cut; else it was whole already. Either way nothing is invented.
     assert row["Aborted"] is (row["FinishReason"] == "")
     assert 3 <= len(row["ResponseIds"]) == len(row["Logprobs"]) <= 110
