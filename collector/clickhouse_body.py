@@ -15,6 +15,7 @@ from collector.clickhouse_errors import BadRequestError
 from collector.clickhouse_frames import unframe
 from collector.encodings import TooLargeError, decompress
 from collector.ingest import Charge
+from collector.patience import arriving
 
 MAX_BODY = 512 * 2**20
 """Bytes of one statement with its rows, packed or unpacked."""
@@ -28,20 +29,21 @@ async def read_body(request: web.Request, parameters: Mapping[str, str], charge:
         TooLargeError: the body has more than MAX_BODY bytes.
         EncodingError: the body is not packed as it says.
         QueueFullError: the budget is spent.
+        TooSlowError: the body does not get on.
     """
     received = bytearray()
-    async for piece in request.content.iter_chunked(_PIECE):
-        received += piece
-        _hold(charge, len(received))
+    async with arriving() as arrived:
+        async for piece in request.content.iter_chunked(_PIECE):
+            received += piece
+            _hold(charge, len(received))
+            arrived(len(received))
     encoding, framed = request.headers.get("Content-Encoding", ""), parameters.get("decompress") == "1"
     if not received or not (encoding or framed):
         return bytes(received)
 
     def unpack() -> bytes:
-        body = decompress(bytes(received), encoding, MAX_BODY)
-        body = unframe(body, MAX_BODY) if framed else body
-        charge.grow_to(len(body))
-        return body
+        body = decompress(bytes(received), encoding, MAX_BODY, charge.grow_to)
+        return unframe(body, MAX_BODY, charge.grow_to) if framed else body
 
     return await asyncio.to_thread(unpack)
 
@@ -53,6 +55,7 @@ async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str
         BadRequestError: the form is none, or packed.
         TooLargeError: the form has more than MAX_BODY bytes.
         QueueFullError: the budget is spent.
+        TooSlowError: the form does not get on.
     """
     if request.headers.get("Content-Encoding"):
         raise BadRequestError(48, "a form must not be packed.", "NOT_IMPLEMENTED")
@@ -60,18 +63,20 @@ async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str
     files: dict[str, bytes] = {}
     size = 0
     try:
-        async for part in await request.multipart():
-            if not isinstance(part, BodyPartReader):
-                raise BadRequestError(36, "a form within a form cannot be read.", "BAD_ARGUMENTS")
-            received = bytearray()
-            while piece := await part.read_chunk(_PIECE):
-                received += piece
-                size += len(piece)
-                _hold(charge, size)
-            if part.filename is None:
-                fields[part.name or ""] = received.decode(errors="surrogateescape")
-            else:
-                files[part.name or "_data"] = bytes(received)
+        async with arriving() as arrived:
+            async for part in await request.multipart():
+                if not isinstance(part, BodyPartReader):
+                    raise BadRequestError(36, "a form within a form cannot be read.", "BAD_ARGUMENTS")
+                received = bytearray()
+                while piece := await part.read_chunk(_PIECE):
+                    received += piece
+                    size += len(piece)
+                    _hold(charge, size)
+                    arrived(size)
+                if part.filename is None:
+                    fields[part.name or ""] = received.decode(errors="surrogateescape")
+                else:
+                    files[part.name or "_data"] = bytes(received)
     except (ValueError, AssertionError) as error:
         if isinstance(error, BadRequestError | TooLargeError):
             raise

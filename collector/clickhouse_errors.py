@@ -11,6 +11,7 @@ from collector.encodings import EncodingError, TooLargeError
 from collector.engine import EngineRefusedError
 from collector.guard import ForbiddenError
 from collector.ingest import QueueFullError
+from collector.patience import TooSlowError
 
 # As a ClickHouse server maps them, but for 164 and 516; 500 for the rest.
 _HTTP_STATUS = {
@@ -34,7 +35,7 @@ class BadRequestError(ValueError):
         self.code = code
 
 
-REFUSALS = (BadRequestError, EngineRefusedError, ForbiddenError, QueueFullError, TooLargeError, EncodingError)
+REFUSALS = (BadRequestError, EngineRefusedError, ForbiddenError, QueueFullError, TooLargeError, TooSlowError, EncodingError)
 """What a request may be refused with."""
 
 
@@ -63,5 +64,7 @@ def refusal(error: Exception) -> Refusal:
             return Refusal(202, f"Code: 202. DB::Exception: {message} (TOO_MANY_SIMULTANEOUS_QUERIES)")
         case TooLargeError():
             return Refusal(307, f"Code: 307. DB::Exception: {error} (TOO_MANY_BYTES)")
+        case TooSlowError():
+            return Refusal(159, f"Code: 159. DB::Exception: {error} (TIMEOUT_EXCEEDED)")
         case _:
             return Refusal(117, f"Code: 117. DB::Exception: {error} (INCORRECT_DATA)")

@@ -7,6 +7,7 @@ Formats: ClickHouse's CompressedReadBuffer and CityHash128 of version 1.0.2.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from enum import IntEnum
 
 import clickhouse_cityhash.cityhash as cityhash
@@ -43,8 +44,13 @@ def frame_plainly(body: bytes) -> bytes:
     return _framed(_Method.NONE, body, len(body))
 
 
-def unframe(body: bytes, limit: int) -> bytes:
+def unframe(body: bytes, limit: int, hold: Callable[[int], None] = lambda _: None) -> bytes:
     """Unpack LZ4, ZSTD or stored frames.
+
+    Args:
+        body: the frames.
+        limit: bytes that may come out.
+        hold: told how many bytes are out before each frame is unpacked; what it raises ends the unpacking.
 
     Raises:
         EncodingError: a frame is cut, broken or of an unknown method.
@@ -63,6 +69,7 @@ def unframe(body: bytes, limit: int) -> bytes:
         total += size
         if total > limit:
             raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
+        hold(total)
         out.append(_unpack(method, framed[_HEADER.size :], size))
         offset = start + packed_size
     return b"".join(out)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from collector.answer_clause import find_answer_clause
 from collector.clickhouse_errors import BadRequestError
+from collector.encodings import TooLargeError
 from collector.external import ExternalTable, take_tables
 from collector.insert_head import HEAD, SKIP
 
@@ -44,6 +45,8 @@ _INSERT_HEAD = re.compile(
 )
 _FIRST_WORD = re.compile(rf"{SKIP}([(]|\w+)", re.DOTALL)
 _HEAD_BYTES = 1 << 16
+MAX_TEXT = 64 * 2**20
+"""Bytes of a statement's text, which is read several times; rows behind INSERT ... FORMAT are not text."""
 _ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
 _LASTING = frozenset({"SET", "USE"})
 
@@ -98,6 +101,7 @@ def read_statement(
 
     Raises:
         BadRequestError: the statement is empty or not UTF-8, a setting's name is none, or a file has no structure.
+        TooLargeError: the statement has more than MAX_TEXT bytes of text.
     """
     tables, parameters = take_tables(files or {}, parameters)
     settings = {key: value for key, value in parameters.items() if key not in NOT_SETTINGS and not key.startswith("param_")}
@@ -132,6 +136,8 @@ def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
     insert = _INSERT_HEAD.match(text[:_HEAD_BYTES].decode("latin-1"))
     if insert:
         return _decode(text[: insert.end("head")]), text[insert.end() :] + rest, insert["format"]
+    if len(text) + len(rest) > MAX_TEXT:
+        raise TooLargeError(f"the statement has more than {MAX_TEXT} bytes of text; send rows by INSERT ... FORMAT")
     sql = _decode(text + b"\n" + rest if rest else text)
     return sql, None, find_answer_clause(sql).format
 

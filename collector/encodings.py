@@ -1,11 +1,13 @@
 """HTTP content encodings of bodies, both ways.
 
-In: bytes and the name of an encoding. Out: bytes. Invariant: nothing unpacks beyond the caller's limit.
+In: bytes and the name of an encoding. Out: bytes. Invariant: nothing unpacks beyond the caller's limit, and the caller may
+stop it at every piece on the way there.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterator
 
 import brotli
 import lz4.frame
@@ -15,6 +17,8 @@ from backports import zstd
 SUPPORTED = ("br", "gzip", "deflate", "lz4", "zstd")
 _BROTLI_LEVEL = 3
 """Packs better than gzip's first level, at about its cost."""
+_PIECE = 1 << 20
+"""Bytes that are unpacked at once, at most."""
 
 
 class EncodingError(ValueError):
@@ -25,40 +29,51 @@ class TooLargeError(ValueError):
     """A body is larger than its limit."""
 
 
-def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], None] = lambda _: None) -> bytes:
     """Unpack a body.
 
     Args:
         body: as received.
         encoding: the Content-Encoding header; empty or `identity` for none.
         limit: bytes that may come out.
+        hold: told how many bytes are out as they come; what it raises ends the unpacking.
 
     Raises:
         EncodingError: the encoding is unknown, or the body is broken or cut.
         TooLargeError: more than `limit` bytes came out.
     """
-    whole = True
-    match encoding.strip().lower():
+    name = encoding.strip().lower()
+    out = bytearray()
+    try:
+        for piece in _pieces(body, name):
+            out += piece
+            if len(out) > limit:
+                raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
+            hold(len(out))
+    except EOFError:
+        raise EncodingError(f"the body ends before its {name} stream does") from None
+    except (zlib.error, brotli.error, zstd.ZstdError, RuntimeError) as error:
+        raise EncodingError(f"the body is not {name}: {error}") from None
+    return bytes(out)
+
+
+def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
+    match encoding:
         case "" | "identity":
-            out = body
+            return iter((body,))
         case "gzip":
-            out, whole = _inflate(body, 16 + zlib.MAX_WBITS, limit)
+            return _inflated(body, 16 + zlib.MAX_WBITS)
         case "deflate":
             # By the standard zlib's format; some senders leave its header out.
-            out, whole = _inflate(body, zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS, limit)
+            return _inflated(body, zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS)
         case "br":
-            out, whole = _unbrotli(body, limit)
+            return _unbrotlied(body)
         case "lz4":
-            out, whole = _unlz4(body, limit)
+            return _unframed(body, lz4.frame.LZ4FrameDecompressor)
         case "zstd":
-            out, whole = _unzstd(body, limit)
+            return _unframed(body, zstd.ZstdDecompressor)
         case other:
             raise EncodingError(f"Content-Encoding {other!r} is not supported; use one of {', '.join(SUPPORTED)}")
-    if len(out) > limit:
-        raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
-    if not whole:
-        raise EncodingError(f"the body ends before its {encoding} stream does")
-    return out
 
 
 def accepted_encoding(accepted: str) -> str | None:
@@ -107,59 +122,36 @@ def _has_zlib_header(body: bytes) -> bool:
     return len(body) >= 2 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
 
 
-def _inflate(body: bytes, window: int, limit: int) -> tuple[bytes, bool]:
-    out = bytearray()
+def _inflated(body: bytes, window: int) -> Iterator[bytes]:
     while body:
         stream = zlib.decompressobj(window)
-        try:
-            out += stream.decompress(body, max(1, limit + 1 - len(out)))
-        except zlib.error as error:
-            raise EncodingError(f"the body is not gzip or deflate: {error}") from None
-        if not stream.eof:
-            return bytes(out), False
+        while not stream.eof:
+            piece = stream.decompress(body, _PIECE)
+            body = stream.unconsumed_tail
+            if not (piece or body or stream.eof):
+                raise EOFError
+            yield piece
         # Several streams may stand one after the other: clickhouse-connect packs an insert block by block.
         body = stream.unused_data
-    return bytes(out), True
 
 
-def _unbrotli(body: bytes, limit: int) -> tuple[bytes, bool]:
-    stream, out = brotli.Decompressor(), bytearray()
-    given = body
-    try:
-        while not stream.is_finished() and len(out) <= limit:
-            more = stream.process(given, output_buffer_limit=max(1, limit + 1 - len(out)))
+def _unbrotlied(body: bytes) -> Iterator[bytes]:
+    stream, given = brotli.Decompressor(), body
+    while not stream.is_finished():
+        piece = stream.process(given, output_buffer_limit=_PIECE)
+        given = b""
+        if not piece and stream.can_accept_more_data() and not stream.is_finished():
+            raise EOFError
+        yield piece
+
+
+def _unframed(body: bytes, decompressor: Callable[[], zstd.ZstdDecompressor | lz4.frame.LZ4FrameDecompressor]) -> Iterator[bytes]:
+    while body:
+        stream, given = decompressor(), body
+        while not stream.eof:
+            piece = stream.decompress(given, max_length=_PIECE)
             given = b""
-            out += more
-            if not more and stream.can_accept_more_data():
-                break
-    except brotli.error:
-        raise EncodingError("the body is not brotli") from None
-    return bytes(out), stream.is_finished()
-
-
-def _unlz4(body: bytes, limit: int) -> tuple[bytes, bool]:
-    out = bytearray()
-    while body:
-        stream = lz4.frame.LZ4FrameDecompressor()
-        try:
-            out += stream.decompress(body, max_length=max(1, limit + 1 - len(out)))
-        except RuntimeError as error:
-            raise EncodingError(f"the body is not lz4: {error}") from None
-        if not stream.eof:
-            return bytes(out), False
+            if not piece and stream.needs_input and not stream.eof:
+                raise EOFError
+            yield piece
         body = bytes(stream.unused_data or b"")
-    return bytes(out), True
-
-
-def _unzstd(body: bytes, limit: int) -> tuple[bytes, bool]:
-    out = bytearray()
-    while body:
-        stream = zstd.ZstdDecompressor()
-        try:
-            out += stream.decompress(body, max_length=max(1, limit + 1 - len(out)))
-        except zstd.ZstdError as error:
-            raise EncodingError(f"the body is not zstd: {error}") from None
-        if not stream.eof:
-            return bytes(out), False
-        body = stream.unused_data
-    return bytes(out), True

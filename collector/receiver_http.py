@@ -20,6 +20,7 @@ from collector.decode import JSON, PROTOBUF, UndecodableError
 from collector.encodings import EncodingError, TooLargeError, decompress
 from collector.engine import EngineRefusedError
 from collector.ingest import MAX_BODY, Charge, Ingest, QueueFullError
+from collector.patience import TooSlowError, arriving
 from collector.signals import LOGS, TRACES, Signal
 
 RETRY_SECONDS = 1
@@ -55,6 +56,9 @@ class HTTPReceiver:
                 return _refuse(kind, 400, Code.INVALID_ARGUMENT, str(error))
             except TooLargeError as error:
                 return _refuse(kind, 413, Code.INVALID_ARGUMENT, str(error))
+            except TooSlowError as error:
+                # Not 408, after which OTLP's senders drop what they have.
+                return _refuse(kind, 503, Code.UNAVAILABLE, str(error))
             except QueueFullError:
                 return _refuse(kind, 429, Code.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")
             except EngineRefusedError as error:
@@ -70,9 +74,7 @@ class HTTPReceiver:
             encoding = request.headers.get("Content-Encoding", "")
 
             def unpack() -> bytes:
-                unpacked = decompress(body, encoding, MAX_BODY)
-                charge.grow_to(len(unpacked))
-                return unpacked
+                return decompress(body, encoding, MAX_BODY, charge.grow_to)
 
             return await signal.store(self._ingest, unpack, request.content_type, charge)
 
@@ -86,11 +88,13 @@ class HTTPReceiver:
 async def _read(request: web.Request, charge: Charge) -> bytes:
     """The body as received, held in the budget while it arrives."""
     body = bytearray()
-    async for chunk in request.content.iter_chunked(1 << 16):
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
-        charge.grow_to(len(body))
+    async with arriving() as arrived:
+        async for chunk in request.content.iter_chunked(1 << 16):
+            body += chunk
+            if len(body) > MAX_BODY:
+                raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
+            charge.grow_to(len(body))
+            arrived(len(body))
     return bytes(body)
 
 

@@ -21,6 +21,7 @@ from collector.engine import Engine
 from collector.ingest import Budget, Ingest, Inserter
 from collector.log_staging import LogStaging
 from collector.migrations import migrate
+from collector.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from collector.readers import ReaderLimits
 from collector.receiver_grpc import GRPCReceiver
 from collector.receiver_http import HTTPReceiver
@@ -89,7 +90,7 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     interface = ClickHouseInterface(engine, guardian, limits, Budget(store.queue_bytes))
     host = f"[{store.host}]" if ":" in store.host else store.host
     grpc_server = GRPCReceiver(ingest, guardian).server(f"{host}:{store.otlp_grpc_port}")
-    runners = [
+    servers = [
         await _listen(HTTPReceiver(ingest, guardian).application(), store.host, store.otlp_http_port),
         await _listen(interface.application(), store.host, store.clickhouse_port, cancelling=True),
     ]
@@ -104,8 +105,10 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     if expiry:
         expiry.stop()
     cancelling = asyncio.create_task(_cancel_statements(engine))
-    await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner in runners))
+    await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner, _ in servers))
     cancelling.cancel()
+    for _, watcher in servers:
+        watcher.cancel()
     await asyncio.to_thread(ingest.close)
     await asyncio.to_thread(interface.close)
     if expiry:
@@ -121,12 +124,22 @@ async def _cancel_statements(engine: Engine) -> None:
     await asyncio.to_thread(engine.kill_queries)
 
 
-async def _listen(application: web.Application, host: str, port: int, *, cancelling: bool = False) -> web.AppRunner:
+async def _listen(
+    application: web.Application, host: str, port: int, *, cancelling: bool = False
+) -> tuple[web.AppRunner, asyncio.Task[None]]:
+    """Start a server: what runs it, and what ends its silent connections."""
+    silent = SilentConnections(application)
     # Bodies are unpacked by our own code, with limits, off the event loop.
     # A client that leaves cancels its request: OTLP's are committed all the same, statements that only answer are not.
     runner = web.AppRunner(
-        application, access_log=None, auto_decompress=False, shutdown_timeout=STOP_SECONDS, handler_cancellation=cancelling
+        application,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=KEEP_ALIVE_SECONDS,
+        shutdown_timeout=STOP_SECONDS,
+        handler_cancellation=cancelling,
     )
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
-    return runner
+    await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    assert runner.server
+    return runner, asyncio.create_task(silent.watch(runner.server))

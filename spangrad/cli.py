@@ -6,6 +6,8 @@ sentence on stderr, never a traceback.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 from cyclopts import App
@@ -36,7 +38,14 @@ for _name, _help in COMMANDS.items():
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read what we print has enough: `| head`. The interpreter would complain of what is still unwritten.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except SpangradError as error:
         print(f"spangrad: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

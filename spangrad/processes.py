@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 from spangrad.errors import SpangradError
 
 _PR_SET_PDEATHSIG = 1
+_SERVER_PORTS = range(20000, 32768)
+"""Ports that Linux gives to no outgoing connection unless told otherwise (net.ipv4.ip_local_port_range)."""
 
 
 class Child:
@@ -104,15 +107,24 @@ def die_with_parent() -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on, all different."""
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((host, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports that nobody listens on, all different.
+
+    They lie below those that the kernel gives to outgoing connections, one of which could take them before their server does.
+
+    Raises:
+        SpangradError: there are not so many.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise SpangradError(f"there are no {count} free ports on {host} between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
 
 
 def require_free_port(host: str, port: int, setting: str) -> None:

@@ -46,7 +46,7 @@ def bomb(encoding: str) -> bytes:
 
 
 def packed(encoding: str, body: bytes) -> bytes:
-    """A body, packed as it should be."""
+    """A body, packed as it should be; with a checksum where the encoding knows one."""
     match encoding:
         case "gzip":
             packer = zlib.compressobj(6, wbits=16 + zlib.MAX_WBITS)
@@ -54,11 +54,11 @@ def packed(encoding: str, body: bytes) -> bytes:
         case "deflate":
             return zlib.compress(body)
         case "zstd":
-            return zstandard.ZstdCompressor().compress(body)
+            return zstandard.ZstdCompressor(write_checksum=True).compress(body)
         case "br":
             return brotli.compress(body, quality=3)
         case "lz4":
-            return lz4.frame.compress(body)
+            return lz4.frame.compress(body, content_checksum=True)
         case _:
             raise ValueError(encoding)
 

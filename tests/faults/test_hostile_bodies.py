@@ -159,7 +159,7 @@ def test_frames_whose_sizes_lie(store: StoreSettings, what: str) -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_packed_bodies_that_are_cut_or_broken(store: StoreSettings, encoding: str) -> None:
-    made = Rollouts(1, "cut")
+    made = Rollouts(1, "hostile-cut")
     whole = packed(encoding, made.traces(made.rollout()[0]).plain)
     broken = bytearray(whole)
     broken[len(broken) // 2] ^= 0xFF

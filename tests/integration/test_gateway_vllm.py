@@ -181,15 +181,13 @@ def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engin
 
 
 def test_a_stream_that_the_client_cuts_leaves_the_tokens_that_came(gateway: Settings, rows: Callable[[str], list[Any]]) -> None:
-    url = f"{gateway.gateway.url}/rollout/cut-1/attempt/0{CHAT}"
+    url = f"{gateway.gateway.url}/rollout/cut-stream/attempt/0{CHAT}"
     body = {**GREEDY, "stream": True, "max_tokens": 110, "ignore_eos": True}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         for _ in range(8):
             answer.readline()
-    got = rows("cut-1", 1)
-    assert len(got) == 1, got
-    (row,) = got
+    (row,) = rows("cut-stream", 1)
     # Where the client's leaving overtakes the engine, the call is cut; else it was whole already. Either way nothing is invented.
     assert row["Aborted"] is (row["FinishReason"] == "")
     assert 3 <= len(row["ResponseIds"]) == len(row["Logprobs"]) <= 110

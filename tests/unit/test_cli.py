@@ -64,6 +64,16 @@ def test_mendable_errors_are_one_sentence(arguments: list[str], env: dict[str, s
     assert answer.returncode == code
 
 
+def test_a_reader_that_has_enough_ends_the_command_quietly(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        answer = subprocess.run(
+            [sys.executable, "-m", "spangrad", "schema", "show"], stdout=out, stderr=subprocess.PIPE, cwd=tmp_path, check=False
+        )
+    assert (answer.returncode, answer.stderr) == (141, b"")
+
+
 def test_config_says_where_a_value_came_from(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text("[gateway]\nport = 9999\n")
     answer = spangrad("config", cwd=tmp_path, SPANGRAD_RUNNER__WORKERS="3", COLUMNS="200")

@@ -195,6 +195,15 @@ def test_a_cut_or_unknown_body_is_refused() -> None:
         decompress(b"body", "snappy", 10)
 
 
+def test_text_has_a_bound_and_rows_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collector.clickhouse_request.MAX_TEXT", 20)
+    assert read_statement({}, {}, b"SELECT 1" + b" " * 12).sql.strip() == "SELECT 1"
+    assert read_statement({"query": "INSERT INTO t FORMAT TSV"}, {}, bytes(100)).rows == bytes(100)
+    for query, body in (("SELECT 1", b" " * 13), ("", b" " * 21), ("INSERT INTO t VALUES", b" (1)")):
+        with pytest.raises(TooLargeError, match=r"more than 20 bytes of text; send rows by INSERT \.\.\. FORMAT"):
+            read_statement({"query": query}, {}, body)
+
+
 def test_a_bomb_stays_small() -> None:
     for encoding, bomb in (("zstd", zstandard.compress(bytes(1 << 28))), ("br", brotli.compress(bytes(1 << 26)))):
         with pytest.raises(TooLargeError):

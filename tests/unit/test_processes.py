@@ -75,8 +75,22 @@ def test_a_port_in_use_is_named_with_its_setting() -> None:
     require_free_port("127.0.0.1", port, "store.otlp_http_port")
 
 
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_differ_and_are_no_outgoing_connections() -> None:
+    ports = free_ports(20)
+    lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+    assert len(set(ports)) == 20
+    assert max(ports) < lowest_outgoing
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    (used,) = free_ports(1)
+    monkeypatch.setattr("spangrad.processes._SERVER_PORTS", range(used, used + 1))
+    assert free_ports(1) == [used]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", used))
+        with pytest.raises(SpangradError, match=f"no 1 free ports on 127.0.0.1 between {used}"):
+            free_ports(1)
 
 
 def test_binding_beyond_loopback_needs_a_token() -> None:

@@ -1,0 +1,120 @@
+"""Clients that do not get on with a request: let go, in words where they can be told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from collector import patience
+from collector.encodings import TooLargeError, decompress
+from collector.patience import SilentConnections, TooSlowError, arriving
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "FIRST_HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "_LOOK_SECONDS", 0.02)
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[int]:
+    """A server that reads each body in `arriving()` and answers with it, or with why not; gives its port."""
+
+    async def echo(request: web.Request) -> web.Response:
+        body = b""
+        try:
+            async with arriving() as arrived:
+                async for piece in request.content.iter_any():
+                    body += piece
+                    arrived(len(body))
+        except TooSlowError as error:
+            return web.Response(status=408, text=str(error))
+        return web.Response(body=body)
+
+    application = web.Application()
+    application.router.add_post("/", echo)
+    silent = SilentConnections(application)
+    runner = web.AppRunner(application, lingering_time=0, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    assert runner.server
+    watcher = asyncio.create_task(silent.watch(runner.server))
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        watcher.cancel()
+        await runner.cleanup()
+
+
+async def answer(port: int, *pieces: bytes, pause: float = 0.05) -> bytes:
+    """All that the server says to pieces that come one after the other, until it ends the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(pause)
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /", HEAD[:-9]], ids=["nothing", "half a line", "half a head"])
+async def test_a_connection_without_a_whole_head_is_ended(begun: bytes) -> None:
+    async with served() as port:
+        assert await answer(port, begun) == b""
+
+
+async def test_a_body_that_does_not_get_on_is_refused_in_words() -> None:
+    async with served() as port:
+        said = await answer(port, HEAD + b"\r\n", b"ab")
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert said.endswith(b"only 2 bytes of the body came in time; it may take 0.2 s, and a second more for each 65536 bytes")
+
+
+async def test_a_body_that_comes_in_pieces_is_waited_for() -> None:
+    async with served() as port:
+        assert (await answer(port, HEAD + b"Connection: close\r\n\r\n", b"ab", b"cd")).endswith(b"\r\n\r\nabcd")
+
+
+async def test_large_bodies_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "BODY_BYTES_A_SECOND", 2)
+    async with served() as port:
+        assert (await answer(port, HEAD + b"Connection: close\r\n\r\n", b"a", b"b", b"c", b"d", pause=0.15)).endswith(b"\r\n\r\nabcd")
+
+
+async def test_a_connection_that_spoke_is_kept_between_its_requests() -> None:
+    async with served() as port:
+        said = await answer(port, HEAD + b"\r\nabcd", HEAD + b"Connection: close\r\n\r\nefgh", pause=0.4)
+    assert (said.count(b"200 OK"), said[-4:]) == (2, b"efgh")
+
+
+async def test_a_timeout_of_somebody_else_stays_one() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        async with arriving():
+            raise TimeoutError("somebody else's")
+    assert type(caught.value) is TimeoutError
+
+
+@pytest.mark.parametrize("pack", ["gzip", "deflate", "zstd", "br", "lz4"])
+def test_unpacking_ends_where_the_budget_does(pack: str) -> None:
+    from bombs import packed
+
+    body = packed(pack, bytes(64 * 2**20))
+    seen: list[int] = []
+
+    def hold(size: int) -> None:
+        seen.append(size)
+        if size > 4 * 2**20:
+            raise TooLargeError("no room")
+
+    with pytest.raises(TooLargeError, match="no room"):
+        decompress(body, pack, 2**30, hold)
+    assert seen == sorted(seen)
+    assert seen[-1] <= 6 * 2**20
