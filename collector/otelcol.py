@@ -22,7 +22,7 @@ from collector.migrations import pending
 from spangrad.clickhouse import connect, store_errors
 from spangrad.errors import SpangradError, StoreError
 from spangrad.processes import require_free_port, require_safe_bind
-from spangrad.settings import Settings, StoreSettings
+from spangrad.settings import CollectorSettings, Settings, StoreSettings
 
 VARIABLE = "SPANGRAD_OTELCOL"
 NAMES = ("otelcol-spangrad", "otelcol-contrib", "otelcol")
@@ -32,6 +32,8 @@ CONFIG = DISTRIBUTION / "otel-config.yaml"
 """A link to the file at the checkout's root; a copy of it in a wheel."""
 GO_GC_PERCENT = 200
 """Garbage may be twice what is alive: a quarter of the CPU less than Go's own 100, for about 120 MB more."""
+SIGNALS = ("traces", "logs")
+"""Each has a queue of its own."""
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _CHECK_SECONDS = 60
 
@@ -53,6 +55,7 @@ def run(settings: Settings) -> NoReturn:
         ("127.0.0.1", collector.zpages_port, "zpages_port"),
     ):
         require_free_port(host, port, f"collector.{name}")
+    require_room(collector)
     require_schema(settings.store)
     configs = [f"--config={file}" for file in config_files(settings)]
     variables = environment(settings, os.environ)
@@ -82,6 +85,24 @@ def find_binary(environ: Mapping[str, str]) -> str:
     if not os.access(named, os.X_OK):
         raise SpangradError(f"{VARIABLE} = {named!r} may not be executed. Make it executable: chmod +x {named}")
     return named
+
+
+def require_room(collector: CollectorSettings) -> None:
+    """Make sure that the queue fits on its disk: where it does not, the Collector loses requests that it has acknowledged.
+
+    Raises:
+        SpangradError: it does not.
+    """
+    queue = collector.queue_path.absolute()
+    held = sum(file.stat().st_size for file in queue.glob("*") if file.is_file())
+    disk = next(path for path in (queue, *queue.parents) if path.exists())
+    room, wanted = shutil.disk_usage(disk).free + held, len(SIGNALS) * collector.queue_bytes
+    if room < wanted:
+        raise SpangradError(
+            f"collector.queue_path = {str(collector.queue_path)!r} has room for {room // 2**20} MiB, and the queues of"
+            f" {' and '.join(SIGNALS)} may take {wanted // 2**20}. Set collector.queue_bytes to {room // len(SIGNALS)} or less,"
+            " or the path to a larger disk."
+        )
 
 
 def require_schema(store: StoreSettings) -> None:

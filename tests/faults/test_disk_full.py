@@ -25,8 +25,8 @@ ROOM = 640
 """MiB."""
 TIMES = 6
 """That the disk is full: whether a write fails in its middle is a matter of milliseconds."""
-QUEUE_ROOM = 64
-"""MiB, for the Collector's queue."""
+QUEUE_BYTES = 2**27
+"""Of each signal."""
 FILL_BYTES_A_SECOND = 300 * 2**20
 
 
@@ -52,6 +52,13 @@ def fill(disk: Path) -> Path:
         except OSError:
             return ballast
     raise AssertionError("the disk took nothing, and did not say why")
+
+
+def stands_still(load: Load) -> bool:
+    """Whether nothing is taken for a while."""
+    bodies = load.tally.bodies
+    time.sleep(3)
+    return load.tally.bodies == bodies
 
 
 @pytest.mark.slow
@@ -86,25 +93,21 @@ def test_a_store_on_a_full_disk(small_disk: Path, tmp_path: Path, chance: Random
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="a full disk makes the Collector's own queue delete an item that it cannot mark as taken: keep room for it")
-def test_a_collector_whose_queue_has_no_room(small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
-    # Most of the disk is somebody else's.
-    (small_disk / "ballast").write_bytes(bytes((ROOM - QUEUE_ROOM) * 2**20))
-    with running_road(tmp_path, queue_path=str(small_disk / "queue")) as road:
+def test_a_collector_whose_queue_is_full(small_disk: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]) -> None:
+    # As small a disk as `spangrad collector` takes for these queues: their files have room for what they may hold.
+    (small_disk / "ballast").write_bytes(bytes(ROOM * 2**20 - 2 * QUEUE_BYTES - 2**20))
+    with running_road(tmp_path, queue_path=str(small_disk / "queue"), queue_bytes=QUEUE_BYTES) as road:
         load = road.load(chance.randrange(2**32))
         wait_until(lambda: load.tally.bodies > 30, 30, "some bodies")
         road.kill("store")
-        wait_until(lambda: load.tally.again > 20, 60, "refusals")
-        again, bodies = load.tally.again, load.tally.bodies
-        time.sleep(2)
-        meanwhile = load.tally.bodies - bodies
+        wait_until(lambda: stands_still(load), 120, "a queue that takes no more")
+        bodies = load.tally.bodies
         road.start_store()
         began = time.monotonic()
         tally = load.stop()
         verdict = road.judge(tally, build=False)
         drained = time.monotonic() - began
-    tell(
-        f"refused from body {bodies} on, {tally.again - again} times more, {meanwhile} bodies taken, drained in {drained:.1f} s; {verdict}"
-    )
+    tell(f"full after {bodies} bodies, {tally.again} tried again, drained in {drained:.1f} s; {verdict}")
 
+    assert tally.bodies > bodies
     assert (tally.refused, verdict.faults) == ([], {})

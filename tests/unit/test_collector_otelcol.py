@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +21,12 @@ def program(path: Path, script: str = "exit 0") -> str:
 
 def settings(**flags: object) -> Settings:
     return load_settings({key.replace("__", "."): value for key, value in flags.items()}, env={})
+
+
+class DiskUsage(NamedTuple):
+    total: int
+    used: int
+    free: int
 
 
 def test_the_variable_is_stronger_than_the_path_and_our_build_than_the_others(tmp_path: Path) -> None:
@@ -43,6 +50,25 @@ def test_no_program_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "plain").touch(0o644)
     with pytest.raises(SpangradError, match=r"may not be executed\. Make it executable: chmod"):
         otelcol.find_binary({"PATH": str(tmp_path), "SPANGRAD_OTELCOL": str(tmp_path / "plain")})
+
+
+def test_the_queue_must_fit_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = tmp_path / "not" / "there" / "yet"
+    collector = load_settings({"collector.queue_path": str(queue), "collector.queue_bytes": 2**30}, env={}).collector
+    monkeypatch.setattr(otelcol.shutil, "disk_usage", lambda path: {tmp_path: DiskUsage(0, 0, 2**31 - 2**20)}[path])
+    with pytest.raises(SpangradError) as caught:
+        otelcol.require_room(collector)
+    assert str(caught.value) == (
+        f"collector.queue_path = {str(queue)!r} has room for 2047 MiB, and the queues of traces and logs may take 2048."
+        " Set collector.queue_bytes to 1073217536 or less, or the path to a larger disk."
+    )
+
+
+def test_what_the_queue_holds_already_counts_as_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exporter_clickhouse__traces").write_bytes(bytes(2**20))
+    collector = load_settings({"collector.queue_path": str(tmp_path), "collector.queue_bytes": 2**30}, env={}).collector
+    monkeypatch.setattr(otelcol.shutil, "disk_usage", lambda path: {tmp_path: DiskUsage(0, 0, 2**31 - 2**20)}[path])
+    otelcol.require_room(collector)
 
 
 def test_the_environment_carries_the_settings() -> None:
