@@ -83,8 +83,8 @@ class Reader:
 
     def ours(self, batch: pl.DataFrame) -> tuple[Frames, Cost]:
         """Read what the builder judges and builds a batch by. Judging costs extra, and has no part in this."""
-        (arrivals, told), first = self._meter.measure(lambda: (arrivals := self._source.arrivals(batch), facts(arrivals)))
-        rollouts = decide(told, self._source.now(), self._settings.builder)
+        arrivals, first = self._meter.measure(lambda: self._source.arrivals(batch))
+        rollouts = decide(facts(arrivals), self._source.now(), self._settings.builder)
         frames, second = self._meter.measure(lambda: self._source.frames(rollouts, arrivals))
         return frames, Cost(*(one + other for one, other in zip(asdict(first).values(), asdict(second).values(), strict=True)))
 
