@@ -15,7 +15,7 @@ from collector.clickhouse_errors import BadRequestError
 from collector.clickhouse_frames import unframe
 from collector.encodings import TooLargeError, decompress
 from collector.ingest import Charge
-from collector.patience import arriving
+from spangrad.patience import arriving
 
 MAX_BODY = 512 * 2**20
 """Bytes of one statement with its rows, packed or unpacked."""

@@ -11,7 +11,7 @@ from collector.encodings import EncodingError, TooLargeError
 from collector.engine import EngineRefusedError
 from collector.guard import ForbiddenError
 from collector.ingest import QueueFullError
-from collector.patience import TooSlowError
+from spangrad.patience import TooSlowError
 
 # As a ClickHouse server maps them, but for 164 and 516; 500 for the rest.
 _HTTP_STATUS = {

@@ -20,8 +20,8 @@ from collector.decode import JSON, PROTOBUF, UndecodableError
 from collector.encodings import EncodingError, TooLargeError, decompress
 from collector.engine import EngineRefusedError
 from collector.ingest import MAX_BODY, Charge, Ingest, QueueFullError
-from collector.patience import TooSlowError, arriving
 from collector.signals import LOGS, TRACES, Signal
+from spangrad.patience import TooSlowError, arriving
 
 RETRY_SECONDS = 1
 """When a sender that was told to wait should come again."""

@@ -21,7 +21,6 @@ from collector.engine import Engine
 from collector.ingest import Budget, Ingest, Inserter
 from collector.log_staging import LogStaging
 from collector.migrations import migrate
-from collector.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from collector.readers import ReaderLimits
 from collector.receiver_grpc import GRPCReceiver
 from collector.receiver_http import HTTPReceiver
@@ -29,6 +28,7 @@ from collector.retention import Expiry
 from collector.span_staging import SpanStaging
 from collector.tuning import tune
 from spangrad.errors import SettingsError
+from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
 

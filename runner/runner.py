@@ -68,18 +68,16 @@ class Runner:
         settings: where store and gateway are, and how many rollouts run at once.
         agent: what to run.
         logs: directory of the agent hosts' logs.
-        use_gateway: False where agents call an engine directly: root spans then hold no number of calls.
     """
 
-    def __init__(self, settings: Settings, agent: AgentSpec, *, logs: Path = Path("data/logs"), use_gateway: bool = True) -> None:
+    def __init__(self, settings: Settings, agent: AgentSpec, *, logs: Path = Path("data/logs")) -> None:
         self._settings = settings
         self._gateway: GatewayClient | None = None
-        self._use_gateway = use_gateway
         self._pool = HostPool(
             agent,
             settings.runner.workers,
             settings.runner.concurrency,
-            agent_environment(os.environ, settings, agent.name, use_gateway=use_gateway),
+            agent_environment(os.environ, settings, agent.name),
             logs,
         )
         token = settings.store.token
@@ -96,7 +94,7 @@ class Runner:
         """
         try:
             await _require_store(self._settings)
-            if self._use_gateway:
+            if self._settings.runner.gateway:
                 token = self._settings.gateway.token
                 self._gateway = GatewayClient(self._settings.gateway.url, token.get_secret_value() if token else None)
                 await self._gateway.require_ready()
@@ -229,24 +227,26 @@ class Runner:
         )
 
 
-def agent_environment(environ: Mapping[str, str], settings: Settings, service: str, *, use_gateway: bool) -> dict[str, str]:
-    """The environment that an agent's process starts in: ours, with the addresses of gateway and store.
+def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
+    """The environment that an agent's process starts in: ours, with the addresses of policy and store.
 
     Args:
         environ: the runner's own environment.
-        settings: where gateway and store are.
+        settings: where gateway, engine and store are.
         service: `service.name` of the agent's spans, unless the environment names one.
-        use_gateway: False leaves the policy's address as it is.
     """
     found = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
     found.setdefault("OTEL_SERVICE_NAME", service)
     found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
         found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
-    if use_gateway:
-        found["OPENAI_BASE_URL"] = settings.gateway.url.rstrip("/") + "/v1"
-        # The openai client refuses to start without a key, even where none is asked for.
+    policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
+    found["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
+    # The openai client refuses to start without a key, even where none is asked for.
+    if settings.runner.gateway:
         found["OPENAI_API_KEY"] = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
+    else:
+        found.setdefault("OPENAI_API_KEY", "none")
     return found
 
 

@@ -20,6 +20,8 @@ from wrapt import wrap_function_wrapper
 
 _LANGCHAIN = "openinference.instrumentation.langchain"
 _OPENAI = "openinference.instrumentation.openai"
+_RUNS = "langchain_core.runnables.config"
+"""Where LangChain keeps the run that it is in. The instrumentor may be installed without it, and loads without it."""
 
 _logger = logging.getLogger(__name__)
 _linked = False
@@ -71,6 +73,8 @@ async def _async_request(wrapped: Callable[..., Awaitable[Any]], instance: objec
 
 def _langchain_context() -> Context | None:
     """The context of the LangChain run around us; None when there is none, or when a span was begun inside of it."""
+    if _RUNS not in sys.modules:
+        return None
     from openinference.instrumentation.langchain import get_ancestor_spans, get_current_span
 
     try:

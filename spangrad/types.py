@@ -39,6 +39,8 @@ class DropReason(StrEnum):
     """A later attempt of the same rollout counts instead."""
     NO_TOKEN_IDS = "no_token_ids"
     """Neither the gateway nor the agent's span holds the engine's token ids."""
+    RETOKENIZED = "retokenized"
+    """Its ids were made from its text, and are not those that were sampled."""
     NO_LOGPROBS = "no_logprobs"
     """The ids are there, their logprobs are not, or not as many."""
     EMPTY_RESPONSE = "empty_response"

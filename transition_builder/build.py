@@ -26,6 +26,8 @@ from transition_builder.resolve import resolve
 REVISION = 0
 DEFAULT_TEMPERATURE = 1.0
 """What the engine samples with when a request names no temperature."""
+RETOKENIZED = "retokenized"
+"""IdsSource of ids that the gateway made from a text."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _ATTEMPT = [*_ROLLOUT, "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
@@ -158,16 +160,19 @@ def _failed() -> pl.Expr:
 def _call_reasons(spec: BuilderSettings) -> list[Rule]:
     prompt, response, logprobs = (pl.col(name).list.len() for name in ("PromptIds", "ResponseIds", "Logprobs"))
     nothing = pl.lit("")
+    retokenized = pl.col("IdsSource") == RETOKENIZED
+    sampled = ~retokenized
     rules = [
         (DropReason.ABORTED, pl.col("Aborted"), nothing),
         (DropReason.CALL_FAILED, _failed(), pl.format("HTTP {} {}", "HttpStatus", "ErrorType")),
         (DropReason.REDACTED, pl.col("Redacted") & (prompt == 0), nothing),
         (DropReason.NO_TOKEN_IDS, prompt == 0, nothing),
+        (DropReason.RETOKENIZED, retokenized & (not spec.retokenized), pl.format("by tokenizer {}", "TokenizerHash")),
         (DropReason.EMPTY_RESPONSE, response == 0, nothing),
-        (DropReason.NO_LOGPROBS, logprobs != response, pl.format("{} logprobs for {} tokens", logprobs, response)),
+        (DropReason.NO_LOGPROBS, sampled & (logprobs != response), pl.format("{} logprobs for {} tokens", logprobs, response)),
         (
             DropReason.UNKNOWN_VERSION,
-            pl.col("VersionStart").is_null() | pl.col("VersionEnd").is_null(),
+            sampled & (pl.col("VersionStart").is_null() | pl.col("VersionEnd").is_null()),
             nothing,
         ),
         (
@@ -229,7 +234,8 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, spec: BuilderSettings)
         .with_columns(
             pl.Series("TransitionId", ids, dtype=pl.String),
             pl.col("Temperature").fill_null(DEFAULT_TEMPERATURE),
-            Version="VersionStart",
+            # What was retokenised names no version, and is kept only where somebody asks for it.
+            Version=pl.col("VersionStart").fill_null(0),
         )
         .join(given, on="CallId", how="left")
         .with_columns(pl.col("Rewards.Name", "Rewards.Value", "Rewards.Source").fill_null([]))

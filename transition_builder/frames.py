@@ -81,6 +81,7 @@ CALLS: Schema = {
     "ParentSpanId": _TEXT,
     "ProcessId": _TEXT,
     "Seq": pl.UInt64(),
+    "IdsSource": _TEXT,
     **_ANSWER,
     **SAMPLING,
     "ErrorType": _TEXT,
@@ -136,7 +137,7 @@ LOOSE: Schema = {
     "CallId": _TEXT,
     "IngestedAt": MICROSECONDS,
 }
-"""Calls of otel.calls that have neither a transition nor a drop, and when they arrived."""
+"""Calls of otel.calls, the plain road's among them, that have neither a transition nor a drop, and when they arrived."""
 
 OWNERS: Schema = {
     "TraceId": _TEXT,

@@ -134,6 +134,8 @@ _TIMES = {
 }
 _NAMED = "RolloutKeySource = 'rollout'"
 _ANY = "true"
+_RECORDED = "IdsSource != 'agent'"
+"""Calls that the gateway recorded. The plain road's are built from the agents' own spans, which say what they are part of."""
 _INHERITED_KEYS = "RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces)"
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
 _PLAIN = {"enable_http_compression": 0}
@@ -252,7 +254,7 @@ class Source:
     def _calls(self, keys: Iterable[str]) -> pl.DataFrame:
         """CALLS by their keys."""
         schema = {**CALLS, "IngestedAt": MICROSECONDS}
-        read = (self._read("calls", schema, [f"{_constant(some)} AS keys"], "RolloutKey IN keys", _ANY) for some in _batches(keys))
+        read = (self._read("calls", schema, [f"{_constant(some)} AS keys"], "RolloutKey IN keys", _RECORDED) for some in _batches(keys))
         return concat(map(_first_deliveries, read), CALLS)
 
     def _read(self, table: str, schema: Schema, constants: Iterable[str], among: str, where: str) -> pl.DataFrame:

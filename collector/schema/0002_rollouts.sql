@@ -214,7 +214,7 @@ SELECT
     SpanAttributes['gen_ai.request.model'] AS Model,
     SpanAttributes['gen_ai.response.id'] AS ResponseId,
     SpanAttributes['spangrad.tokenizer.hash'] AS TokenizerHash,
-    if(sound AND notEmpty(response_ids), 'engine', 'none') AS IdsSource,
+    multiIf(NOT sound OR empty(response_ids), 'none', SpanAttributes['spangrad.ids.source'] = 'retokenized', 'retokenized', 'engine') AS IdsSource,
     if(sound, arraySlice(prompt_ids, prompt_start, prompt_lengths[prompt_index]), []) AS PromptIds,
     if(sound, arraySlice(response_ids, response_start, response_lengths[choice_index]), []) AS ResponseIds,
     -- Of several choices, logprobs that are not as many as the ids can't be told apart.

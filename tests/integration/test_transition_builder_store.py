@@ -211,6 +211,9 @@ def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSetti
 
     transitions, drops = outcome(store, "plain")
     assert drops == []
+    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, {}, Policy FROM otel.{} WHERE {} ORDER BY CallId"
+    built = rows(store, same.format("Version", "v_transitions", "RunId = 'plain'"))
+    assert rows(store, same.format("VersionEnd", "v_calls", f"TraceId = '{spans.trace('plain')}'")) == built
     first, second = rows(
         store,
         "SELECT AgentName, Policy, TokenizerHash, FinishReason, Logprobs, Rewards.Name, Rewards.Value, Rewards.Source "
@@ -219,6 +222,27 @@ def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSetti
     assert first == ("agent", "policy", "tok", "tool_calls", first[4], ["tool_error"], [-0.1], ["air"])
     assert second == ("agent", "policy", "tok", "stop", [0.0, -0.125, -0.25, -0.375, -0.5], ["reward"], [1.0], ["runner"])
     assert [(one[3], len(one[4]), len(one[5]), one[6]) for one in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
+
+
+def test_a_call_of_the_plain_road_that_comes_too_late_drops(store: StoreSettings) -> None:
+    """Nobody counted the rollout's calls, so that it was complete without this one."""
+    spans = fakes.SpanFactory(run="tardy")
+    root = spans.root("tardy-1")
+    spans.evaluation(root)
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}
+    field = {"policy": "policy", "version_start": 7, "version_end": 7, "tokenizer_hash": "tok"}
+    answer = json.dumps({"id": "a", "model": "policy", "prompt_token_ids": [1, 2], "choices": [choice], "spangrad": field})
+    in_time, late = (spans.client(root, rollout="tardy-1", Attributes={"output.value": answer}) for _ in range(2))
+    post(store, spans.otlp(root, in_time))
+    builder = Builder(settings_of(store, "tardy", quiet_seconds=0))
+    builder.look()
+    kept = [("tardy-1", 0, in_time, 0, [1, 2], [4], 7, [1.0])]
+    assert outcome(store, "tardy") == (kept, [])
+
+    post(store, spans.otlp(late))
+    builder.look()
+    builder.look()
+    assert outcome(store, "tardy") == (kept, [("tardy-1", 0, late, "incomplete", "arrived after its rollout was built")])
 
 
 def test_an_answer_that_is_not_json_is_a_call_without_ids(store: StoreSettings) -> None:

@@ -77,7 +77,7 @@ def test_views_ask_the_shards_once() -> None:
 def test_every_statement_runs_on_every_server_and_every_table_of_rows_is_replicated(layout: Layout) -> None:
     statements = script(layout)
     assert [one for one in statements if one.count(" ON CLUSTER 'prod'") != 1] == []
-    assert [one for one in statements if re.search(r"ENGINE = (?!Replicated\w*MergeTree\('|Distributed\()", one)] == []
+    assert [one for one in statements if re.search(r"ENGINE = (?!Replicated\w*MergeTree\('|Distributed\(|Null)", one)] == []
 
 
 def test_every_table_of_the_schema_is_under_one_over_all_shards() -> None:

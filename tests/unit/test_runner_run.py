@@ -308,7 +308,7 @@ async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) ->
 def test_an_agents_environment() -> None:
     settings = Settings(
         store=StoreSettings(otlp_endpoint="http://s:1", token="a+b/c==,%41"),  # pyright: ignore[reportArgumentType]
-        gateway=GatewaySettings(url="http://g:2/", token="k"),  # pyright: ignore[reportArgumentType]
+        gateway=GatewaySettings(url="http://g:2/", token="k", engine_url="http://e:3"),  # pyright: ignore[reportArgumentType]
     )
     started = {"PATH": "/bin", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
     store = {
@@ -317,20 +317,23 @@ def test_an_agents_environment() -> None:
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20a%2Bb%2Fc%3D%3D%2C%2541",
     }
-    assert agent_environment(started, settings, "mine", use_gateway=True) == {
+    assert agent_environment(started, settings, "mine") == {
         **store,
         "OPENAI_BASE_URL": "http://g:2/v1",
         "OPENAI_API_KEY": "k",
     }
     assert parse_headers(store["OTEL_EXPORTER_OTLP_HEADERS"]) == {"authorization": "Bearer a+b/c==,%41"}
-    assert agent_environment(started, settings, "mine", use_gateway=False) == {**store, "OPENAI_BASE_URL": "http://other"}
+    direct = settings.model_copy(update={"runner": RunnerSettings(gateway=False)})
+    engine = {**store, "OPENAI_BASE_URL": "http://e:3/v1"}
+    assert agent_environment(started, direct, "mine") == {**engine, "OPENAI_API_KEY": "none"}
+    assert agent_environment({**started, "OPENAI_API_KEY": "e"}, direct, "mine") == {**engine, "OPENAI_API_KEY": "e"}
 
 
 async def test_without_a_gateway_there_is_no_number_of_calls(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink:
-        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url))
-        async with Runner(settings, CallableAgent("mine:busy", directory=tmp_path), logs=tmp_path, use_gateway=False) as runner:
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), runner=RunnerSettings(gateway=False))
+        async with Runner(settings, CallableAgent("mine:busy", directory=tmp_path), logs=tmp_path) as runner:
             (outcome,) = await runner.run([Task("t", {"n": 3})], mode=Mode.TRAIN, group_size=1)
         assert (outcome.calls, outcome.reward) == (None, {"reward": 3.0, "twice": 6.0})
         (root,) = sink.named("rollout")

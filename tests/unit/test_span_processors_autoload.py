@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from fakes import OtlpSink, SunkSpan
+from fakes import AttemptGateway, OtlpSink, SunkSpan
 from span_processors.autoload import otlp_url
 from span_processors.context import environment_context, rollout_attributes
 from span_processors.reward import reward
@@ -283,3 +283,17 @@ def test_a_reward_is_an_event_on_the_current_span(monkeypatch: pytest.MonkeyPatc
 def test_a_reward_is_finite(value: float) -> None:
     with pytest.raises(ValueError, match="give a finite number"):
         reward(value)
+
+
+def test_an_agent_without_langchain_is_not_asked_for_it(tmp_path: Path) -> None:
+    """Its instrumentor is installed, and loads, in many environments that never import LangChain."""
+    program = """
+        import sys
+        from openai import OpenAI
+        OpenAI(max_retries=0).chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+        print("langchain_core.runnables" in sys.modules)
+    """
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        env = environment(sink.url, OTEL_PYTHON_DISABLED_INSTRUMENTATIONS="", OPENAI_BASE_URL=f"{gateway.url}/v1", OPENAI_API_KEY="none")
+        assert finish(start(program, tmp_path, env)) == (0, "False\n", "")
+        assert len(sink.named("ChatCompletion")) == 1

@@ -84,6 +84,10 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         ({"HttpStatus": 429, "PromptIds": []}, ("call_failed", "HTTP 429 ")),
         ({"Redacted": True, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ("redacted", "")),
         ({"PromptIds": []}, ("no_token_ids", "")),
+        (
+            {"IdsSource": "retokenized", "VersionStart": None, "VersionEnd": None, "Logprobs": []},
+            ("retokenized", "by tokenizer tok"),
+        ),
         ({"ResponseIds": [], "Logprobs": []}, ("empty_response", "")),
         ({"Logprobs": [-1.0]}, ("no_logprobs", "1 logprobs for 2 tokens")),
         ({"TokenizerHash": "other"}, ("other_tokenizer", "other")),
@@ -111,11 +115,23 @@ def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple
     turn = (
         1
         if expected[0]
-        in {"redacted", "no_token_ids", "empty_response", "no_logprobs"}
+        in {"redacted", "no_token_ids", "retokenized", "empty_response", "no_logprobs"}
         | {"other_tokenizer", "mixed_versions", "unknown_version", "other_distribution"}
         else 0
     )
     assert kept(built) == [(good, 0, turn, "agent", [1.0])]
+
+
+def test_retokenised_calls_are_kept_when_they_are_asked_for() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    linked_call(spans, root, IdsSource="retokenized", VersionStart=None, VersionEnd=None, Logprobs=[])
+    built = build(spans.frames(), BuilderSettings(retokenized=True))
+    assert built.drops.rows() == []
+    assert built.transitions.select("PromptIds", "ResponseIds", "Logprobs", "Version", "TokenizerHash").rows() == [
+        ([1, 2, 3], [4, 5], [], 0, "tok")
+    ]
 
 
 @pytest.mark.parametrize(

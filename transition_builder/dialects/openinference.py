@@ -110,8 +110,10 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
             .then(pl.col("StatusMessage").str.split(":").list.first())
             .otherwise(pl.lit("")),
             HttpStatus=pl.lit(0, pl.UInt16),
-            Aborted=pl.lit(False),
+            # A stream that its reader closed early: the ids so far, and no finish reason.
+            Aborted=(pl.col("FinishReason") == "") & (pl.col("ResponseIds").list.len() > 0),
             Redacted=pl.lit(False),
+            IdsSource=pl.lit("engine"),
             ByGateway=pl.lit(False),
         )
         .with_columns(

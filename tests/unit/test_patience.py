@@ -9,17 +9,15 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from collector import patience
 from collector.encodings import TooLargeError, decompress
-from collector.patience import SilentConnections, TooSlowError, arriving
+from spangrad import patience
+from spangrad.patience import SilentConnections, TooSlowError, arriving
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
 
 
 @pytest.fixture(autouse=True)
 def _haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "BODY_SECONDS", 0.2)
-    monkeypatch.setattr(patience, "FIRST_HEAD_SECONDS", 0.2)
     monkeypatch.setattr(patience, "_LOOK_SECONDS", 0.02)
 
 
@@ -30,7 +28,7 @@ async def served() -> AsyncGenerator[int]:
     async def echo(request: web.Request) -> web.Response:
         body = b""
         try:
-            async with arriving() as arrived:
+            async with arriving(0.2) as arrived:
                 async for piece in request.content.iter_any():
                     body += piece
                     arrived(len(body))
@@ -40,7 +38,7 @@ async def served() -> AsyncGenerator[int]:
 
     application = web.Application()
     application.router.add_post("/", echo)
-    silent = SilentConnections(application)
+    silent = SilentConnections(application, 0.2)
     runner = web.AppRunner(application, lingering_time=0, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -97,7 +95,7 @@ async def test_a_connection_that_spoke_is_kept_between_its_requests() -> None:
 
 async def test_a_timeout_of_somebody_else_stays_one() -> None:
     with pytest.raises(TimeoutError) as caught:
-        async with arriving():
+        async with arriving(0.2):
             raise TimeoutError("somebody else's")
     assert type(caught.value) is TimeoutError
 

@@ -1,7 +1,7 @@
 """Clients that begin a request and do not get on with it: they are waited for, and then let go.
 
 In: the connections of an HTTP server, and bodies while they arrive. Out: the same, in bounded time. Invariant: a connection that
-sends no whole request ends, so that nobody keeps the store's files by being silent.
+sends no whole request ends, so that nobody keeps a server's files by being silent.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ class TooSlowError(TimeoutError):
 
 
 @asynccontextmanager
-async def arriving() -> AsyncGenerator[Callable[[int], None]]:
+async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[int], None]]:
     """Bound the time of a body's arrival. The function given is told how many bytes are there.
+
+    Args:
+        seconds: what a body has, however small.
 
     Raises:
         TooSlowError: the body did not come in its time.
     """
     came = 0
-    timeout = asyncio.timeout(BODY_SECONDS)
+    timeout = asyncio.timeout(seconds)
     began = asyncio.get_running_loop().time()
 
     def arrived(size: int) -> None:
         nonlocal came
         came = size
-        timeout.reschedule(began + BODY_SECONDS + size / BODY_BYTES_A_SECOND)
+        timeout.reschedule(began + seconds + size / BODY_BYTES_A_SECOND)
 
     try:
         async with timeout:
@@ -51,15 +54,16 @@ async def arriving() -> AsyncGenerator[Callable[[int], None]]:
     except TimeoutError:
         if not timeout.expired():
             raise
-        bound = f"{BODY_SECONDS:g} s, and a second more for each {BODY_BYTES_A_SECOND} bytes"
+        bound = f"{seconds:g} s, and a second more for each {BODY_BYTES_A_SECOND} bytes"
         raise TooSlowError(f"only {came} bytes of the body came in time; it may take {bound}") from None
 
 
 class SilentConnections:
     """The connections of a server that have not sent a whole head yet, and what ends them."""
 
-    def __init__(self, application: web.Application) -> None:
+    def __init__(self, application: web.Application, first_head_seconds: float = FIRST_HEAD_SECONDS) -> None:
         """Watch who sends requests to the application."""
+        self._seconds = first_head_seconds
         self._spoke: set[object] = set()
         application.middlewares.append(self._notice)
 
@@ -73,7 +77,7 @@ class SilentConnections:
             self._spoke &= connections
             since = {one: since.get(one, loop.time()) for one in connections - self._spoke}
             for one in connections - self._spoke:
-                if loop.time() - since[one] > FIRST_HEAD_SECONDS:
+                if loop.time() - since[one] > self._seconds:
                     one.force_close()
 
     @web.middleware

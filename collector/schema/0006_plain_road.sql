@@ -1,0 +1,67 @@
+-- The plain road: calls of agents that talk to an engine of ours directly, from their own openai-level spans.
+--
+-- The engine's middleware adds the field `spangrad` to its answers, and the span keeps the answer in output.value. The gateway takes that
+-- field out again, so that a call which it recorded is never here a second time. Whatever a sender writes there, the view must not fail:
+-- what cannot be read, or holds more choices than an engine gives, is left out.
+--
+-- Two steps, because an insert pays for planning each view, whether its rows concern it or not: the first is all that most inserts pay.
+
+CREATE TABLE IF NOT EXISTS otel.plain_answers (
+    Timestamp DateTime64(9),
+    TraceId String,
+    SpanId String,
+    ParentSpanId String,
+    Duration UInt64,
+    SpanAttributes Map(LowCardinality(String), String)
+) ENGINE = Null;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_answers_mv TO otel.plain_answers AS
+SELECT Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes
+FROM otel.otel_traces
+WHERE ScopeName = 'openinference.instrumentation.openai' AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
+    AND position(SpanAttributes['output.value'], '"spangrad"') > 0;
+
+CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_calls_mv TO otel.calls AS
+WITH
+    tupleElement(choice, 'finish_reason') AS finish_reason,
+    tupleElement(choice, 'token_ids') AS response_ids,
+    length(answer.choices) <= 1024 AND length(answer.choices) * byteSize(SpanAttributes) <= 268435456 AS plausible
+SELECT
+    SpanAttributes['spangrad.run.id'] AS RunId,
+    SpanAttributes['spangrad.rollout.mode'] AS Mode,
+    if(SpanAttributes['spangrad.rollout.id'] != '', SpanAttributes['spangrad.rollout.id'], TraceId) AS RolloutKey,
+    if(SpanAttributes['spangrad.rollout.id'] != '', 'rollout', 'trace') AS RolloutKeySource,
+    toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
+    Timestamp, TraceId, SpanId,
+    tupleElement(choice, 'index') AS Choice,
+    ParentSpanId,
+    SpanAttributes['spangrad.process.id'] AS ProcessId,
+    toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
+    Duration,
+    answer.spangrad.policy AS Policy, answer.spangrad.version_start AS VersionStart, answer.spangrad.version_end AS VersionEnd,
+    answer.model AS Model, answer.id AS ResponseId, answer.spangrad.tokenizer_hash AS TokenizerHash,
+    'agent' AS IdsSource,
+    answer.prompt_token_ids AS PromptIds,
+    response_ids AS ResponseIds,
+    tupleElement(tupleElement(choice, 'logprobs'), 'content').logprob AS Logprobs,
+    asked.temperature AS Temperature, asked.top_p AS TopP, asked.top_k AS TopK, asked.min_p AS MinP,
+    asked.presence_penalty AS PresencePenalty, asked.frequency_penalty AS FrequencyPenalty, asked.repetition_penalty AS RepetitionPenalty,
+    asked.response_format.type NOT IN ('', 'text') OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
+    finish_reason AS FinishReason,
+    finish_reason = '' AS Aborted
+FROM (
+    SELECT
+        *,
+        JSONExtract(SpanAttributes['output.value'], 'Tuple(
+            id String, model String, prompt_token_ids Array(UInt32),
+            choices Array(Tuple(
+                index UInt16, finish_reason String, token_ids Array(UInt32), logprobs Tuple(content Array(Tuple(logprob Float32))))),
+            spangrad Tuple(policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String))') AS answer,
+        JSONExtract(SpanAttributes['llm.invocation_parameters'], 'Tuple(
+            temperature Nullable(Float64), top_p Nullable(Float64), top_k Nullable(Int64), min_p Nullable(Float64),
+            presence_penalty Nullable(Float64), frequency_penalty Nullable(Float64), repetition_penalty Nullable(Float64),
+            response_format Tuple(type String))') AS asked,
+        JSONExtractRaw(SpanAttributes['llm.invocation_parameters'], 'tool_choice') AS tool_choice
+    FROM otel.plain_answers
+)
+ARRAY JOIN if(plausible, answer.choices, []) AS choice;
