@@ -4,13 +4,15 @@
 #   TORCH_INDEX  address of a package index that has PyTorch's CPU build, for machines where pip would take the GPU build
 #   SEED         of the demo
 #   COLLECTOR    of the demo: embedded (the store's own receivers) or otelcol (the real OpenTelemetry Collector before it)
+#   GATEWAY      of the demo: on, or off (the agent calls vLLM itself; the gateway only publishes new weights)
 #   BENCH        which benchmarks `make bench` runs
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
 SEED ?= 0
 COLLECTOR ?= embedded
-BENCH ?= ingest lookup span_export
+GATEWAY ?= on
+BENCH ?= ingest lookup gateway span_export
 ARGS ?=
 
 export TORCH_INDEX
@@ -45,7 +47,7 @@ otelcol:
 	build/otelcol/otelcol-spangrad validate --config otel-config.yaml
 
 demo: setup
-	$(BIN)/spangrad demo --seed $(SEED) --collector $(COLLECTOR) $(ARGS)
+	$(BIN)/spangrad demo --seed $(SEED) --collector $(COLLECTOR) --gateway $(GATEWAY) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

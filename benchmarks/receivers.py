@@ -81,6 +81,7 @@ class SpanStore:
     """Our store, with its data on disk."""
 
     def __init__(self, settings: StoreSettings, children: Sequence[Child], traces_url: str) -> None:
+        self.settings = settings
         self.children = children
         self.traces_url = traces_url
         self._client = connect(settings)

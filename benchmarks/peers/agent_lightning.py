@@ -22,7 +22,7 @@ from spangrad.processes import Child, answers, free_ports, wait_until
 
 START_SECONDS = 120
 # What it imports would otherwise ask the network.
-_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "AGENTOPS_LOG_LEVEL": "ERROR"}
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "AGENTOPS_LOG_LEVEL": "ERROR"}
 
 
 class AgentLightning:
@@ -30,11 +30,16 @@ class AgentLightning:
 
     def __init__(self, child: Child, port: int) -> None:
         self.children: Sequence[Child] = [child]
-        self.traces_url = f"http://127.0.0.1:{port}/v1/traces"
+        self.url = f"http://127.0.0.1:{port}"
+        self.traces_url = f"{self.url}/v1/traces"
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
 
     def rollouts(self, workload: Workload, count: int) -> list[RolloutName]:
-        """Started through its API: spans of rollouts that it does not know are refused."""
+        """Started through its API."""
+        return self.start_rollouts(count)
+
+    def start_rollouts(self, count: int) -> list[RolloutName]:
+        """Spans of rollouts that it does not know are refused."""
         started = [self._ask("POST", "/rollouts", {"input": {"task": number}}) for number in range(count)]
         return [RolloutName(one["rollout_id"], one["attempt"]["attempt_id"]) for one in started]
 
@@ -50,6 +55,10 @@ class AgentLightning:
             found += [int(span["span_id"], 16) for span in page["items"]]
         return [Stored("spans", np.array(found, np.uint64), workload.span_ids(len(rollouts)))]
 
+    def count_spans(self, rollout: RolloutName, name: str) -> int:
+        """How many spans of this name a rollout has."""
+        return self._ask("GET", f"/spans?rollout_id={rollout.rollout}&attempt_id={rollout.attempt}&name={name}&limit=1")["total"]
+
     def facts(self, workload: Workload, rollouts: int) -> Mapping[str, int | float]:
         """Nothing more."""
         return {}
@@ -59,6 +68,7 @@ class AgentLightning:
         self._connection.request(method, f"/v1/agl{path}", content, {"Content-Type": "application/json"})
         response = self._connection.getresponse()
         answer = response.read()
+        self._connection.close()  # it closes idle connections within seconds, without a word
         if response.status >= 400:
             raise RuntimeError(f"{method} {path}: {response.status} {answer[:500]!r}")
         return json.loads(answer)
@@ -70,7 +80,7 @@ def running(directory: Path) -> Generator[AgentLightning]:
     (port,) = free_ports(1)
     program = peer_environment("agent_lightning") / "agl"
     command = [str(program), "store", "--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING"]
-    child = Child("agl store", command, directory / "agent_lightning.log", _OFFLINE, inherit_settings=False)
+    child = Child("agl store", command, directory / "agent_lightning.log", OFFLINE, inherit_settings=False)
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/v1/agl/health"), START_SECONDS, "agl store", [child])
         yield AgentLightning(child, port)

@@ -1,0 +1,327 @@
+"""What the gateway costs a call: CPU, time added, calls a second; with every span looked for; ours against a peer.
+
+In: how many calls, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check fails.
+Invariant: upstream, client and roads are processes of their own, and only the road's CPU counts; all roads get the same requests for the
+same upstream, in turns; recording is on, and a road's CPU is read when its record holds every call of the turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from benchmarks.gateway_bodies import Bodies, text_of
+from benchmarks.gateway_client import Order, Part
+from benchmarks.gateway_roads import Kind, Road, ours
+from benchmarks.measure import ROOT
+from benchmarks.meter import machine_cpu, tree
+from benchmarks.peers import agent_lightning_proxy
+from spangrad.processes import Child, answers, free_ports, wait_until
+
+PATH = "/v1/chat/completions"
+CONNECTIONS = 16
+WARM_UP = 2 * CONNECTIONS
+STEP_SECONDS = 0.005
+"""Between two tokens of a stream: an engine under load."""
+RECORD_SECONDS = 120
+QUIET_SECONDS = 0.3
+"""A record that is complete may still be tidied up after by who wrote it."""
+
+Open = Callable[[Path, str], AbstractContextManager[Mapping[str, Road]]]
+PEERS: Mapping[str, Open] = {"agent_lightning": agent_lightning_proxy.running}
+
+ROWS = {
+    "cpu_us": "CPU us a whole answer",
+    "per_s": f"  answers/s, {CONNECTIONS} in flight",
+    "p50_added_ms": "  ms added, alone, p50",
+    "p99_added_ms": "  p99",
+    f"p50_added_ms_{CONNECTIONS}": f"  ms added, {CONNECTIONS} in flight, p50",
+    f"p99_added_ms_{CONNECTIONS}": "  p99",
+    "cpu_us_stream": "CPU us a stream",
+    "first_added_ms_stream": f"  ms added to the first event, {CONNECTIONS} in flight, p50",
+    "p50_added_ms_stream": "  ms added to the last, p50",
+    "rss_mb": "MB resident",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is asked, of every road, in each turn."""
+
+    calls: int
+    streams: int
+    alone: int
+    """Calls one at a time."""
+
+    def share(self, part: float) -> Sizes:
+        """So much of each, and no less than all connections can have in flight."""
+        return Sizes(*(max(CONNECTIONS, round(count * part)) for count in (self.calls, self.streams, self.alone)))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was seen of one road."""
+
+    cpu: dict[Kind, float] = field(default_factory=dict[Kind, float])
+    """Seconds."""
+    turns: list[float] = field(default_factory=list[float])
+    """CPU us a whole answer, a turn."""
+    loaded: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    """Under load."""
+    straight: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    """The same load without the road, just before."""
+    alone: list[tuple[Part, Part]] = field(default_factory=list[tuple[Part, Part]])
+    """One call at a time, straight and by the road, call by call in turns."""
+    ids: list[str] = field(default_factory=list[str])
+    """Of all answers, the first ones included."""
+    answers: dict[Kind, set[str]] = field(default_factory=lambda: {kind: set() for kind in Kind})
+    refused: int = 0
+    rss: int = 0
+
+    def keep(self, kind: Kind, part: Part) -> Part:
+        """Remember what the checks need."""
+        self.ids += part.ids
+        self.answers[kind] |= set(part.answers)
+        self.refused += len(part.refused)
+        for reason in part.refused[:3]:
+            print(f"refused: {reason}", file=sys.stderr)
+        return part
+
+
+def main() -> int:
+    """Measure, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="in each, every road has its turn")
+    parser.add_argument("--calls", type=int, default=1000, help="whole answers a turn of ours")
+    parser.add_argument("--streams", type=int, default=96, help="streams a turn of ours")
+    parser.add_argument("--alone", type=int, default=200, help="calls one at a time, a turn of ours")
+    parser.add_argument("--peer", choices=PEERS, help="measured in the same run")
+    parser.add_argument("--peer-share", type=float, default=0.1, help="of such counts, in a turn of the peer; at least one a connection")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    full = Sizes(arguments.calls, arguments.streams, arguments.alone)
+    share = full.share(arguments.peer_share)
+    bodies = Bodies(arguments.seed)
+    began, machine = time.monotonic(), machine_cpu()
+    own = _own_cpu()
+    with tempfile.TemporaryDirectory(prefix="gateway-") as scratch, ExitStack() as stack:
+        directory = Path(scratch)
+        upstream = stack.enter_context(_Upstream(directory, arguments.seed))
+        roads = dict(stack.enter_context(ours(directory / "ours", upstream.url)))
+        if arguments.peer:
+            roads |= stack.enter_context(PEERS[arguments.peer](directory / "peer", upstream.url))
+        client = stack.enter_context(_Client(arguments.seed))
+        tallies = {name: Tally() for name in roads}
+        for turn in range(-1, arguments.rounds):
+            for name, road in roads.items():
+                _turn(road, tallies[name], client, upstream.url, full if name == "ours" else share, first=turn < 0)
+                print(f"turn {turn + 1} of {arguments.rounds}: {name}", file=sys.stderr, flush=True)
+        recorded = {name: dict(road.check(tallies[name].ids, bodies)) for name, road in roads.items()}
+        others = max(0.0, machine_cpu() - machine - (_own_cpu() - own)) / (time.monotonic() - began)
+    result = report(tallies, recorded, bodies)
+    result["ours"]["other_cores"] = round(others, 2)
+    _print_table({name: result[name] for name in tallies})
+    print(json.dumps({"benchmark": "gateway", **result}))
+    return 1 if any(result["checked"].values()) else 0
+
+
+def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int]], bodies: Bodies) -> dict[str, Any]:
+    """Figures of all, how many times ours is better than the peer, and what must be 0.
+
+    Args:
+        tallies: by road; `ours` is one.
+        recorded: what each road's record lacks or has too much of.
+        bodies: what was asked and answered.
+    """
+    figures = {name: _figures(tally) for name, tally in tallies.items()}
+    own = figures["ours"]
+    checked: dict[str, int] = {}
+    for name, tally in tallies.items():
+        found = {**recorded[name], "refused": tally.refused, "wrong_texts": _wrong_texts(tally, bodies)}
+        if name == "ours":
+            found["wrong_answers"] = _wrong_answers(tally, bodies)
+        checked |= {what if name == "ours" else f"{name}_{what}": count for what, count in found.items()}
+    ratio: dict[str, float] = {}
+    for name, theirs in figures.items():
+        suffix = name.removeprefix("peer")
+        for key, short in {"cpu_us": "cpu", "cpu_us_stream": "cpu_stream", "p50_added_ms": "p50_added"}.items():
+            if name != "ours" and key in theirs:
+                ratio[short + suffix] = round(theirs[key] / own[key], 2)
+        if name != "ours" and "per_s" in theirs:
+            ratio["throughput" + suffix] = round(own["per_s"] / theirs["per_s"], 2)
+    return {**figures, "ratio": ratio, "checked": checked}
+
+
+def _turn(road: Road, tally: Tally, client: _Client, upstream: str, sizes: Sizes, *, first: bool) -> None:
+    """Load one road with what it has to carry; a first turn only warms it up."""
+    for kind in Kind:
+        if kind not in road.kinds:
+            continue
+        if first:
+            tally.keep(kind, client.ask(kind, CONNECTIONS, WARM_UP, road.url)[0])
+            _wait_recorded(road, tally)
+            continue
+        count = sizes.calls if kind == Kind.WHOLE else sizes.streams
+        tally.straight[kind] += client.ask(kind, CONNECTIONS, count, upstream)
+        before = _cpu(road)
+        tally.loaded[kind].append(tally.keep(kind, client.ask(kind, CONNECTIONS, count, road.url)[0]))
+        _wait_recorded(road, tally)
+        spent = _cpu(road) - before
+        tally.cpu[kind] = tally.cpu.get(kind, 0.0) + spent
+        if kind == Kind.WHOLE:
+            tally.turns.append(round(spent / count * 1e6, 1))
+            straight, by_road = client.ask(kind, 1, 2 * sizes.alone, upstream, road.url)
+            tally.alone.append((straight, tally.keep(kind, by_road)))
+    tally.rss = max(tally.rss, sum(process.memory_info().rss for process in _processes(road)))
+
+
+def _figures(tally: Tally) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for kind, parts in tally.loaded.items():
+        if not parts:
+            continue
+        suffix, straight = "" if kind == Kind.WHOLE else "_stream", tally.straight[kind]
+        count = sum(len(part.milliseconds) for part in parts)
+        figures |= {
+            f"calls{suffix}": count,
+            f"cpu_us{suffix}": round(tally.cpu[kind] / max(count, 1) * 1e6, 1),
+            f"per_s{suffix}": round(count / sum(part.seconds for part in parts), 1),
+        }
+        if kind == Kind.STREAM:
+            figures |= {
+                "first_added_ms_stream": _added(parts, straight, 50, first=True),
+                "p50_added_ms_stream": _added(parts, straight, 50),
+                "p99_added_ms_stream": _added(parts, straight, 99),
+            }
+        else:
+            straight_alone, alone = zip(*tally.alone, strict=True)
+            figures |= {
+                "cpu_us_turns": tally.turns,
+                "p50_added_ms": _added(alone, straight_alone, 50),
+                "p99_added_ms": _added(alone, straight_alone, 99),
+                "p50_ms_straight": _percentile(straight_alone, 50),
+                f"p50_added_ms_{CONNECTIONS}": _added(parts, straight, 50),
+                f"p99_added_ms_{CONNECTIONS}": _added(parts, straight, 99),
+            }
+    return figures | {"rss_mb": round(tally.rss / 1e6)}
+
+
+def _percentile(parts: Sequence[Part], percent: int, *, first: bool = False) -> float:
+    times = [one for part in parts for one in (part.first_milliseconds if first else part.milliseconds)]
+    return round(float(np.percentile(times or [0.0], percent)), 3)
+
+
+def _added(by_road: Sequence[Part], straight: Sequence[Part], percent: int, *, first: bool = False) -> float:
+    return round(_percentile(by_road, percent, first=first) - _percentile(straight, percent, first=first), 3)
+
+
+def _wrong_texts(tally: Tally, bodies: Bodies) -> int:
+    """Answers, of those that differ, that say something else than the engine said."""
+    said = [json.loads(one)["choices"][0]["message"]["content"] for one in tally.answers[Kind.WHOLE]]
+    said += [text_of(one.encode()) for one in tally.answers[Kind.STREAM]]
+    return sum(text != bodies.text for text in said)
+
+
+def _wrong_answers(tally: Tally, bodies: Bodies) -> int:
+    """Answers that are not, field by field, what the engine would have given straight."""
+    wanted = {
+        Kind.WHOLE: [json.loads(bodies.whole(ids=False, logprobs=False))],
+        Kind.STREAM: _events(b"".join(bodies.events(ids=False, logprobs=False))),
+    }
+    given = [(Kind.WHOLE, [json.loads(one)]) for one in tally.answers[Kind.WHOLE]]
+    given += [(Kind.STREAM, _events(one.encode())) for one in tally.answers[Kind.STREAM]]
+    return sum([{**one, "id": ""} for one in answer] != [{**one, "id": ""} for one in wanted[kind]] for kind, answer in given)
+
+
+def _events(stream: bytes) -> list[dict[str, Any]]:
+    return [json.loads(event[6:]) for event in stream.split(b"\n\n") if event.startswith(b"data: {")]
+
+
+def _wait_recorded(road: Road, tally: Tally) -> None:
+    wait_until(lambda: road.recorded() >= len(tally.ids), RECORD_SECONDS, "the record", road.children, poll_seconds=0.2)
+    time.sleep(QUIET_SECONDS)
+
+
+def _processes(road: Road) -> list[psutil.Process]:
+    return tree([psutil.Process(child.process.pid) for child in road.children])
+
+
+def _cpu(road: Road) -> float:
+    return sum(sum(process.cpu_times()[:4]) for process in _processes(road))
+
+
+def _own_cpu() -> float:
+    """Of this process and all that it has started."""
+    return sum(sum(process.cpu_times()[:4]) for process in tree([psutil.Process(os.getpid())]))
+
+
+class _Upstream:
+    """The upstream's process (benchmarks.gateway_upstream)."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        options = ["--port", str(port), "--seed", str(seed), "--step-seconds", str(STEP_SECONDS)]
+        self._child = Child("upstream", [sys.executable, "-m", "benchmarks.gateway_upstream", *options], directory / "upstream.log")
+
+    def __enter__(self) -> _Upstream:
+        wait_until(lambda: answers(f"{self.url}/is_paused"), 20, "the upstream", [self._child])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.stop()
+
+
+class _Client:
+    """The client's process (benchmarks.gateway_client)."""
+
+    def __init__(self, seed: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.gateway_client", "--seed", str(seed)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self) -> _Client:
+        assert self._process.stdout
+        self._process.stdout.readline()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, kind: Kind, connections: int, count: int, *urls: str) -> list[Part]:
+        """Have so many calls made, of all addresses together; what each answered."""
+        assert self._process.stdin
+        assert self._process.stdout
+        addresses = [url + PATH for url in urls]
+        self._process.stdin.write(msgspec.json.encode(Order(addresses, kind == Kind.STREAM, connections, count)) + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the client ended with exit code {self._process.wait()}")
+        parts = msgspec.json.decode(line, type=dict[str, Part])
+        return [parts[address] for address in addresses]
+
+
+def _print_table(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"{'':52}" + "".join(f"{name:>18}" for name in figures))
+    for key, label in ROWS.items():
+        print(f"{label:52}" + "".join(f"{one[key]:>18,}" if key in one else f"{'':>18}" for one in figures.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
