@@ -1,20 +1,17 @@
-"""What the runner, the trainer and whoever watches ask of the gateway: announcements, counts, publications, readiness.
+"""What the runner and whoever watches ask of the gateway: announcements, counts, readiness.
 
 In: HTTP requests. Out: JSON. Invariant: nothing here answers an agent, and every error is {"error": {"message", ...}}.
 """
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from aiohttp import web
 
-from gateway.backend import Backend, BackendStatus
 from gateway.context import Announcement, Attempt, parse_traceparent
 from gateway.counts import Counts
-from gateway.publication import PublicationError, PublicationRequest, publish
-from spangrad.errors import EngineError
+from gateway.pool import Pool
+from gateway.upstream import BackendStatus
 
 COUNT_WAIT_SECONDS = 10
 """How long a count waits for calls in flight."""
@@ -30,8 +27,8 @@ class _AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """The routes."""
 
-    def __init__(self, backend: Backend, counts: Counts) -> None:
-        self._backend = backend
+    def __init__(self, pool: Pool, counts: Counts) -> None:
+        self._pool = pool
         self._counts = counts
 
     def routes(self) -> list[web.RouteDef]:
@@ -39,8 +36,6 @@ class Admin:
         return [
             web.put(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}", self.announce),
             web.get(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}/calls", self.calls),
-            web.post("/admin/policies/{policy}/versions", self.publish),
-            web.get("/admin/policies/{policy}", self.policy),
             web.get("/healthz", self.health),
             web.get("/readyz", self.ready),
         ]
@@ -65,46 +60,17 @@ class Admin:
             return error_response(404, f"attempt {attempt.number} of rollout {attempt.rollout_id!r} was neither announced nor seen")
         return json_response({"calls": calls})
 
-    async def publish(self, request: web.Request) -> web.Response:
-        """Serve a new version."""
-        try:
-            wanted = msgspec.json.decode(await request.read(), type=PublicationRequest)
-        except msgspec.DecodeError as error:
-            return error_response(400, f"a publication is JSON with version, path and checksum: {error}")
-        # Shielded: a trainer that leaves must not leave the engine half-way.
-        publication = asyncio.create_task(publish(self._backend, request.match_info["policy"], wanted))
-        try:
-            return json_response(await asyncio.shield(publication))
-        except PublicationError as error:
-            return error_response(error.status, str(error))
-        except EngineError as error:
-            return error_response(502, str(error))
-
-    async def policy(self, request: web.Request) -> web.Response:
-        """What is served."""
-        backend, name = self._backend, request.match_info["policy"]
-        if name != backend.policy:
-            return error_response(404, f"policy {name!r} is not served here. This gateway serves {backend.policy!r}.")
-        info = backend.info
-        return json_response(
-            {
-                "policy": name,
-                "version": info.version if info else None,
-                "tokenizer_hash": info.tokenizer_hash if info else None,
-                "status": backend.status,
-                **({"reason": backend.reason} if backend.status is BackendStatus.DOWN else {}),
-            }
-        )
-
     async def health(self, request: web.Request) -> web.Response:
         """The gateway is up."""
         return json_response({"status": "up"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """The engine is admitted."""
-        if self._backend.status is BackendStatus.DOWN:
-            return error_response(503, self._backend.reason)
-        return json_response({"status": self._backend.status})
+        """Every policy that has backends has one that answers, or is about to."""
+        policies = [one for one in self._pool.policies.values() if one.backends] or [self._pool.policy_of(None)]
+        down = [one for one in policies if one.status is BackendStatus.DOWN]
+        if down:
+            return error_response(503, " ".join(one.why_down() for one in down))
+        return json_response({"status": max((one.status for one in policies), key=list(BackendStatus).index)})
 
 
 def url_attempt(request: web.Request) -> Attempt:

@@ -1,57 +1,49 @@
 """The road of a policy call: from the agent to the engine and back, its span on the way to the store.
 
-In: chat requests. Out: answers. Invariant: a call is counted when it is accepted, is one span when it ends, and only
-then is no longer in flight; the engine stops generating as soon as the agent has left.
+In: requests in one of the dialects. Out: answers. Invariant: a call is counted when it is accepted, is one span when it ends, and only
+then is no longer in flight; the span is on disk before the agent has the last of the answer; the engine stops generating as
+soon as the agent has left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 import aiohttp
+import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 
-from gateway.admin import error_response, url_attempt
-from gateway.backend import Backend, BackendDownError, unreachable
-from gateway.chat import CHAT_PATH, StreamReader, parse_request, read_answer
+from gateway.admin import json_response, url_attempt
 from gateway.context import Attempt, attempt_of, call_context, parse_baggage
 from gateway.counts import Counts
+from gateway.dialects import DIALECTS, Dialect
+from gateway.dialects.answer import Answer
+from gateway.dialects.base import Request
 from gateway.exporter import SpanExporter
+from gateway.headers import forwarded, returned
+from gateway.metrics import Metrics
+from gateway.passthrough import pass_through
+from gateway.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
+from gateway.pool import Lease, Pool
 from gateway.record import CallFacts, build_span
+from gateway.redaction import Redactor
+from gateway.upstream import BackendDownError, unreachable
 from spangrad.settings import Settings
 
-MODELS_PATH = "/v1/models"
 ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}"
-ERROR_BYTES = 2000
-"""How much of an error's body goes into the span's status."""
 
-_HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
-# Credentials and trace context end here; the engine gets the call's own span as its parent.
-_NOT_FORWARDED = _HOP_BY_HOP | {
-    "accept-encoding",
-    "authorization",
-    "baggage",
-    "content-length",
-    "cookie",
-    "host",
-    "traceparent",
-    "tracestate",
-}
-_NOT_RETURNED = _HOP_BY_HOP | {"content-length", "date", "server"}
+_LAST_EVENTS = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
 
 
 @dataclass(slots=True)
@@ -62,6 +54,11 @@ class _Exchange:
     facts: CallFacts
     stream: web.StreamResponse | None = None
     """None: no part of a stream has gone to the client."""
+    recorded: bool = False
+    """Whether its span is written."""
+    began: float = field(default_factory=time.perf_counter)
+    first_byte: float | None = None
+    """When the client was sent the first part of a stream. None: it was not."""
 
 
 class _ClientLeftError(Exception):
@@ -75,43 +72,40 @@ class Calls:
         self,
         settings: Settings,
         session: aiohttp.ClientSession,
-        backend: Backend,
+        pool: Pool,
         exporter: SpanExporter,
         counts: Counts,
         process_id: str,
+        metrics: Metrics,
+        redactor: Redactor | None,
     ) -> None:
         self._session = session
-        self._backend = backend
+        self._pool = pool
         self._exporter = exporter
         self._counts = counts
+        self._redactor = redactor
         self._process_id = process_id
+        self._metrics = metrics
         self._seconds = settings.gateway.request_timeout_seconds
         self._seq = count()
 
     def routes(self) -> list[web.RouteDef]:
         """What aiohttp registers."""
-        return [
-            web.post(CHAT_PATH, self.chat),
-            web.post(ATTEMPT_PREFIX + CHAT_PATH, self.chat),
-            web.get(MODELS_PATH, self.models),
-            web.get(ATTEMPT_PREFIX + MODELS_PATH, self.models),
-        ]
+        calls = [(prefix + path, partial(self.call, dialect)) for prefix in ("", ATTEMPT_PREFIX) for path, dialect in DIALECTS.items()]
+        passed = [web.route("*", prefix + "/v1/{rest:.*}", self.pass_through) for prefix in ("", ATTEMPT_PREFIX)]
+        return [*(web.post(path, handler) for path, handler in calls), *passed]
 
-    async def models(self, request: web.Request) -> web.Response:
-        """The engine's models, as it lists them."""
-        try:
-            async with self._session.get(self._backend.url + MODELS_PATH) as upstream:
-                body = await upstream.read()
-                return web.Response(body=body, status=upstream.status, headers=_returned(upstream.headers))
-        except (aiohttp.ClientError, OSError) as error:
-            return error_response(502, unreachable(self._backend.url, error), "engine_unreachable")
+    async def pass_through(self, request: web.Request) -> web.StreamResponse:
+        """What is no policy call: models, embeddings and the like, unread and unrecorded."""
+        return await pass_through(request, self._session, self._pool, _url_attempt(request))
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One policy call."""
         try:
-            asked = parse_request(await request.read())
+            asked = dialect.parse(await request.read())
         except ValueError as error:
-            return error_response(400, f"the request is not a JSON object: {error}", "invalid_request_error")
+            message = f"the request is not a JSON object: {error}"
+            return json_response(dialect.error(400, message, "invalid_request_error"), 400)
         await self._exporter.room()
         baggage = parse_baggage(request.headers.get("baggage"))
         attempt = attempt_of(_url_attempt(request), baggage)
@@ -119,6 +113,7 @@ class Calls:
         facts = CallFacts(context, asked, next(self._seq), time.time_ns())
         exchange = _Exchange(request, facts)
         self._counts.begin(attempt)
+        self._metrics.began()
         try:
             return await self._answered(exchange)
         except asyncio.CancelledError:
@@ -127,32 +122,86 @@ class Calls:
         except _ClientLeftError:
             facts.aborted = True
             return exchange.stream or web.Response()  # nobody reads it
+        except Exception:
+            # A fault of ours: the client gets aiohttp's 500, and the span says so.
+            facts.error_type = facts.error_type or "gateway_error"
+            raise
         finally:
-            try:
-                self._exporter.put(build_span(facts, self._process_id, time.time_ns()))
-            finally:
-                self._counts.end(attempt)
+            await self._record(exchange)
+
+    async def _record(self, exchange: _Exchange) -> None:
+        """Write the call's span, once; what happens to the call from then on is not told."""
+        if exchange.recorded:
+            return
+        exchange.recorded = True
+        try:
+            await self._exporter.put(build_span(exchange.facts, self._process_id, time.time_ns(), self._redactor))
+        finally:
+            self._counts.end(exchange.facts.context.attempt)
+            self._count(exchange)
+
+    def _count(self, exchange: _Exchange) -> None:
+        """Add an ended call to the metrics."""
+        facts, now = exchange.facts, time.perf_counter()
+        answer = facts.answer
+        self._metrics.ended(
+            answer.engine.policy if answer.engine else self._named(facts.request.model),
+            facts.request.dialect.path,
+            str(facts.http_status or ""),
+            facts.error_type or ("aborted" if facts.aborted else ""),
+            tokens_in=sum(map(len, answer.prompts)) or _used(answer, "prompt_tokens", "input_tokens"),
+            tokens_out=sum(len(choice.token_ids) for choice in answer.choices.values())
+            or _used(answer, "completion_tokens", "output_tokens"),
+            first_byte_seconds=(exchange.first_byte or now) - exchange.began if answer.choices else None,
+            seconds=now - exchange.began,
+        )
+
+    def _named(self, model: str | None) -> str:
+        """The policy that a model names; empty: none, since what clients make up would be labels without end."""
+        return self._pool.policy_of(model).name if model in self._pool.names else ""
 
     async def _answered(self, exchange: _Exchange) -> web.StreamResponse:
         """Answer a call; what can go wrong with the engine becomes an answer and a fact."""
         try:
             async with asyncio.timeout(self._seconds):
-                await self._backend.admit_call()
-                return await self._forward(exchange)
+                return await self._by_some_backend(exchange)
         except BackendDownError as error:
             return _failed(exchange, 503, "engine_down", str(error))
+        except PoolFullError as error:
+            response = _failed(exchange, 503, "pool_full", str(error))
+            response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+            return response
         except TimeoutError:
             message = f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}."
             return _failed(exchange, 504, "timeout", message)
-        except aiohttp.ClientError as error:
-            return _failed(exchange, 502, "engine_unreachable", unreachable(self._backend.url, error))
 
-    async def _forward(self, exchange: _Exchange) -> web.StreamResponse:
-        request, facts = exchange.request, exchange.facts
-        headers = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() not in _NOT_FORWARDED)
-        headers["traceparent"] = facts.context.span.header()
-        url = self._backend.url + CHAT_PATH
-        async with self._session.post(url, data=facts.request.for_engine(), headers=headers) as upstream:
+    async def _by_some_backend(self, exchange: _Exchange) -> web.StreamResponse:
+        """Have a backend answer; another one is tried only where nothing was sent to the first."""
+        facts, avoid = exchange.facts, NOTHING
+        while True:
+            async with self._pool.lease(facts.request.model, facts.context.attempt, avoid) as lease:
+                try:
+                    return await self._forward(exchange, lease)
+                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                    others = lease.failed_to_connect(error)
+                    if others is None:
+                        return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
+                    avoid = others
+                except aiohttp.ClientError as error:
+                    return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
+
+    async def _forward(self, exchange: _Exchange, lease: Lease) -> web.StreamResponse:
+        request, facts, backend = exchange.request, exchange.facts, lease.backend
+        facts.provider = backend.provider
+        refusal = backend.refusal(facts.request.engine_path)
+        if refusal:
+            return _failed(exchange, 400, "invalid_request_error", refusal)
+        headers = forwarded(request.headers)
+        if backend.is_engine:
+            headers["traceparent"] = facts.context.span.header()
+        backend.add_headers(headers)
+        url = backend.url + facts.request.engine_path
+        async with self._session.post(url, data=_asked(facts.request, lease), headers=headers) as upstream:
             facts.http_status = upstream.status
             if upstream.content_type == "text/event-stream":
                 return await self._stream(exchange, upstream)
@@ -160,33 +209,61 @@ class Calls:
             if upstream.status == 200:
                 body = _read_whole(facts, body)
             else:
-                facts.answer.json = body
+                body = facts.answer.json = backend.scrub(body)
                 facts.error_type = str(upstream.status)
-                facts.error_message = body[:ERROR_BYTES].decode(errors="replace")
-            return web.Response(body=body, status=upstream.status, headers=_returned(upstream.headers))
+                facts.error_message = body.decode(errors="replace")
+            return web.Response(body=body, status=upstream.status, headers=returned(upstream.headers))
 
     async def _stream(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
         facts = exchange.facts
-        reader = StreamReader(facts.request)
+        reader = facts.request.dialect.stream(facts.request)
         facts.answer = reader.answer
-        response = web.StreamResponse(status=upstream.status, headers=_returned(upstream.headers))
+        response = web.StreamResponse(status=upstream.status, headers=returned(upstream.headers))
         await _to_client(response.prepare(exchange.request))
         exchange.stream = response
         async for data in upstream.content.iter_any():
             events = reader.feed(data)
+            if _is_end(events):
+                await self._record_stream(exchange)
             if events:
+                exchange.first_byte = exchange.first_byte or time.perf_counter()
                 await _to_client(response.write(events))
+        await self._record_stream(exchange)
         await _to_client(response.write_eof(reader.rest()))
-        if reader.answer.failed:
-            facts.error_type, facts.error_message = "engine_error", "the stream held an error, or something that is no chunk of an answer"
-        _note_abort(facts)
         return response
+
+    async def _record_stream(self, exchange: _Exchange) -> None:
+        """Write the span of a stream that has come whole."""
+        facts = exchange.facts
+        if facts.answer.failed:
+            facts.error_type, facts.error_message = "engine_error", "the stream held an error, or something that is no part of an answer"
+        _note_abort(facts)
+        await self._record(exchange)
+
+
+def _used(answer: Answer, *names: str) -> int:
+    """Tokens by the upstream's own word, where it gave no ids."""
+    found = [(answer.usage or {}).get(name) for name in names]
+    return next((one for one in found if isinstance(one, int)), 0)
+
+
+def _is_end(events: bytes) -> bool:
+    """Whether the last of these events tells the client that it has the whole answer."""
+    return events[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
+
+
+def _asked(request: Request, lease: Lease) -> bytes:
+    """What a backend is asked: under the name by which it knows the model, and for ids if it can give them."""
+    if lease.model is not None and lease.model != request.model:
+        fields = {**request.fields, "model": lease.model}
+        request = replace(request, fields=fields, raw=msgspec.json.encode(fields))
+    return request.for_engine() if lease.backend.is_engine else request.raw
 
 
 def _read_whole(facts: CallFacts, body: bytes) -> bytes:
     """Keep what a whole answer says; what the client gets of it."""
     try:
-        facts.answer, body = read_answer(body, facts.request)
+        facts.answer, body = facts.request.dialect.read(body, facts.request)
     except ValueError as error:
         facts.answer.json = body
         facts.error_type, facts.error_message = "malformed_answer", str(error)
@@ -204,7 +281,7 @@ def _failed(exchange: _Exchange, status: int, kind: str, message: str) -> web.St
     exchange.facts.error_type, exchange.facts.error_message = kind, message
     if exchange.stream is None:
         exchange.facts.http_status = status
-        return error_response(status, message, kind)
+        return json_response(exchange.facts.request.dialect.error(status, message, kind), status)
     if exchange.request.transport is not None:
         exchange.request.transport.abort()
     return exchange.stream
@@ -224,8 +301,3 @@ async def _to_client(writing: Awaitable[object]) -> None:
 
 def _url_attempt(request: web.Request) -> Attempt | None:
     return url_attempt(request) if "rollout" in request.match_info else None
-
-
-def _returned(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The engine's headers that the client gets."""
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_RETURNED)

@@ -1,22 +1,22 @@
-"""New weights into a running engine.
+"""New weights into one running engine.
 
-In: a model directory, its version and checksum, from the trainer. Out: an engine that serves them, or an error that
-says what it serves now. Invariant: weights that differ from the checksum are refused before the engine is touched; from
-the reload on, no call begins until the engine has shown by checksum that it holds exactly these weights, and by a probe
-that it generates with them; if it does not, it is taken out.
+In: a release (a model directory, its version and checksum) and a backend. Out: a backend that serves it, or an error that says what
+it serves now. Invariant: weights that differ from the checksum are refused before the engine is touched; from the reload on, no call
+begins until the engine has shown by checksum that it holds exactly these weights, and by a probe that it generates with them; if it
+does not, it is taken out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from gateway.backend import Backend, BackendStatus
+from gateway.backend import Backend
+from gateway.upstream import BackendStatus
 from spangrad.errors import CheckpointError, EngineError, GatewayError
 from spangrad.weights import checksum_directory
 
@@ -24,97 +24,113 @@ log = logging.getLogger(__name__)
 
 
 class PublicationError(GatewayError):
-    """A publication was refused; the engine was not touched."""
+    """A publication was refused; no engine was touched."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the trainer hands over."""
+class InFlight(StrEnum):
+    """What becomes of the calls that an engine is at while it takes new weights."""
+
+    KEEP = "keep"
+    """They go on with the new weights where they stand."""
+    DRAIN = "drain"
+    """They end first."""
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Weights that can be put into an engine."""
 
     version: int
     path: str
     checksum: str
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A version that is served."""
+class Expected:
+    """The checksum that engines must show: of a release's files, in each engine's dtype. The files are read once a dtype."""
 
-    policy: str
-    version: int
-    checksum: str
-    seconds: float
+    def __init__(self, release: Release) -> None:
+        self._release = release
+        self._found: dict[str, str] = {}
+
+    async def by(self, backend: Backend) -> str:
+        """What a backend must show.
+
+        Raises:
+            PublicationError: the files are missing, broken or others than the checksum says.
+        """
+        dtype = backend.checksum.partition(":")[0]
+        if dtype not in self._found:
+            self._found[dtype] = await asyncio.to_thread(_expected_checksum, self._release, dtype)
+        return self._found[dtype]
 
 
-async def publish(backend: Backend, policy: str, request: PublicationRequest) -> Publication:
-    """Make the engine serve a version.
+async def put(backend: Backend, release: Release, expected: str, in_flight: InFlight = InFlight.KEEP) -> None:
+    """Make an engine serve a release; the caller holds its lock.
 
     Raises:
-        PublicationError: the request cannot be met; nothing changed.
         EngineError: the engine failed; the message says what state that left.
     """
-    began = time.monotonic()
-    if policy != backend.policy:
-        raise PublicationError(404, f"policy {policy!r} is not served here. This gateway serves {backend.policy!r}.")
-    async with backend.lock:
-        info = backend.info
-        if info is None:
-            raise PublicationError(503, f"{backend.reason}. Publish again once /readyz answers 200.")
-        expected = await asyncio.to_thread(_expected_checksum, request, backend.checksum)
-        if backend.status is BackendStatus.SERVING and (request.version, expected) == (info.version, backend.checksum):
-            return Publication(policy, request.version, request.checksum, 0.0)
-        if request.version <= info.version and not (backend.status is BackendStatus.DOWN and request.version == info.version):
-            raise PublicationError(409, f"version {request.version} is not newer than version {info.version}, which is served.")
-        sound = backend.status is BackendStatus.SERVING
-        async with backend.closed():
-            await _replace_weights(backend, request, expected, sound=sound)
-            backend.serve(msgspec.structs.replace(info, version=request.version), expected)
-    seconds = time.monotonic() - began
-    log.info("published: policy %r version %d from %s (%.3f s)", policy, request.version, request.path, seconds)
-    return Publication(policy, request.version, request.checksum, seconds)
+    info = backend.info
+    assert info, "an engine that was never reached is not published to"
+    before = backend.status
+    backend.become(BackendStatus.PUBLISHING)
+    try:
+        await _replace_weights(backend, release, expected, in_flight, before)
+        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
+    finally:
+        if backend.status is BackendStatus.PUBLISHING:
+            backend.take_down(f"publication of version {release.version} was cut short. Publish again, or restart the engine.", broken=True)
 
 
-def _expected_checksum(request: PublicationRequest, engine_checksum: str) -> str:
-    """The checksum that the engine must show: of these files, in its dtype."""
-    path = Path(request.path)
+def _expected_checksum(release: Release, dtype: str) -> str:
+    path = Path(release.path)
     if not path.is_dir():
-        raise PublicationError(409, f"there is no directory {request.path!r} on the gateway's machine.")
+        raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
     try:
         found = checksum_directory(path)
-        if found != request.checksum:
-            raise PublicationError(409, f"the weights in {request.path} have checksum {found}, not {request.checksum}. Write them anew.")
-        dtype = engine_checksum.partition(":")[0]
+        # A release that an engine was started with is known by its checksum in that engine's dtype.
+        given = release.checksum.partition(":")[0]
+        compared = found if found.startswith(f"{given}:") else checksum_directory(path, given)
+        if compared != release.checksum:
+            raise PublicationError(409, f"the weights in {release.path} have checksum {found}, not {release.checksum}. Write them anew.")
         return found if not dtype or found.startswith(f"{dtype}:") else checksum_directory(path, dtype)
     except CheckpointError as error:
         raise PublicationError(409, str(error)) from error
 
 
-async def _replace_weights(backend: Backend, request: PublicationRequest, expected: str, *, sound: bool) -> None:
-    """Take the engine through the steps; `sound` tells whether the weights that it has may be served on."""
+async def _replace_weights(backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus) -> None:
+    """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
     step = "pause"
     try:
+        if before is BackendStatus.ASLEEP:
+            step = "wake_up"
+            await backend.order("/wake_up", seconds=backend.seconds)
+        elif in_flight is InFlight.DRAIN:
+            step = "drain"
+            await backend.drained()
+        step = "pause"
         # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order("/pause?mode=keep")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
         step = "reload"
-        await backend.reload(request.path)
+        await backend.reload(release.path)
         step = "checksum"
         held = await backend.read_checksum()
         if held != expected:
             raise EngineError(f"the engine holds {held or 'no weights'} after the reload, not {expected}.")
         step = "update_weight_version"
-        await backend.order("/update_weight_version", {"new_version": str(request.version)})
+        await backend.order("/update_weight_version", {"new_version": str(release.version)})
         step = "resume"
         await backend.order("/resume")
         # Only now: in the pause, generation waits.
         step = "probe"
-        await backend.probe(request.version)
+        await backend.probe(release.version)
     except EngineError as error:
-        reason = f"publication of version {request.version} failed at {step}: {error}"
-        if step == "pause" and sound:
+        reason = f"publication of version {release.version} failed at {step}: {error}"
+        if step in {"drain", "pause"} and before is BackendStatus.SERVING:
             await _resume_old(backend, reason)
         else:
             await _give_up(backend, reason)
@@ -128,7 +144,7 @@ async def _resume_old(backend: Backend, reason: str) -> None:
     except EngineError as error:
         backend.take_down(f"{reason} It could not be resumed: {error}", broken=False)
     else:
-        backend.status = BackendStatus.SERVING
+        backend.become(BackendStatus.SERVING)
 
 
 async def _give_up(backend: Backend, reason: str) -> None:

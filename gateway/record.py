@@ -14,12 +14,15 @@ from typing import Any, cast
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from gateway.chat import Answer, ChatRequest
 from gateway.context import CallContext
+from gateway.dialects.answer import Answer
+from gateway.dialects.base import Request
+from gateway.redaction import Redactor
 from spangrad import semconv
 
-OPERATION = "chat"
 PROVIDER = "vllm"
+MESSAGE_CHARACTERS = 2000
+"""How much of an error's body goes into the span's status."""
 _SAMPLED_FLAG = 1
 
 SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
@@ -47,10 +50,12 @@ class CallFacts:
     """What is known of a call; filled while it lasts."""
 
     context: CallContext
-    request: ChatRequest
+    request: Request
     seq: int
     """Place among the calls that this process began."""
     started_ns: int
+    provider: str = PROVIDER
+    """What kind of upstream answers."""
     answer: Answer = field(default_factory=Answer)
     http_status: int | None = None
     """What the client was answered. None: it left before."""
@@ -61,23 +66,26 @@ class CallFacts:
     """Whether the client, or the engine's operator, cut the answer."""
 
 
-def build_span(facts: CallFacts, process_id: str, ended_ns: int) -> bytes:
-    """Serialize the span of a call."""
+def build_span(facts: CallFacts, process_id: str, ended_ns: int, redactor: Redactor | None = None) -> bytes:
+    """Serialize the span of a call, without what the redactor finds in it."""
     context = facts.context
-    model = facts.request.fields.get("model")
+    operation, model = facts.request.dialect.operation, facts.request.fields.get("model")
+    name, message, attributes = f"{operation} {model}" if model else operation, facts.error_message, _attributes(facts, process_id)
+    if redactor is not None:
+        name, message, attributes = redactor.redact(name, message, attributes)
     span = Span(
         trace_id=context.span.trace_id,
         span_id=context.span.span_id,
         parent_span_id=context.parent.span_id if context.parent else b"",
-        name=f"{OPERATION} {model}".encode("utf-8", "replace").decode() if model else OPERATION,
+        name=name.encode("utf-8", "replace").decode(),
         kind=Span.SPAN_KIND_SERVER,
         flags=_SAMPLED_FLAG,
         start_time_unix_nano=facts.started_ns,
         end_time_unix_nano=ended_ns,
-        attributes=[attribute(key, value) for key, value in _attributes(facts, process_id).items() if value is not None],
+        attributes=[attribute(key, value) for key, value in attributes.items() if value is not None],
     )
     if facts.error_type is not None:
-        span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=facts.error_message))
+        span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=message[:MESSAGE_CHARACTERS]))
     return span.SerializeToString()
 
 
@@ -88,12 +96,14 @@ def attribute(key: str, value: _Value) -> KeyValue:
 
 def is_constrained(request: Mapping[str, Any]) -> bool:
     """Whether a request keeps tokens from being sampled: a grammar, a schema, a tool that must be called, banned tokens."""
-    form = request.get("response_format")
+    # Where chat and completions, responses, and messages say it.
+    forms = (request.get("response_format"), _dict(request.get("text")).get("format"), _dict(request.get("output_config")).get("format"))
     choice = request.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = _dict(cast("object", choice)).get("type", "function")
     return (
-        _dict(form).get("type", "text") != "text"
-        or choice == "required"
-        or isinstance(choice, dict)
+        any(_dict(form).get("type", "text") != "text" for form in forms)
+        or (isinstance(choice, str) and choice not in ("auto", "none"))
         or (choice != "none" and any(_is_strict(tool) for tool in _list(request.get("tools"))))
         or any(request.get(name) for name in _CONSTRAINTS)
         or any(name.startswith("guided_") and value for name, value in request.items())
@@ -104,19 +114,23 @@ def _attributes(facts: CallFacts, process_id: str) -> dict[str, _Value]:
     context, answer, request = facts.context, facts.answer, facts.request.fields
     engine = answer.engine
     return {
-        semconv.GEN_AI_OPERATION: OPERATION,
-        semconv.GEN_AI_PROVIDER: PROVIDER,
+        semconv.GEN_AI_OPERATION: facts.request.dialect.operation,
+        semconv.HTTP_ROUTE: facts.request.dialect.path,
+        semconv.GEN_AI_PROVIDER: facts.provider,
         semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
         semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature")),
         semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p")),
-        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(request.get("max_completion_tokens") or request.get("max_tokens")),
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
+            request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens")
+        ),
         semconv.RUN_ID: context.run_id,
         semconv.ROLLOUT_ID: context.attempt.rollout_id if context.attempt else None,
         semconv.ROLLOUT_ATTEMPT: context.attempt.number if context.attempt else None,
         semconv.ROLLOUT_MODE: context.mode,
         semconv.PROCESS_ID: process_id,
         semconv.SEQ: facts.seq,
-        **_sampling(request),
+        # What another upstream takes for granted is not known.
+        **(_sampling(request) if facts.provider == PROVIDER else {}),
         **_answer(answer),
         semconv.POLICY_NAME: engine.policy if engine else None,
         semconv.VERSION_START: engine.version_start if engine else None,
@@ -147,6 +161,7 @@ def _answer(answer: Answer) -> dict[str, _Value]:
     response_json = response.decode(errors="replace") if response is not None else None
     if not choices:
         return {semconv.RESPONSE_JSON: response_json}
+    prompt_ids = answer.prompts[0] if len(answer.prompts) == 1 else [one for prompt in answer.prompts for one in prompt]
     ids = [one for choice in choices for one in choice.token_ids]
     logprobs = [one for choice in choices for one in choice.logprobs]
     usage = answer.usage or {}
@@ -155,9 +170,10 @@ def _answer(answer: Answer) -> dict[str, _Value]:
         semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         # One a choice: the place tells which. A choice that was cut has none.
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
-        semconv.GEN_AI_INPUT_TOKENS: len(answer.prompt_ids) or _number(usage.get("prompt_tokens")),
-        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens")),
-        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(answer.prompt_ids)}I", *answer.prompt_ids) or None,
+        semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens"))),
+        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens"))),
+        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(prompt_ids)}I", *prompt_ids) or None,
+        semconv.PROMPT_LENGTHS: [len(prompt) for prompt in answer.prompts] if len(answer.prompts) > 1 else None,
         semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
         semconv.RESPONSE_LOGPROBS: struct.pack(f"<{len(logprobs)}f", *logprobs) or None,
         semconv.RESPONSE_LENGTHS: [len(choice.token_ids) for choice in choices] if len(choices) > 1 else None,
@@ -167,8 +183,7 @@ def _answer(answer: Answer) -> dict[str, _Value]:
 
 def _is_strict(tool: object) -> bool:
     """Whether the engine holds a tool's arguments to their schema."""
-    function = _dict(_dict(tool).get("function"))
-    return bool(function.get("strict"))
+    return bool(_dict(tool).get("strict") or _dict(_dict(tool).get("function")).get("strict"))
 
 
 def _list(value: object) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hmac
 import logging
 import signal
 import uuid
@@ -18,40 +17,48 @@ from contextlib import asynccontextmanager
 import aiohttp
 import uvloop
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from gateway.admin import Admin, error_response
+from gateway.admin_pool import PoolAdmin
 from gateway.backend import Backend
 from gateway.calls import Calls
 from gateway.counts import Counts
+from gateway.dialects import DIALECTS
 from gateway.exporter import SpanExporter
+from gateway.guards import Guards, require_safe, tls_context
+from gateway.guards import log as http_log
+from gateway.metrics import BackendState, Metrics, SpanState
+from gateway.pool import Pool
+from gateway.redaction import Redactor, read_rules
+from gateway.retokenize import load
+from gateway.upstream import Upstream
 from spangrad.errors import GatewayError
-from spangrad.processes import require_free_port, require_safe_bind
+from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.processes import require_free_port
 from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)
 
-REQUEST_BYTES = 32 * 2**20
-"""Largest request: prompts may carry images."""
-KEEP_ALIVE_SECONDS = 3
+ENGINE_KEEP_ALIVE_SECONDS = 3
 """Idle connections to the engine are given up before vLLM gives them up (5 s), so that none is closed under a request."""
+CONNECT_SECONDS = 10
+"""How long an upstream may take to accept a connection."""
 DRAIN_SECONDS = 0.5
 """How long calls in flight may go on at the end."""
 FLUSH_SECONDS = 1.2
 """How long the last spans may take to reach the store at the end."""
 GC_THRESHOLDS = (50_000, 20, 50)
 """Fewer collections: a call makes few cycles (a few percent of the throughput)."""
-_OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
 
 def serve(settings: Settings) -> None:
     """Run the gateway until SIGTERM or SIGINT.
 
     Raises:
-        SpangradError: the address may not be bound, or is in use.
-        GatewayError: spans could not be handed to the store before the end.
+        SpangradError: the address may not be bound, or is in use; the clients' tokens or the certificate cannot be used.
+        GatewayError: another gateway owns `gateway.spill_path`, or spans could not be written to it before the end.
     """
-    require_safe_bind(settings.gateway.host, settings.gateway.token, "gateway")
+    require_safe(settings.gateway)
     require_free_port(settings.gateway.host, settings.gateway.port, "gateway.port")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -77,69 +84,87 @@ async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]
     """The gateway, listening; gives its background tasks, which end only by an error.
 
     Raises:
-        GatewayError: at the end, when spans are lost.
+        SpangradError: the clients' tokens, the certificate or the tokenizer cannot be used.
+        GatewayError: another gateway owns `gateway.spill_path`; at the end, when spans are lost.
     """
+    tls = tls_context(settings.gateway)
+    redactor = read_rules(settings.gateway)
+    retokenizer = load(settings.gateway.retokenize) if settings.gateway.retokenize else None
     process_id = str(uuid.uuid4())
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         auto_decompress=False,
         skip_auto_headers=("Accept-Encoding",),
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as session:
-        exporter = SpanExporter(settings, session, process_id)
-        backend = Backend(settings, session)
-        watcher = asyncio.create_task(backend.watch(), name="engine watcher")
+        pool = Pool(settings, session)
+        guards = Guards(settings.gateway, lambda model: pool.policy_of(model).name)
+        # Nothing has begun so far that would have to be ended.
+        exporter = SpanExporter(settings, session, process_id, retokenizer)
+        watcher = asyncio.create_task(pool.run(), name="engine watchers")
+        metrics = Metrics()
+        metrics.backends = lambda: map(_state, pool.backends)
+        metrics.calls_waiting = lambda: pool.waiting
+        metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
+        app = application(settings, session, pool, exporter, process_id, guards, metrics, redactor)
+        silent = SilentConnections(app, settings.gateway.head_seconds)
         runner = web.AppRunner(
-            application(settings, session, backend, exporter, process_id),
+            app,
             handler_cancellation=True,
             access_log=None,
+            logger=http_log,
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
             shutdown_timeout=DRAIN_SECONDS,
         )
         await runner.setup()
-        await web.TCPSite(runner, settings.gateway.host, settings.gateway.port, backlog=1024).start()
+        assert runner.server
+        sweeper = asyncio.create_task(silent.watch(runner.server), name="silent connections")
+        await web.TCPSite(runner, settings.gateway.host, settings.gateway.port, backlog=BACKLOG, ssl_context=tls).start()
         try:
-            yield [watcher, exporter.task]
+            yield [watcher, exporter.task, sweeper]
         finally:
             watcher.cancel()
+            sweeper.cancel()
             await runner.cleanup()
             lost = await exporter.stop(FLUSH_SECONDS)
             if lost:
-                raise GatewayError(f"{lost} spans are lost: the store at {settings.store.otlp_endpoint} did not take them before the end.")
+                raise GatewayError(
+                    f"{lost} spans are lost: gateway.spill_path = {settings.gateway.spill_path} did not take them before the end. "
+                    "Look into the log for the reason."
+                )
 
 
 def application(
-    settings: Settings, session: aiohttp.ClientSession, backend: Backend, exporter: SpanExporter, process_id: str
+    settings: Settings,
+    session: aiohttp.ClientSession,
+    pool: Pool,
+    exporter: SpanExporter,
+    process_id: str,
+    guards: Guards,
+    metrics: Metrics,
+    redactor: Redactor | None,
 ) -> web.Application:
     """Wire the routes."""
     counts = Counts()
-    calls = Calls(settings, session, backend, exporter, counts, process_id)
-    app = web.Application(middlewares=[_require_token(settings)], client_max_size=REQUEST_BYTES)
-    app.add_routes([*Admin(backend, counts).routes(), *calls.routes()])
-    app.router.add_route("*", "/{rest:.*}", _unknown)
+    calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
+    app = web.Application(middlewares=[guards.check], client_max_size=settings.gateway.max_request_bytes)
+    app.add_routes(
+        [web.get("/metrics", metrics.handle), *Admin(pool, counts).routes(), *PoolAdmin(pool, metrics).routes(), *calls.routes()]
+    )
+    app.router.add_route("*", "/{rest:(?s:.*)}", _unknown)
     return app
 
 
-def _require_token(settings: Settings) -> Middleware:
-    token = settings.gateway.token
-    expected = f"Bearer {token.get_secret_value()}".encode() if token else b""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if expected and request.path not in _OPEN_PATHS and not hmac.compare_digest(given, expected):
-            return error_response(
-                401, "this gateway asks for a token. Send `Authorization: Bearer <gateway.token>`.", "authentication_error"
-            )
-        return await handler(request)
-
-    return check
+def _state(backend: Upstream) -> BackendState:
+    version = backend.info.version if isinstance(backend, Backend) and backend.info else None
+    return BackendState(backend.name, backend.policy, backend.status, version, backend.in_flight)
 
 
 async def _unknown(request: web.Request) -> web.Response:
     return error_response(
         404,
-        f"{request.method} {request.path} is not answered here. Supported: POST /v1/chat/completions and GET /v1/models, "
+        f"{request.method} {request.path} is not answered here. Supported: POST {', '.join(DIALECTS)}, and what an engine has below /v1, "
         "each also under /rollout/{id}/attempt/{n}.",
         "not_found_error",
     )

@@ -20,6 +20,7 @@ COMMANDS = {
     "collector": "Run the OpenTelemetry Collector in front of the store, with a queue on disk.",
     "engine": "Run vLLM in its own environment, ready to take new weights.",
     "gateway": "Run the recording gateway in front of the engine.",
+    "backends": "Look at the backends of a running gateway, add and remove them.",
     "build": "Build transitions from complete rollouts, once or as they finish.",
     "train": "Train on finished groups of rollouts, once or as they finish.",
     "run": "Run an agent on tasks, several rollouts a task.",

@@ -25,6 +25,15 @@ ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
 PROMPT_IDS = [1, 4, 7, 12, 2, 1, 5]
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """An answer as it is to be sent, events a write."""
+
+    body: bytes
+    type: str = "application/json"
+    status: int = 200
+
+
 @dataclass
 class FakeEngine:
     """vLLM with our plugin, as the gateway sees it: shapes of answers are those of vLLM 0.32."""
@@ -33,6 +42,8 @@ class FakeEngine:
     version: int = 0
     checksum: str = "float32:0000000000000000"
     warm: bool = True
+    model: str = ""
+    """Directory of the weights that it was started with."""
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
     """Of chat answers; anything but 200 is an error in vLLM's words."""
@@ -65,6 +76,10 @@ class FakeEngine:
     """A reload waits for it; set at the start."""
     reloading: asyncio.Event = field(default_factory=asyncio.Event)
     """A reload has begun."""
+    answers: dict[str, Recorded] = field(default_factory=dict[str, "Recorded"])
+    """What is answered at other paths of dialects: recorded from vLLM, since these have no shapes here."""
+    bodies: list[bytes] = field(default_factory=list[bytes])
+    """What was asked there, and at paths of no dialect."""
 
     def __post_init__(self) -> None:
         self.go_on.set()
@@ -75,6 +90,8 @@ class FakeEngine:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/{dialect:completions|responses|messages}", self._recorded)
+        app.router.add_route("*", "/v1/{rest:.*}", self._other)
         app.router.add_get("/spangrad/info", self._info)
         app.router.add_get("/is_paused", self._is_paused)
         app.router.add_post("/{order:.*}", self._order)
@@ -89,8 +106,33 @@ class FakeEngine:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.policy, "object": "model"}]})
 
+    async def _recorded(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.read())
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        recorded = self.answers[request.path]
+        response = web.StreamResponse(status=recorded.status, headers={"content-type": recorded.type})
+        await response.prepare(request)
+        *events, rest = recorded.body.split(b"\n\n")
+        try:
+            for place, one in enumerate(events):
+                await response.write(one + b"\n\n")
+                if place + 1 == self.stall_after:
+                    await self.go_on.wait()
+            await response.write(rest)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        return response
+
+    async def _other(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.read())
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        return web.json_response({"method": request.method, "path": request.raw_path}, status=418)
+
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response({"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm})
+        return web.json_response(
+            {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
+        )
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -106,7 +148,7 @@ class FakeEngine:
         elif name == "/resume":
             self.paused = False
         elif name == "/update_weight_version":
-            self.version = int(body["new_version"])
+            self.version, self.model = int(body["new_version"]), ""
         elif name == "reload_weights":
             self.reloading.set()
             await self.hold_reload.wait()

@@ -330,7 +330,7 @@ class SpanFactory:
                 }
                 | {"PromptIds": [1, 2, 3], "ResponseIds": [4, 5], "Logprobs": [-0.5, -0.25], "FinishReason": "stop", "Temperature": 0.7}
                 | {"TopP": 1.0, "TopK": 0, "MinP": 0.0, "PresencePenalty": 0.0, "FrequencyPenalty": 0.0, "RepetitionPenalty": 1.0}
-                | {"Constrained": False, "ErrorType": "", "HttpStatus": 200, "Aborted": False, "Redacted": False}
+                | {"Constrained": False, "ErrorType": "", "HttpStatus": 200, "Aborted": False, "Redacted": False, "IdsSource": "engine"}
                 | facts
             )
         return span

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gateway.engine import command, environment
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings, load_settings
 
@@ -34,8 +35,8 @@ except SpangradError as error:
 """
 
 
-def engine_settings(model: Path, cache: Path) -> Settings:
-    """Settings of a small vLLM on a free port, where a gateway finds it."""
+def engine_settings(model: Path, cache: Path, **changes: object) -> Settings:
+    """Settings of a small vLLM on a free port, where a gateway finds it; `changes` are of section engine."""
     (port,) = free_ports(1)
     flags = {
         "engine.python": str(VLLM_PYTHON),
@@ -47,6 +48,7 @@ def engine_settings(model: Path, cache: Path) -> Settings:
         "engine.kv_cache_bytes": KV_CACHE_BYTES,
         "engine.cache_dir": str(cache),
         "gateway.engine_url": f"http://127.0.0.1:{port}",
+        **{f"engine.{name}": value for name, value in changes.items()},
     }
     return load_settings(flags, env={})
 
@@ -54,7 +56,8 @@ def engine_settings(model: Path, cache: Path) -> Settings:
 def gateway_settings(engine: Settings, store: StoreSettings, **changes: object) -> Settings:
     """Settings of a gateway on a free port between an engine and a store; `changes` are of section gateway."""
     (port,) = free_ports(1)
-    where = {"port": port, "url": f"http://127.0.0.1:{port}"}
+    spill = engine.engine.cache_dir.parent / f"spill-{port}"
+    where = {"port": port, "url": f"http://127.0.0.1:{port}", "spill_path": spill}
     return engine.model_copy(update={"store": store, "gateway": engine.gateway.model_copy(update={**where, **changes})})
 
 
@@ -77,6 +80,30 @@ def running_engine(settings: Settings, log: Path) -> Generator[Child]:
         yield child
     finally:
         child.stop()
+
+
+@contextmanager
+def running_bare_vllm(settings: Settings, log: Path) -> Generator[Child]:
+    """A vLLM as `running_engine` starts it, but without our plugin: what it answers is what agents shall get."""
+    model = Path(str(settings.engine.model))
+    words = command(settings, model)
+    for option in ("--middleware", "--worker-extension-cls"):
+        at = words.index(option)
+        del words[at : at + 2]
+    child = Child("a bare vLLM", words, log, environment(settings, model))
+    try:
+        wait_until(lambda: _is_healthy(settings.gateway.engine_url), 180, "a bare vLLM", [child], poll_seconds=0.2)
+        yield child
+    finally:
+        child.stop()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
@@ -53,11 +54,12 @@ async def staged(engine: FakeEngine | None = None, **flags: object) -> AsyncGene
     """A gateway in this process between fakes; `flags` are settings of section gateway."""
     engine = engine or FakeEngine()
     (port,) = free_ports(1)
-    with OtlpSink() as store:
+    with OtlpSink() as store, TemporaryDirectory() as spill:
         settings = load_settings(
             {
                 "gateway.port": port,
                 "gateway.engine_url": f"http://127.0.0.1:{engine.port}",
+                "gateway.spill_path": spill,
                 "store.otlp_endpoint": store.url,
                 **{f"gateway.{key}": value for key, value in flags.items()},
             },

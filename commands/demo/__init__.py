@@ -25,6 +25,7 @@ def demo(
     directory: Path = Path("runs/demo"),
     example: Path = EXAMPLE,
     collector: Literal["embedded", "otelcol"] = "embedded",
+    gateway: Literal["on", "off"] = "on",
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
@@ -38,6 +39,7 @@ def demo(
         directory: where the run's data, logs, report and curve go; a second run starts clean.
         example: directory with the task, the agent and the model to make.
         collector: how spans reach the store: by its own receivers, or by the real OpenTelemetry Collector.
+        gateway: whether the agent's calls go through the gateway, or straight to vLLM; new weights always go through it.
     """
     if not (example / "agent.py").is_file():
         raise SpangradError(f"{example} holds no agent.py. Run the demo from a checkout, or name an example with --example.")
@@ -56,5 +58,6 @@ def demo(
         target=target,
         group_size=group_size,
         otelcol=collector == "otelcol",
+        gateway=gateway == "on",
     )
     learn(plan, flag_values(set_), config)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from collector.otelcol import find_binary
 from commands.demo.report import Step, conclude
-from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, write_settings
+from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
 from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
@@ -45,6 +45,8 @@ class Plan:
     group_size: int
     otelcol: bool
     """Whether spans go through the real OpenTelemetry Collector."""
+    gateway: bool
+    """Whether calls go through the gateway."""
 
 
 @dataclass
@@ -67,7 +69,9 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     clean_directory(plan.directory)
     otelcol = find_binary(os.environ) if plan.otelcol else None
     defaults = demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size)
-    values = {**defaults, **(collector_settings(plan.directory) if otelcol else {}), **flags}
+    collected = collector_settings(plan.directory) if otelcol else {}
+    plain = {} if plan.gateway else plain_settings(otelcol=plan.otelcol)
+    values = {**defaults, **collected, **plain, **flags}
     settings = load_settings(values, file=config)
     write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
     (plan.directory / "logs").mkdir()
@@ -97,7 +101,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                     success=success_rate(outcomes),
                     mean_reward=_mean([sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]),
                     rollouts=len(outcomes),
-                    calls=sum(outcome.calls or 0 for outcome in outcomes),
+                    calls=sum(outcome.calls or 0 for outcome in outcomes) if plan.gateway else None,
                     seconds_rollout=rolled_out - began,
                     seconds_until_served=time.monotonic() - rolled_out,
                 )

@@ -78,16 +78,18 @@ class Step:
     """Share of rollouts with final reward 1."""
     mean_reward: float
     rollouts: int
-    calls: int
+    calls: int | None
+    """As the gateway counted them. None: they did not go through it."""
     seconds_rollout: float
     seconds_until_served: float
     """From the last rollout's end until the gateway served the new version: build, train, reload."""
 
     def line(self, clock: str) -> str:
         """The step in one line."""
+        calls = "" if self.calls is None else f"  calls {self.calls}"
         return (
             f"{clock} step {self.number:3d}  success {self.success:.2f}  reward {self.mean_reward:+.2f}  rollouts {self.rollouts}"
-            f"  calls {self.calls}  rollout {self.seconds_rollout:.1f} s  build, train, reload {self.seconds_until_served:.1f} s"
+            f"{calls}  rollout {self.seconds_rollout:.1f} s  build, train, reload {self.seconds_until_served:.1f} s"
         )
 
 

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from pydantic import SecretStr
 
@@ -51,6 +52,7 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "store.otlp_endpoint": f"http://127.0.0.1:{http}",
         "gateway.port": gateway,
         "gateway.url": f"http://127.0.0.1:{gateway}",
+        "gateway.spill_path": str(directory / "gateway-spill"),
         "gateway.engine_url": f"http://127.0.0.1:{engine}",
         "engine.port": engine,
         "engine.python": str(CHECKOUT / ".venv-vllm" / "bin" / "python"),
@@ -94,18 +96,33 @@ def collector_settings(directory: Path) -> dict[str, object]:
     }
 
 
-def write_settings(path: Path, origins: Iterable[Origin]) -> None:
-    """Write what is not a default as TOML, so that any command can use it later.
+def plain_settings(*, otelcol: bool) -> dict[str, object]:
+    """What changes when the agent calls vLLM itself: nobody counts calls, so that a rollout is complete when it is quiet.
 
-    TOML's strings, numbers, booleans and arrays are JSON's.
+    An attempt's spans are accepted before its root is sent. The store takes them at once; the Collector hands them on in batches.
     """
+    return {"runner.gateway": False, "builder.quiet_seconds": 3 if otelcol else 0.5}
+
+
+def write_settings(path: Path, origins: Iterable[Origin]) -> None:
+    """Write what is not a default as TOML, so that any command can use it later."""
     sections: dict[str, list[str]] = {}
     for origin in origins:
         if origin.source != "default" and origin.value is not None:
             section, name = origin.key.split(".", 1)
-            sections.setdefault(section, []).append(f"{name} = {json.dumps(origin.value, default=_plain)}")
+            sections.setdefault(section, []).append(f"{name} = {_toml(origin.value)}")
     path.touch(mode=0o600)  # it may hold tokens
     path.write_text("\n".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()))
+
+
+def _toml(value: object) -> str:
+    """A value as TOML writes it: strings, numbers, booleans and paths are JSON's, tables are not, and nothing is null."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, object]", value)
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(one)}" for name, one in table.items() if one is not None) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, cast("Iterable[object]", value))) + "]"
+    return json.dumps(value, default=_plain)
 
 
 def _plain(value: object) -> str:

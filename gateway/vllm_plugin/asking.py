@@ -1,7 +1,7 @@
 """What is asked of vLLM beyond what the client asked: the token ids it read and sampled, and their logprobs.
 
 In: a request's JSON object. Out: the request that vLLM gets. Invariant: a request that vLLM would refuse is still
-refused, in vLLM's own words; and what is sampled does not change.
+refused, in vLLM's own words; and neither what is sampled changes nor what is said of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from typing import Any
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"
+MESSAGES_PATH = "/v1/messages"
+
+TAPPED_PATHS = frozenset({RESPONSES_PATH, MESSAGES_PATH})
+"""Routes that give no ids for the asking, or not all: theirs are read where vLLM's own code gets them (`tap`)."""
 
 
 def asks_ids(request: dict[str, Any]) -> bool:
@@ -17,20 +22,28 @@ def asks_ids(request: dict[str, Any]) -> bool:
     return request.get("return_token_ids") not in (None, False)
 
 
-def asks_logprobs(request: dict[str, Any]) -> bool:
-    """Whether the client itself wants logprobs (of a chat, where 0 means no)."""
-    return request.get("logprobs") not in (None, False)
+def asks_logprobs(path: str, request: dict[str, Any]) -> bool:
+    """Whether the client itself wants logprobs: of a chat, 0 means no; of a completion, the sampled token's alone."""
+    asked = request.get("logprobs")
+    return asked is not None if path == COMPLETIONS_PATH else asked not in (None, False)
+
+
+def is_left_alone(path: str, request: dict[str, Any]) -> bool:
+    """Whether nothing is added: vLLM has no place for ids, or would leave out the echo of a prompt if it were asked for them."""
+    return path in TAPPED_PATHS or (path == COMPLETIONS_PATH and bool(request.get("echo")))
 
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Add what was not asked for."""
+    """Add what was not asked for; the request itself where nothing is to be added."""
+    if is_left_alone(path, request):
+        return request
     asked = {**request, "return_token_ids": request["return_token_ids"] if asks_ids(request) else True}
     if request.get("use_beam_search"):
         return asked  # searched, not sampled: its logprobs are of no sampling distribution
     if path == COMPLETIONS_PATH:
-        if request.get("logprobs") in (None, False):
+        if not asks_logprobs(path, request):
             asked["logprobs"] = 0  # the sampled token's alone
-    elif not asks_logprobs(request) and not request.get("top_logprobs"):
+    elif not asks_logprobs(path, request) and not request.get("top_logprobs"):
         # top_logprobs without logprobs is an error of the client's, which vLLM must see to report it.
         asked["logprobs"] = True
     return asked

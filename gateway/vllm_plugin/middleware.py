@@ -1,9 +1,8 @@
 """Lets vLLM tell, in every answer, which tokens it read and sampled, and which weights and tokenizer did so.
 
 In: requests to vLLM's OpenAI server. Out: the same requests asking for token ids and logprobs; answers with the
-top-level field `spangrad` {"policy", "version_start", "version_end", "tokenizer_hash"}. A stream carries it in its
-first data chunk (without version_end, which is not known yet) and, complete, in the last one before [DONE].
-Invariant: version_start and version_end are equal only if no other weights can have sampled a token of the answer.
+top-level field `spangrad` (`gateway.vllm_plugin.sender`). Invariant: version_start and version_end are equal only if no
+other weights can have sampled a token of the answer.
 
 Runs inside vLLM's process: `vllm serve --middleware gateway.vllm_plugin.middleware.SpangradMiddleware`.
 """
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, ask
-from spangrad.semconv import ANSWER_FIELD
+from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, ask
+from gateway.vllm_plugin.sender import AnswerSender, TappedSender
+from gateway.vllm_plugin.tap import open_tap
 from spangrad.weights import tokenizer_hash
 
 POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
@@ -27,7 +27,14 @@ VERSION_VARIABLE = "SPANGRAD_ENGINE__VERSION"
 MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 """The environment's names of the settings that the middleware reads, set by `spangrad engine`."""
 
-PAUSED = {"error": {"message": "the engine is paused, and holds no weights that it may answer with", "type": "engine_paused", "code": 503}}
+_ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
+"""The routes that have the policy generate."""
+
+PAUSED = {
+    "type": "error",
+    "error": {"message": "the engine is paused, and holds no weights that it may answer with", "type": "engine_paused", "code": 503},
+}
+"""In OpenAI's form and in Anthropic's."""
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -42,7 +49,9 @@ class SpangradMiddleware:
         self.app = app
         self.policy = os.environ[POLICY_VARIABLE]
         self.version = int(os.environ[VERSION_VARIABLE])
-        self.tokenizer_hash = tokenizer_hash(Path(os.environ[MODEL_VARIABLE]))
+        self.model = os.environ[MODEL_VARIABLE]
+        """Directory of the weights that vLLM was started with; empty once it has others."""
+        self.tokenizer_hash = tokenizer_hash(Path(self.model))
         self.warm = False
         self._moving = asyncio.Event()
         """Not set in a pause that keeps calls: those that arrive wait for its end."""
@@ -63,14 +72,18 @@ class SpangradMiddleware:
                 await _respond(send, 200, self.info())
             case "POST", "/pause" | "/resume" | "/update_weight_version":
                 await self._control(scope, receive, send)
-            case "POST", path if path in (CHAT_PATH, COMPLETIONS_PATH):
+            case "POST", path if path in _ANSWERED:
                 await self._answer(scope, receive, send)
             case _:
                 await self.app(scope, receive, send)
 
     def info(self) -> dict[str, Any]:
         """What is served."""
-        return {"policy": self.policy, "version": self.version, "tokenizer_hash": self.tokenizer_hash, "warm": self.warm}
+        return {**self.facts(), "warm": self.warm, "model": self.model}
+
+    def facts(self) -> dict[str, Any]:
+        """What an answer says of who gave it."""
+        return {"policy": self.policy, "version": self.version, "tokenizer_hash": self.tokenizer_hash}
 
     async def _control(self, scope: Message, receive: Receive, send: Send) -> None:
         """Learn pauses and versions from the orders that pass by, once vLLM has obeyed."""
@@ -92,7 +105,7 @@ class SpangradMiddleware:
             if message["type"] == "http.response.start":
                 obeyed = message["status"] == 200
                 if path == "/update_weight_version" and obeyed:
-                    self.version = version
+                    self.version, self.model = version, ""
                 elif (path == "/resume" and obeyed) or (path == "/pause" and (aborts or not obeyed)):
                     self._refusing = aborts and obeyed
                     self._moving.set()
@@ -110,98 +123,16 @@ class SpangradMiddleware:
             request = json.loads(body)
         except ValueError:
             request = None
-        if isinstance(request, dict):
-            body = json.dumps(ask(scope["path"], request)).encode()
+        asked = ask(scope["path"], request) if isinstance(request, dict) else request
+        if asked is not request:
+            body = json.dumps(asked).encode()
             headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        await self.app(scope, _replay(body, receive), _AnswerSender(self, send))
-
-
-class _AnswerSender:
-    """Adds the field to one answer on its way out."""
-
-    def __init__(self, middleware: SpangradMiddleware, send: Send) -> None:
-        self.middleware = middleware
-        self.send = send
-        self.start_version = middleware.version
-        self.kind = ""
-        self.start: Message = {}
-        self.buffer = b""
-        self.started = False
-        self.held = b""
-        """An event of a stream that may be its last: it waits for the next, which follows at once."""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            kind = dict(message["headers"]).get(b"content-type", b"")
-            if kind.startswith(b"text/event-stream"):
-                self.kind = "stream"
-            elif kind.startswith(b"application/json") and message["status"] == 200:
-                self.kind = "whole"
-                self.start = message
-                return
-            await self.send(message)
-        elif message["type"] != "http.response.body" or not self.kind:
-            await self.send(message)
-        elif self.kind == "whole":
-            await self._whole(message)
+        if scope["path"] in TAPPED_PATHS:
+            sender = TappedSender(self.facts, send, open_tap(scope["app"].state.engine_client))
         else:
-            await self._stream(message)
-
-    async def _whole(self, message: Message) -> None:
-        self.buffer += message.get("body", b"")
-        if message.get("more_body"):
-            return
-        body = self._add(self.buffer, complete=True)
-        headers = [(name, value) for name, value in self.start["headers"] if name != b"content-length"]
-        await self.send({**self.start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self.send({"type": "http.response.body", "body": body})
-
-    async def _stream(self, message: Message) -> None:
-        *events, self.buffer = (self.buffer + message.get("body", b"")).split(b"\n\n")
-        out = b"".join(self._event(event) for event in events)
-        if not message.get("more_body"):
-            out += self.held + self.buffer
-        elif not out:
-            return
-        await self.send({**message, "body": out})
-
-    def _event(self, event: bytes) -> bytes:
-        """What may leave now that `event` has come."""
-        held, self.held = self.held, b""
-        if event == b"data: [DONE]":
-            return (self._finish(held) if held else b"") + event + b"\n\n"
-        if not event.startswith(b"data: {"):
-            self.held = held
-            return event + b"\n\n"
-        if not self.started:
-            self.started = True
-            event = self._add(event, complete=False)
-        event += b"\n\n"
-        if b'"finish_reason":null' in event:
-            return held + event
-        # The end of a choice, a usage chunk or an error.
-        self.held = event
-        return held
-
-    def _finish(self, event: bytes) -> bytes:
-        """Add the complete field to an event, over the first chunk's where both are one."""
-        event = event[:-2]
-        incomplete = b"," + self._field(complete=False) + b"}"
-        if event.endswith(incomplete):
-            event = event[: -len(incomplete)] + b"}"
-        return self._add(event, complete=True) + b"\n\n"
-
-    def _add(self, text: bytes, *, complete: bool) -> bytes:
-        """Put the field at the end of a JSON object, without parsing it."""
-        return text.rstrip()[:-1] + b"," + self._field(complete=complete) + b"}"
-
-    def _field(self, *, complete: bool) -> bytes:
-        facts: dict[str, Any] = {"policy": self.middleware.policy, "version_start": self.start_version}
-        if complete:
-            facts["version_end"] = self.middleware.version
-        facts["tokenizer_hash"] = self.middleware.tokenizer_hash
-        return b'"%s":%s' % (ANSWER_FIELD.encode(), json.dumps(facts, separators=(",", ":")).encode())
+            sender = AnswerSender(self.facts, send)
+        await self.app(scope, _replay(body, receive), sender)
 
 
 async def _read(receive: Receive) -> bytes:

@@ -59,11 +59,11 @@ def check_accounts(report: dict[str, Any]) -> None:
     assert all(seconds > 0 for seconds in report["seconds"].values())
 
 
-def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gateway", ["on", "off"])
+def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_path: Path, gateway: str) -> None:
     run = tmp_path / "demo"
-    demo = subprocess.run(
-        command(run, "--max-steps", "2", "--group-size", "4"), capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
-    )
+    short = command(run, "--max-steps", "2", "--group-size", "4", "--gateway", gateway)
+    demo = subprocess.run(short, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     report = json.loads((run / "report.json").read_text())
     check_accounts(report)
@@ -75,7 +75,8 @@ def test_a_short_demo_accounts_for_every_call_and_can_be_asked_afterwards(tmp_pa
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
     rows = [line.split() for line in answer.stdout.splitlines()[1:]]
     assert {version for version, _ in rows} == {"2"}
-    assert len(rows) == report["curve"][1]["calls"]
+    by_step = [step["calls"] for step in report["curve"]]
+    assert by_step == [None, None] if gateway == "off" else len(rows) == by_step[1]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +110,10 @@ def test_stopped_at_any_moment_it_leaves_nothing_behind(tmp_path: Path, moment: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 7, 11])
-def test_the_demo_learns(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "gateway"), [(0, "on"), (7, "on"), (11, "on"), (0, "off")])
+def test_the_demo_learns(tmp_path: Path, seed: int, gateway: str) -> None:
     run = tmp_path / "demo"
-    subprocess.run(command(run, "--seed", str(seed)), timeout=1100, check=True, cwd=tmp_path)
+    subprocess.run(command(run, "--seed", str(seed), "--gateway", gateway), timeout=1100, check=True, cwd=tmp_path)
     report = json.loads((run / "report.json").read_text())
     check_accounts(report)
     assert report["success_first"] <= 0.4

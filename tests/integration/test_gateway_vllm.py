@@ -226,7 +226,7 @@ def test_new_weights_are_served_and_wrong_ones_refused(
     published = publish(policy, other, version + 1)
     assert (published["version"], published["checksum"]) == (version + 1, checksum_directory(other))
     assert published["seconds"] < 10
-    assert fetch(policy) == {**before, "version": version + 1}
+    assert fetch(policy) == {**before, "version": version + 1, "before": version}
     held = fetch(f"{engine.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
     assert held == {"results": [checksum_directory(other)]}
     new = fetch(f"{gateway.gateway.url}/rollout/reload-1/attempt/0{CHAT}", {**GREEDY, "logprobs": True, "return_token_ids": True})

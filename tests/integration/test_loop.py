@@ -29,12 +29,12 @@ ASK = CallableAgent("plain_agents:ask", directory=AGENTS)
 TASKS = [Task("lima", {"city": "lima"}), Task("rome", {"city": "rome"})]
 
 
-def own_run(settings: Settings, **builder: object) -> Settings:
+def own_run(settings: Settings, *, gateway: bool = True, **builder: object) -> Settings:
     """The settings with a run of the test's own."""
     run = uuid.uuid4().hex
     return settings.model_copy(
         update={
-            "runner": settings.runner.model_copy(update={"run_id": run, "concurrency": 8}),
+            "runner": settings.runner.model_copy(update={"run_id": run, "concurrency": 8, "gateway": gateway}),
             "trainer": settings.trainer.model_copy(update={"run_id": run}),
             "builder": settings.builder.model_copy(update={"policy": "policy", **builder}),
         }
@@ -42,10 +42,10 @@ def own_run(settings: Settings, **builder: object) -> Settings:
 
 
 def roll_out(
-    settings: Settings, agent: AgentSpec, tasks: Sequence[Task], logs: Path, *, mode: Mode = Mode.TRAIN, size: int = 4, gateway: bool = True
+    settings: Settings, agent: AgentSpec, tasks: Sequence[Task], logs: Path, *, mode: Mode = Mode.TRAIN, size: int = 4
 ) -> list[Outcome]:
     async def run() -> list[Outcome]:
-        async with Runner(settings, agent, logs=logs, use_gateway=gateway) as runner:
+        async with Runner(settings, agent, logs=logs) as runner:
             return await runner.run(tasks, mode=mode, group_size=size)
 
     return asyncio.run(run())
@@ -190,13 +190,9 @@ def test_a_program_without_instrumentation_is_recorded_under_its_root(gateway: S
     assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
 
 
-def test_the_plain_road_builds_from_the_agents_own_spans(
-    engine: Settings, store: StoreSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{engine.gateway.engine_url}/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    settings = own_run(engine.model_copy(update={"store": store}), quiet_seconds=1)
-    outcomes = roll_out(settings, ASK, TASKS[:1], tmp_path, size=3, gateway=False)
+def test_the_plain_road_builds_from_the_agents_own_spans(engine: Settings, store: StoreSettings, tmp_path: Path) -> None:
+    settings = own_run(engine.model_copy(update={"store": store}), gateway=False, quiet_seconds=1)
+    outcomes = roll_out(settings, ASK, TASKS[:1], tmp_path, size=3)
     assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, None)] * 3
     build_all(settings, 3)
     version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
@@ -206,7 +202,8 @@ def test_the_plain_road_builds_from_the_agents_own_spans(
         " WHERE RunId = {run:String}",
     )
     assert rows == [([1, 4, 7, 14, 2, 1, 5], 1, version, 1.0, "policy")] * 3
-    assert ask(settings, "SELECT count() FROM otel.v_calls WHERE RunId = {run:String}") == [(0,)]
+    same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, Policy FROM otel.{} WHERE RunId = {{run:String}} ORDER BY CallId"
+    assert ask(settings, same.format("v_calls")) == ask(settings, same.format("v_transitions"))
 
 
 def test_a_rollout_without_a_reward_is_a_drop_and_never_a_zero(gateway: Settings, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from spangrad.cli import COMMANDS
 from spangrad.errors import SettingsError, SpangradError
 from spangrad.settings import explain_settings, load_settings
 
+TWICE = '[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}]'
 HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp", "clickhouse_connect", "opentelemetry")
 
 
@@ -50,6 +51,9 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
         (["demo", "--example", "nowhere"], {}, 1, "nowhere holds no agent.py"),
         (["store", "--set", "store.host=0.0.0.0"], {}, 1, "Set store.token, or bind 127.0.0.1."),
         (["gateway", "--set", "gateway.host=0.0.0.0"], {}, 1, "Set gateway.token, or bind 127.0.0.1."),
+        (["gateway", "--port", "0"], {"SPANGRAD_GATEWAY__TLS_CERT": "x.pem"}, 2, "gateway.tls_key is not set, and TLS needs both"),
+        (["gateway", "--port", "0"], {"SPANGRAD_GATEWAY__CLIENTS": TWICE}, 2, "gateway.clients names 'a' twice."),
+        (["gateway", "--port", "0"], {"SPANGRAD_GATEWAY__RETOKENIZE": "nowhere"}, 1, "gateway.retokenize = 'nowhere' holds no tokenizer"),
         (["engine"], {}, 1, "engine.model"),
         (["engine", "--model", "nowhere"], {}, 1, "nowhere"),
         (["train"], {}, 2, "trainer.model is not set."),
@@ -95,7 +99,8 @@ def test_overrides_are_json_or_text() -> None:
 
 
 def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
-    values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame"}
+    tables = {"gateway.clients": [{"name": "evals", "token": "sesame", "policies": ["p"]}], "gateway.models": {"gpt-4o": "policy"}}
+    values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame", **tables}
     other = tmp_path / "other.toml"
     other.write_text("[builder]\nquiet_seconds = 9\n")
     write_settings(tmp_path / "spangrad.toml", explain_settings(values, file=other, env={}))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from fakes import OtlpSink
+from gateway import exporter as exporter_module
+from gateway import spill
 from gateway.exporter import SpanExporter
 from gateway.record import attribute
 from spangrad.processes import free_ports
 from spangrad.settings import load_settings
+
+Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 
 
 def span(name: str, filling: int = 0) -> bytes:
@@ -31,15 +37,21 @@ class Poisoned(OtlpSink):
         return (400, {}, b"poison") if b"poison" in body else super().answer(method, path, headers, body)
 
 
-@asynccontextmanager
-async def exporting(url: str, **flags: object) -> AsyncGenerator[SpanExporter]:
-    settings = load_settings({"store.otlp_endpoint": url, **{key.replace("__", "."): value for key, value in flags.items()}}, env={})
-    async with aiohttp.ClientSession() as session:
-        exporter = SpanExporter(settings, session, "process 1")
-        try:
+@pytest.fixture
+def exporting(tmp_path: Path) -> Exporting:
+    """Exporters that use the same spill, one after the other."""
+
+    @asynccontextmanager
+    async def one(url: str, seconds: float = 1, lost: int = 0, **flags: object) -> AsyncGenerator[SpanExporter]:
+        """An exporter that has `seconds` for its end, and loses so many spans then."""
+        values = {"store.otlp_endpoint": url, "gateway.spill_path": str(tmp_path / "spill")}
+        settings = load_settings({**values, **{key.replace("__", "."): value for key, value in flags.items()}}, env={})
+        async with aiohttp.ClientSession() as session:
+            exporter = SpanExporter(settings, session, "process 1")
             yield exporter
-        finally:
-            exporter.task.cancel()
+            assert await exporter.stop(seconds) == lost
+
+    return one
 
 
 async def arrived(store: OtlpSink, count: int) -> list[str]:
@@ -47,55 +59,118 @@ async def arrived(store: OtlpSink, count: int) -> list[str]:
     return [one.name for one in store.spans]
 
 
-async def test_spans_arrive_in_order_with_resource_scope_and_token() -> None:
+class Full:
+    """A disk that takes nothing while it is full."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        self.refused = asyncio.Event()
+        self._writev = os.writev
+        patch.setattr(os, "writev", self.write)
+        patch.setattr(exporter_module, "DISK_PAUSE_SECONDS", 0.01)
+
+    def write(self, file: int, parts: tuple[bytes, bytes]) -> int:
+        if self.full:
+            self.refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._writev(file, parts)
+
+
+async def test_spans_arrive_in_order_with_resource_scope_and_token(exporting: Exporting) -> None:
     with OtlpSink() as store:
         async with exporting(store.url, store__token="secret") as exporter:
             names = [str(number) for number in range(300)]
             for name in names:
-                exporter.put(span(name, filling=300))
+                await exporter.put(span(name, filling=300))
             assert await arrived(store, 300) == names
-            assert await exporter.stop(1) == 0
         assert {(one.service, one.scope) for one in store.spans} == {("spangrad-gateway", "spangrad.gateway")}
         assert {headers["authorization"] for headers in store.requests} == {"Bearer secret"}
 
 
-async def test_nothing_is_lost_while_the_store_refuses_and_then_takes() -> None:
+async def test_nothing_is_lost_while_the_store_refuses_and_then_takes(exporting: Exporting) -> None:
     with OtlpSink(refusals=[(503, {}), (429, {}), (401, {})]) as store:
         async with exporting(store.url) as exporter:
             for name in "abc":
-                exporter.put(span(name))
+                await exporter.put(span(name))
             assert await arrived(store, 3) == ["a", "b", "c"]
             assert len(store.requests) >= 4
 
 
-async def test_nothing_is_lost_while_the_store_is_down_and_then_up() -> None:
+async def test_nothing_is_lost_while_the_store_is_down_and_then_up(exporting: Exporting) -> None:
     (port,) = free_ports(1)
     async with exporting(f"http://127.0.0.1:{port}") as exporter:
-        exporter.put(span("a"))
-        exporter.put(span("b"))
+        await exporter.put(span("a"))
+        await exporter.put(span("b"))
         await asyncio.sleep(0)
         with OtlpSink(port) as store:
             assert await arrived(store, 2) == ["a", "b"]
-        assert await exporter.stop(1) == 0
 
 
-async def test_a_span_that_the_store_refuses_for_what_it_is_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_one_exporter_could_not_deliver_the_next_one_sends_before_its_own(exporting: Exporting, tmp_path: Path) -> None:
+    (nobody,) = free_ports(1)
+    names = [str(number) for number in range(20)]
+    for name in names:
+        async with exporting(f"http://127.0.0.1:{nobody}", seconds=0) as exporter:
+            await exporter.put(span(name, filling=1000))
+    with OtlpSink() as store:
+        async with exporting(store.url) as exporter:
+            assert exporter.waiting_bytes > 20_000
+            await exporter.put(span("new"))
+            assert await arrived(store, 21) == [*names, "new"]
+    assert list((tmp_path / "spill").glob("*.spill")) == []
+
+
+async def test_a_damaged_span_costs_no_other_and_is_named(exporting: Exporting, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (nobody,) = free_ports(1)
+    async with exporting(f"http://127.0.0.1:{nobody}", seconds=0) as exporter:
+        for name in ("alpha", "bravo", "carol"):
+            await exporter.put(span(name))
+    (path,) = (tmp_path / "spill").glob("*.spill")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"bravo", b"brave")[:-1])
+    with OtlpSink() as store:
+        async with exporting(store.url):
+            assert await arrived(store, 1) == ["alpha"]
+    lost = len(data) - 1 - len(data) // 3
+    assert [one.message for one in caplog.records if one.levelname == "ERROR"] == [
+        f"{lost} bytes of {path} are no whole spans, and left out"
+    ]
+
+
+async def test_memory_is_bounded_and_the_disk_has_the_rest_in_order(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr(exporter_module, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(exporter_module, "QUICK_READ_BYTES", 5_000)
+    (port,) = free_ports(1)
+    names = [str(number) for number in range(100)]
+    async with exporting(f"http://127.0.0.1:{port}", gateway__export_bytes=5000) as exporter:
+        for name in names:
+            await exporter.put(span(name, filling=1000))
+        assert exporter.memory_bytes <= 6100 < 100_000 < exporter.waiting_bytes
+        with OtlpSink(port) as store:
+            assert await arrived(store, 100) == names
+            # It has caught up: what comes now takes the short way again.
+            await exporter.put(span("short way"))
+            assert exporter.memory_bytes > 0
+            assert await arrived(store, 101) == [*names, "short way"]
+
+
+async def test_a_span_that_the_store_refuses_for_what_it_is_costs_no_other(exporting: Exporting, caplog: pytest.LogCaptureFixture) -> None:
     with Poisoned() as store:
         async with exporting(store.url) as exporter:
             for name in ("a", "poison", "b"):
-                exporter.put(span(name))
+                await exporter.put(span(name))
             assert await arrived(store, 2) == ["a", "b"]
-            assert await exporter.stop(1) == 0
     assert [record.message for record in caplog.records if "lost" in record.message] == [
         f"a span is lost: the store at {store.url}/v1/traces refuses it: 400 poison"
     ]
 
 
-async def test_a_full_queue_makes_calls_wait_until_the_store_takes_spans() -> None:
+async def test_a_spent_disk_budget_makes_calls_wait_until_the_store_takes_spans(exporting: Exporting) -> None:
     (port,) = free_ports(1)
-    async with exporting(f"http://127.0.0.1:{port}", gateway__export_bytes=1000) as exporter:
+    async with exporting(f"http://127.0.0.1:{port}", gateway__spill_bytes=1000) as exporter:
         await exporter.room()
-        exporter.put(span("a", filling=2000))
+        await exporter.put(span("a", filling=2000))
         waiting = asyncio.create_task(exporter.room())
         await asyncio.wait({waiting}, timeout=0.1)
         assert not waiting.done()
@@ -103,29 +178,66 @@ async def test_a_full_queue_makes_calls_wait_until_the_store_takes_spans() -> No
             await asyncio.wait_for(waiting, 5)
 
 
-async def test_spans_are_held_back_but_not_beyond_the_end() -> None:
+async def test_a_budget_that_an_earlier_exporter_spent_makes_calls_wait(exporting: Exporting) -> None:
+    (port,) = free_ports(1)
+    async with exporting(f"http://127.0.0.1:{port}", seconds=0) as exporter:
+        await exporter.put(span("a", filling=2000))
+    async with exporting(f"http://127.0.0.1:{port}", gateway__spill_bytes=1000) as exporter:
+        waiting = asyncio.create_task(exporter.room())
+        await asyncio.wait({waiting}, timeout=0.1)
+        assert not waiting.done()
+        with OtlpSink(port):
+            await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_full_disk_makes_calls_wait_and_loses_nothing(
+    exporting: Exporting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Full(monkeypatch)
+    with OtlpSink() as store:
+        async with exporting(store.url) as exporter:
+            await exporter.put(span("a"))
+            disk.full = True
+            ends, leaves = (asyncio.create_task(exporter.put(span(name))) for name in "bc")
+            begins = asyncio.create_task(exporter.room())
+            await disk.refused.wait()
+            # The client of this one leaves: its span counts all the same.
+            leaves.cancel()
+            await asyncio.wait({ends, begins}, timeout=0.05)
+            assert (ends.done(), begins.done()) == (False, False)
+            disk.full = False
+            await asyncio.wait_for(asyncio.gather(ends, begins), 5)
+            assert await arrived(store, 3) == ["a", "b", "c"]
+    assert [one.message for one in caplog.records if one.levelname == "ERROR"] == [
+        f"spans cannot be written to {tmp_path / 'spill'} (No space left on device): calls wait until they can"
+    ]
+
+
+async def test_the_end_tells_how_many_spans_the_disk_did_not_take(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Full(monkeypatch)
+    with OtlpSink() as store:
+        async with exporting(store.url, lost=2) as exporter:
+            disk.full = True
+            puts = [asyncio.create_task(exporter.put(span(name))) for name in "ab"]
+            await asyncio.wait(puts, timeout=0.05)
+        for put in puts:
+            put.cancel()
+
+
+async def test_spans_are_held_back_but_not_beyond_the_end(exporting: Exporting) -> None:
     with OtlpSink() as store:
         async with exporting(store.url, gateway__export_delay_seconds=60) as exporter:
-            exporter.put(span("a"))
-            exporter.put(span("b"))
+            await exporter.put(span("a"))
+            await exporter.put(span("b"))
             await asyncio.wait({exporter.task}, timeout=0.1)
             assert store.requests == []
-            assert await exporter.stop(2) == 0
-            assert await arrived(store, 2) == ["a", "b"]
+        assert await arrived(store, 2) == ["a", "b"]
 
 
-async def test_held_back_spans_leave_when_their_time_has_come() -> None:
+async def test_held_back_spans_leave_when_their_time_has_come(exporting: Exporting) -> None:
     with OtlpSink() as store:
         async with exporting(store.url, gateway__export_delay_seconds=0.2) as exporter:
             began = asyncio.get_running_loop().time()
-            exporter.put(span("a"))
+            await exporter.put(span("a"))
             assert await arrived(store, 1) == ["a"]
             assert asyncio.get_running_loop().time() - began >= 0.2
-
-
-async def test_the_end_tells_how_many_spans_are_lost() -> None:
-    (nobody,) = free_ports(1)
-    async with exporting(f"http://127.0.0.1:{nobody}") as exporter:
-        exporter.put(span("a"))
-        exporter.put(span("b"))
-        assert await exporter.stop(0.3) == 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, event
 
-from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, ask
+from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ask
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
 from spangrad.weights import tokenizer_hash
 
@@ -162,6 +163,7 @@ async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middlewar
     vllm.refuses = True
     await call(middleware, "/update_weight_version", {"new_version": "4"})
     assert middleware.version == 3
+    assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0])["model"] == os.environ["SPANGRAD_ENGINE__MODEL"]
     vllm.refuses = False
     status, _, _ = await call(middleware, "/update_weight_version", {"new_version": "four"})
     assert (status, middleware.version) == (400, 3)
@@ -169,8 +171,9 @@ async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middlewar
     expected = {
         "policy": "policy",
         "version": 4,
-        "tokenizer_hash": tokenizer_hash(Path(__import__("os").environ["SPANGRAD_ENGINE__MODEL"])),
+        "tokenizer_hash": tokenizer_hash(Path(os.environ["SPANGRAD_ENGINE__MODEL"])),
         "warm": False,
+        "model": "",
     }
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
     await call(middleware, "/spangrad/warm", {})
@@ -230,6 +233,11 @@ async def test_a_pause_that_vllm_refuses_holds_nobody(vllm: Vllm, middleware: Sp
         (CHAT_PATH, {"use_beam_search": True}, {"return_token_ids": True}),
         (COMPLETIONS_PATH, {}, {"return_token_ids": True, "logprobs": 0}),
         (COMPLETIONS_PATH, {"logprobs": 3}, {"return_token_ids": True}),
+        (COMPLETIONS_PATH, {"logprobs": 0}, {"return_token_ids": True}),
+        # Asked for ids, vLLM would leave out the echo.
+        (COMPLETIONS_PATH, {"echo": True}, {}),
+        (RESPONSES_PATH, {}, {}),
+        (MESSAGES_PATH, {}, {}),
     ],
 )
 def test_what_is_asked_beyond_the_client(path: str, asked: dict[str, Any], added: dict[str, Any]) -> None:

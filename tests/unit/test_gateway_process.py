@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import time
@@ -21,11 +22,12 @@ from spangrad.settings import Settings, load_settings
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 
 
-def settings(engine: int, store: str, **flags: object) -> Settings:
+def settings(engine: int, store: str, spill: Path, **flags: object) -> Settings:
     (port,) = free_ports(1)
     values = {
         "gateway.port": port,
         "gateway.url": f"http://127.0.0.1:{port}",
+        "gateway.spill_path": str(spill),
         "gateway.engine_url": f"http://127.0.0.1:{engine}",
         "store.otlp_endpoint": store,
     }
@@ -44,7 +46,7 @@ async def test_a_signal_ends_it_in_time_with_every_span_delivered(number: signal
     with OtlpSink() as store:
         async with engine.running():
             # Spans are held back for long, so that only the end can send them.
-            wanted = settings(engine.port, store.url, **{"gateway.export_delay_seconds": 60})
+            wanted = settings(engine.port, store.url, tmp_path / "spill", **{"gateway.export_delay_seconds": 60})
             child = await asyncio.to_thread(started, wanted, tmp_path / "log")
             await asyncio.to_thread(fetch, f"{wanted.gateway.url}/v1/chat/completions", ASKED)
             engine.go_on.clear()
@@ -60,23 +62,54 @@ async def test_a_signal_ends_it_in_time_with_every_span_delivered(number: signal
     assert [span.attributes.get("spangrad.aborted", False) for span in store.spans] == [False, True]
 
 
-async def test_spans_that_nobody_took_are_named_at_the_end(tmp_path: Path) -> None:
-    (nobody,) = free_ports(1)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_the_next_gateway_sends_what_nobody_took_from_this_one(number: signal.Signals, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
     engine = FakeEngine()
     async with engine.running():
-        wanted = settings(engine.port, f"http://127.0.0.1:{nobody}")
+        wanted = settings(engine.port, f"http://127.0.0.1:{port}", tmp_path / "spill")
         child = await asyncio.to_thread(started, wanted, tmp_path / "log")
-        await asyncio.to_thread(fetch, f"{wanted.gateway.url}/v1/chat/completions", ASKED)
-        child.process.terminate()
-        assert await asyncio.to_thread(child.process.wait, 5) == 1
-    assert child.tail(1) == f"1 spans are lost: the store at http://127.0.0.1:{nobody} did not take them before the end."
+        await asyncio.to_thread(fetch, f"{wanted.gateway.url}/rollout/r1/attempt/0/v1/chat/completions", ASKED)
+        child.process.send_signal(number)
+        assert await asyncio.to_thread(child.process.wait, 5) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert re.search(r"WARNING \d+ bytes of spans wait in .*spill for the next gateway", child.tail()) or number == signal.SIGKILL
+        with OtlpSink(port) as store:
+            child = await asyncio.to_thread(started, wanted, tmp_path / "log")
+            await asyncio.to_thread(store.wait_for, lambda: bool(store.spans))
+            child.process.terminate()
+            assert await asyncio.to_thread(child.process.wait, 5) == 0
+    assert [span.attributes["spangrad.rollout.id"] for span in store.spans] == ["r1"]
+    assert list((tmp_path / "spill").glob("*.spill")) == []
 
 
-def test_an_address_that_may_not_be_bound_or_is_taken_is_refused() -> None:
+async def test_a_spill_has_one_gateway(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with engine.running():
+        first, second = (settings(engine.port, "http://127.0.0.1:1", tmp_path / "spill") for _ in range(2))
+        child = await asyncio.to_thread(started, first, tmp_path / "log")
+        refused = start("gateway.server", second, tmp_path / "second.log")
+        assert await asyncio.to_thread(refused.process.wait, 20) == 1
+        child.process.kill()
+        child.process.wait()
+    assert refused.tail(1) == (
+        f"gateway.spill_path = {tmp_path / 'spill'} is in use by the gateway of process {child.process.pid}. "
+        "Stop that one, or set gateway.spill_path to another directory."
+    )
+
+
+async def test_a_rule_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:
+    child = start("gateway.server", settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.redact": ["[0-9"]}), tmp_path / "log")
+    assert await asyncio.to_thread(child.process.wait, 20) == 2
+    assert child.tail(1) == (
+        "gateway.redact has '[0-9', which is no regular expression: unterminated character set at position 0. Mend it, or leave it out."
+    )
+
+
+def test_an_address_that_may_not_be_bound_or_is_taken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpangradError, match=r"Set gateway.token, or bind 127.0.0.1"):
-        serve(settings(1, "http://127.0.0.1:1", **{"gateway.host": "0.0.0.0"}))
+        serve(settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.host": "0.0.0.0"}))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(SpangradError, match=r"set gateway.port to another port"):
-            serve(settings(1, "http://127.0.0.1:1", **{"gateway.port": taken.getsockname()[1]}))
+            serve(settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.port": taken.getsockname()[1]}))

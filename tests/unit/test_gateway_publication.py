@@ -41,7 +41,10 @@ async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) 
         stage.engine.orders.clear()
         status, answer = await publish(stage, weights)
         seconds = answer.pop("seconds")
-        assert (status, answer) == (200, {"policy": "policy", "version": 1, "checksum": checksum_directory(weights)})
+        assert (status, answer) == (
+            200,
+            {"policy": "policy", "version": 1, "checksum": checksum_directory(weights), "backends": {"policy-0": "serving"}},
+        )
         assert stage.engine.orders == STEPS
         assert 0 < seconds < 5
         assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
@@ -57,7 +60,13 @@ async def test_the_version_that_is_served_is_not_published_again(weights: Path) 
         stage.engine.orders.clear()
         assert await publish(stage, weights) == (
             200,
-            {"policy": "policy", "version": 1, "checksum": checksum_directory(weights), "seconds": 0.0},
+            {
+                "policy": "policy",
+                "version": 1,
+                "checksum": checksum_directory(weights),
+                "seconds": 0.0,
+                "backends": {"policy-0": "serving"},
+            },
         )
         assert stage.engine.orders == []
 

@@ -1,0 +1,74 @@
+"""What is kept of an engine's answer, whatever dialect it came in.
+
+In: what the dialects' readers find. Out: an `Answer` for the call's span. Invariant: prompts and choices stand in the
+engine's order, and of n choices to p prompts, choice i answers prompt i // (n / p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+"""What a span can hold: an unsigned integer of four bytes."""
+Logprob = Annotated[float, msgspec.Meta(ge=-3.4028234e38, le=3.4028234e38)]
+"""A float of four bytes, finite."""
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
+"""A choice's place; the store numbers choices in two bytes."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What the engine says of itself in an answer."""
+
+    policy: str
+    version_start: int
+    tokenizer_hash: str
+    version_end: int | None = None
+    """None: the answer was not finished."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the answer's choices."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    finish_reason: str | None = None
+    """None: the answer was cut before the engine was done."""
+    message: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Put together from a stream's parts; empty for whole answers, whose JSON is kept."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is kept of an answer, or of as much of it as came."""
+
+    id: str | None = None
+    model: str | None = None
+    prompts: list[list[int]] = field(default_factory=list[list[int]])
+    """The token ids of each prompt; empty: not known."""
+    choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
+    usage: dict[str, Any] | None = None
+    """None: the client did not ask for it (streams), or the answer was cut."""
+    engine: EngineFacts | None = None
+    """None: the engine has no spangrad middleware, or failed."""
+    failed: bool = False
+    """Whether a stream held an error of the engine's, or something that is no part of an answer."""
+    json: bytes | None = None
+    """A whole answer without its arrays. None: see `response_json`."""
+    whole: Callable[[], dict[str, Any] | None] | None = None
+    """Puts a stream's parts together to the whole answer that they amount to. None: it was no stream."""
+
+    def ordered(self) -> list[Choice]:
+        """The choices by index; one of which nothing came is empty."""
+        return [self.choices.get(index) or Choice() for index in range(max(self.choices, default=-1) + 1)]
+
+    def response_json(self) -> bytes | None:
+        """The answer without its arrays; a stream's as the whole answer that it amounts to. None: nothing came."""
+        if self.json is not None or self.whole is None:
+            return self.json
+        whole = self.whole()
+        return msgspec.json.encode(whole) if whole else None

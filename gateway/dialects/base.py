@@ -1,0 +1,119 @@
+"""What every dialect gives: its path, its requests, and readers of the engine's answers.
+
+In: a client's request and the engine's answer, as bytes. Out: what the other side gets of it, and an `Answer`.
+Invariant: JSON that we have no business with passes as the bytes it came in, and a stream's event leaves as soon as it
+has come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.dialects.answer import Answer
+from gateway.vllm_plugin.asking import ask, asks_ids, asks_logprobs, is_left_alone
+
+NULL = msgspec.Raw(b"null")
+Fields = dict[str, msgspec.Raw]
+"""A JSON object of which only the names are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A client's request."""
+
+    raw: bytes
+    """As it came."""
+    fields: dict[str, Any]
+    """Its top-level fields, decoded but for the conversation, which stays raw."""
+    dialect: Dialect
+
+    @property
+    def engine_path(self) -> str:
+        """Where the engine answers it."""
+        return self.dialect.path
+
+    @property
+    def model(self) -> str | None:
+        """The model that is asked. None: not said."""
+        model = self.fields.get("model")
+        return model if isinstance(model, str) else None
+
+    @property
+    def wants_ids(self) -> bool:
+        """Whether the client gets the token ids that come: it asked for them, or nobody did."""
+        return asks_ids(self.fields) or is_left_alone(self.engine_path, self.fields)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the client gets the logprobs that come: it asked for them, or nobody did."""
+        return asks_logprobs(self.engine_path, self.fields) or is_left_alone(self.engine_path, self.fields)
+
+    def for_engine(self) -> bytes:
+        """The request that the engine gets."""
+        asked = ask(self.engine_path, self.fields)
+        return self.raw if asked is self.fields else msgspec.json.encode(asked)
+
+
+class StreamReader(Protocol):
+    """Reads a stream as it comes."""
+
+    answer: Answer
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what the engine sent; give what the client gets of it now."""
+        ...
+
+    def rest(self) -> bytes:
+        """What came after the last whole event."""
+        ...
+
+
+class Dialect(Protocol):
+    """One of the forms in which agents ask."""
+
+    path: str
+    operation: str
+    """`gen_ai.operation.name`."""
+
+    def parse(self, raw: bytes) -> Request:
+        """Read a client's request.
+
+        Raises:
+            ValueError: it is not a JSON object; the message says what is wrong.
+        """
+        ...
+
+    def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
+        """Read a whole answer, and give what the client gets of it.
+
+        Raises:
+            ValueError: it is no answer in this dialect.
+        """
+        ...
+
+    def stream(self, request: Request) -> StreamReader:
+        """A reader for the answer's stream."""
+        ...
+
+    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
+        """An error of the gateway's own, as this dialect's clients show it in words."""
+        ...
+
+
+def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) -> Request:
+    """Read a client's request; the fields named in `conversation` stay raw.
+
+    Raises:
+        ValueError: it is not a JSON object; the message says what is wrong.
+    """
+    fields = msgspec.json.decode(raw, type=Fields)
+    decoded = {name: value if name in conversation else msgspec.json.decode(value) for name, value in fields.items()}
+    return Request(raw, decoded, dialect)
+
+
+def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "code": status}}

@@ -1,0 +1,133 @@
+"""The two dialects whose answers hold `choices`, with ids and logprobs in fields of vLLM's own: what they share.
+
+In: answers and chunks with more than the client asked for. Out: the same without it, and an `Answer`. Invariant: where
+vLLM writes null for what was not asked, null is left; a chunk that vLLM sends only for its ids is left out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from gateway.dialects.answer import Answer, EngineFacts
+from gateway.dialects.base import NULL, Fields, Request, openai_error, parse_request
+from spangrad.semconv import ANSWER_FIELD
+
+_Choices = list[Fields]
+
+
+class ChoicesDialect(ABC):
+    """Chat and completions."""
+
+    path: str
+    operation: str
+    conversation: frozenset[str]
+    """Request fields that are not decoded."""
+
+    def parse(self, raw: bytes) -> Request:
+        """See `Dialect`."""
+        return parse_request(raw, self, self.conversation)
+
+    def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
+        """See `Dialect`."""
+        top = msgspec.json.decode(body, type=Fields)
+        if "choices" not in top:
+            raise ValueError("the answer has no `choices`")
+        choices = msgspec.json.decode(top["choices"], type=_Choices)
+        answer = Answer()
+        self.read_top(answer, top)
+        for fields in choices:
+            if "index" not in fields:
+                raise ValueError("a choice has no `index`")
+            self.read_choice(answer, fields, request)
+        answer.json = encode(top, choices, ids=False, logprobs=False)
+        if not request.wants_ids and not request.wants_logprobs:
+            return answer, answer.json
+        return answer, encode(top, choices, ids=request.wants_ids, logprobs=request.wants_logprobs)
+
+    def stream(self, request: Request) -> ChoicesStream:
+        """See `Dialect`."""
+        return ChoicesStream(self, request)
+
+    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
+        """See `Dialect`."""
+        return openai_error(status, message, kind)
+
+    def begin(self, request: Request) -> Answer:
+        """What is known of a stream's answer before it comes."""
+        return Answer()
+
+    def read_top(self, answer: Answer, top: Fields) -> None:
+        """Keep what stands at the top of an answer or chunk, and take our own field off."""
+        own = top.pop(ANSWER_FIELD, None)
+        if own is not None:
+            answer.engine = msgspec.json.decode(own, type=EngineFacts)
+        if "id" in top and answer.id is None:
+            answer.id = msgspec.json.decode(top["id"], type=str)
+            answer.model = msgspec.json.decode(top.get("model", NULL), type=str | None)
+        if "usage" in top:
+            answer.usage = msgspec.json.decode(top["usage"], type=dict[str, Any] | None)
+
+    @abstractmethod
+    def read_choice(self, answer: Answer, fields: Fields, request: Request) -> bool:
+        """Keep what a choice brings; whether it says anything but ids and logprobs."""
+
+    @abstractmethod
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The whole answer that a stream's parts amount to."""
+
+
+class ChoicesStream:
+    """Reads a stream as it comes."""
+
+    def __init__(self, dialect: ChoicesDialect, request: Request) -> None:
+        answer = dialect.begin(request)
+        answer.whole = lambda: dialect.whole(answer) if answer.choices else None
+        self.answer = answer
+        self._dialect = dialect
+        self._request = request
+        self._ids = request.wants_ids
+        self._logprobs = request.wants_logprobs
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """See `StreamReader`."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(self._event(event) for event in events)
+
+    def rest(self) -> bytes:
+        """See `StreamReader`."""
+        return self._rest
+
+    def _event(self, event: bytes) -> bytes:
+        if not event.startswith(b"data: {"):
+            return event + b"\n\n"
+        try:
+            return self._chunk(event)
+        except (ValueError, LookupError):
+            # Not a chunk of an answer: the client shall see it, and the call counts as failed.
+            self.answer.failed = True
+            return event + b"\n\n"
+
+    def _chunk(self, event: bytes) -> bytes:
+        top = msgspec.json.decode(event[6:], type=Fields)
+        if "error" in top:
+            self.answer.failed = True
+        self._dialect.read_top(self.answer, top)
+        choices = msgspec.json.decode(top["choices"], type=_Choices) if "choices" in top else []
+        says = [self._dialect.read_choice(self.answer, fields, self._request) for fields in choices]
+        if choices and not any(says) and not self._ids and not self._logprobs:
+            return b""
+        return b"data: " + encode(top, choices, ids=self._ids, logprobs=self._logprobs) + b"\n\n"
+
+
+def encode(top: Fields, choices: _Choices, *, ids: bool, logprobs: bool) -> bytes:
+    """Write an answer or chunk without what is not wanted, as null where vLLM writes null."""
+    hidden = [] if ids else ["token_ids", "prompt_token_ids"]
+    hidden += [] if logprobs else ["logprobs"]
+    shown = {**top, "choices": [{**one, **{name: NULL for name in hidden if name in one}} for one in choices]} if "choices" in top else top
+    if not ids and "prompt_token_ids" in shown:
+        shown = {**shown, "prompt_token_ids": NULL}
+    return msgspec.json.encode(shown)

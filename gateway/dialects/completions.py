@@ -1,0 +1,84 @@
+"""`/v1/completions`: p prompts with n choices each; ids in fields of vLLM's, asked for in the request.
+
+In: choices of answers and chunks. Out: their prompts' and their own ids, logprobs and finish reasons, and a stream's
+texts put together. Invariant: that of `gateway.dialects.choices`; an answer that echoes its prompt has no record of
+ids, since vLLM leaves the echo out where ids are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.dialects.answer import Answer, Choice, Index, Logprob, TokenId
+from gateway.dialects.base import NULL, Fields, Request
+from gateway.dialects.choices import ChoicesDialect
+from gateway.vllm_plugin.asking import COMPLETIONS_PATH
+
+CHOICES_FORESEEN = 1024
+"""Choices of which a call may have more than the store tells apart."""
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[Logprob | None] | None = None
+
+
+class CompletionsDialect(ChoicesDialect):
+    """OpenAI's completions."""
+
+    path = COMPLETIONS_PATH
+    operation = "text_completion"
+    conversation = frozenset({"prompt"})
+
+    def begin(self, request: Request) -> Answer:
+        """See `ChoicesDialect`: of a stream that is cut, no choice may be missing, or others would answer its prompt."""
+        prompts = _prompts(request)
+        choices = prompts * _choices_each(request)
+        if 1 < choices <= CHOICES_FORESEEN and not request.fields.get("echo"):
+            return Answer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
+        return Answer()
+
+    def read_choice(self, answer: Answer, fields: Fields, request: Request) -> bool:
+        """See `ChoicesDialect`."""
+        # All of it is read before anything is kept: what is no choice leaves no trace.
+        index = msgspec.json.decode(fields["index"], type=Index)
+        text = msgspec.json.decode(fields.get("text", NULL), type=str | None)
+        reason = msgspec.json.decode(fields.get("finish_reason", NULL), type=str | None)
+        token_ids = msgspec.json.decode(fields.get("token_ids", NULL), type=list[TokenId] | None)
+        logprobs = msgspec.json.decode(fields.get("logprobs", NULL), type=_Logprobs | None)
+        prompt_ids = msgspec.json.decode(fields.get("prompt_token_ids", NULL), type=list[TokenId] | None)
+        choice = answer.choices.setdefault(index, Choice())
+        choice.message["text"] = choice.message.get("text", "") + (text or "")
+        choice.finish_reason = reason or choice.finish_reason
+        if not request.fields.get("echo"):
+            choice.token_ids += token_ids or []
+            choice.logprobs += [one for one in (logprobs.token_logprobs if logprobs else None) or [] if one is not None]
+            if prompt_ids:
+                place = index // _choices_each(request)
+                answer.prompts += [[] for _ in range(place + 1 - len(answer.prompts))]
+                answer.prompts[place] = prompt_ids
+        return True
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """See `ChoicesDialect`."""
+        choices = [
+            {"index": index, "text": choice.message.get("text", ""), "finish_reason": choice.finish_reason}
+            for index, choice in sorted(answer.choices.items())
+        ]
+        return {"id": answer.id, "object": "text_completion", "model": answer.model, "choices": choices, "usage": answer.usage}
+
+
+def _choices_each(request: Request) -> int:
+    """How many choices each prompt gets."""
+    asked = request.fields.get("n")
+    return asked if isinstance(asked, int) and asked > 0 else 1
+
+
+def _prompts(request: Request) -> int:
+    """How many prompts there are: one as a text or as token ids, or a list of such."""
+    prompt = bytes(request.fields.get("prompt", b""))
+    if not prompt.startswith(b"["):
+        return 1
+    parts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+    return len(parts) if parts and bytes(parts[0])[:1] in (b'"', b"[") else 1

@@ -1,0 +1,82 @@
+"""`/v1/messages`: Anthropic's dialect, which vLLM answers itself; ids in the field that our middleware adds.
+
+In: messages and their events. Out: the same without our field, and an `Answer`. Invariant: that of
+`gateway.dialects.tapped`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.dialects.base import Fields, Request
+from gateway.dialects.tapped import TappedDialect, TappedStream
+from gateway.vllm_plugin.asking import MESSAGES_PATH
+
+_DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature", "input_json_delta": "partial_json"}
+"""A delta's type -> the field that it lengthens."""
+
+
+class MessagesDialect(TappedDialect):
+    """Anthropic's messages."""
+
+    path = MESSAGES_PATH
+    operation = "chat"
+    conversation = frozenset({"messages", "system"})
+    required = "content"
+    finish = "stop_reason"
+
+    def stream(self, request: Request) -> MessagesStream:
+        """See `Dialect`."""
+        return MessagesStream(self)
+
+    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
+        """See `Dialect`."""
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessagesStream(TappedStream):
+    """Puts a message together from its events."""
+
+    def __init__(self, dialect: MessagesDialect) -> None:
+        super().__init__(dialect)
+        self._message: dict[str, Any] = {}
+        self._blocks: dict[int, dict[str, Any]] = {}
+
+    def take(self, event: dict[str, Any], raw: Fields) -> None:
+        """See `TappedStream`."""
+        match event["type"]:
+            case "message_start":
+                self._message = event["message"]
+                self._dialect.read_head(self.answer, msgspec.json.decode(raw["message"], type=Fields))
+            case "content_block_start":
+                self._blocks[event["index"]] = event["content_block"]
+            case "content_block_delta":
+                block, delta = self._blocks[event["index"]], event["delta"]
+                name = _DELTAS.get(delta["type"])
+                if name is not None:
+                    block[name] = (block.get(name) or "") + delta[name]
+            case "message_delta":
+                self._message |= event["delta"]
+                self._dialect.read_finish(self.answer, msgspec.json.decode(raw["delta"], type=Fields))
+                self.answer.usage = (self.answer.usage or {}) | event.get("usage", {})
+            case "error":
+                self.answer.failed = True
+            case _:
+                pass  # content_block_stop, message_stop, ping
+
+    def whole(self) -> dict[str, Any] | None:
+        """See `TappedStream`."""
+        if not self._message:
+            return None
+        blocks = [_block(block) for _, block in sorted(self._blocks.items())]
+        return {**self._message, "content": blocks, "usage": self.answer.usage}
+
+
+def _block(block: dict[str, Any]) -> dict[str, Any]:
+    """A block with the input of its tool read, where all of it has come."""
+    try:
+        return {**{k: v for k, v in block.items() if k != "partial_json"}, "input": msgspec.json.decode(block["partial_json"])}
+    except (KeyError, ValueError):
+        return block

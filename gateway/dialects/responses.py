@@ -1,0 +1,75 @@
+"""`/v1/responses`: OpenAI's newer dialect, which vLLM answers itself; ids in the field that our middleware adds.
+
+In: responses and their events. Out: the same without our field, and an `Answer`. Invariant: that of
+`gateway.dialects.tapped`. vLLM's own `enable_response_messages` would give ids only at a response's end and logprobs
+only of its texts: where the client asks for it, it gets what vLLM gives, and we do not look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.dialects.base import Fields, Request, openai_error
+from gateway.dialects.tapped import TappedDialect, TappedStream
+from gateway.vllm_plugin.asking import RESPONSES_PATH
+
+_DELTAS = {
+    "response.output_text.delta": "text",
+    "response.reasoning_text.delta": "text",
+    "response.function_call_arguments.delta": "arguments",
+}
+"""An event's type -> what of an item it lengthens."""
+
+
+class ResponsesDialect(TappedDialect):
+    """OpenAI's responses."""
+
+    path = RESPONSES_PATH
+    operation = "chat"
+    conversation = frozenset({"input", "instructions"})
+    required = "output"
+    finish = "status"
+    hidden = frozenset({"input_messages", "output_messages"})
+
+    def stream(self, request: Request) -> ResponsesStream:
+        """See `Dialect`."""
+        return ResponsesStream(self)
+
+    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
+        """See `Dialect`."""
+        return openai_error(status, message, kind)
+
+
+class ResponsesStream(TappedStream):
+    """Keeps the response that the last event gives whole, and of a stream that is cut what came of its items."""
+
+    def __init__(self, dialect: ResponsesDialect) -> None:
+        super().__init__(dialect)
+        self._response: dict[str, Any] = {}
+        self._items: dict[int, dict[str, Any]] = {}
+
+    def take(self, event: dict[str, Any], raw: Fields) -> None:
+        """See `TappedStream`."""
+        kind: str = event["type"]
+        if "response" in event:
+            self._response = event["response"]
+            response = msgspec.json.decode(raw["response"], type=Fields)
+            self._dialect.read_head(self.answer, response)
+            if kind not in ("response.created", "response.in_progress", "response.queued"):
+                self._dialect.read_finish(self.answer, response)
+        if "item" in event:
+            self._items[event["output_index"]] = event["item"]
+        elif kind in _DELTAS:
+            item, name = self._items[event["output_index"]], _DELTAS[kind]
+            item[name] = item.get(name, "") + event["delta"]
+        if kind in ("error", "response.failed"):
+            self.answer.failed = True
+
+    def whole(self) -> dict[str, Any] | None:
+        """See `TappedStream`."""
+        if not self._response:
+            return None
+        items = self._response.get("output") or [item for _, item in sorted(self._items.items())]
+        return {**self._response, **{name: None for name in self._dialect.hidden if name in self._response}, "output": items}

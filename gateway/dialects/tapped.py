@@ -1,0 +1,147 @@
+"""The dialects whose answers have no place for ids: the engine's middleware tells them in its own field. What they share.
+
+In: answers and events with the field `spangrad`. Out: the same without it, byte for byte what vLLM's own code wrote,
+and an `Answer`. Invariant: each of the engine's generations is a prompt and the choice that answers it; of a stream
+that is cut, the tokens up to the last event are kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from gateway.dialects.answer import Answer, Choice, EngineFacts, Logprob, TokenId
+from gateway.dialects.base import NULL, Fields, Request, parse_request
+from spangrad.semconv import ANSWER_FIELD
+
+
+class _Generation(msgspec.Struct):
+    """What the engine was asked to generate, or what it did since the last event."""
+
+    prompt_token_ids: list[TokenId] = []
+    token_ids: list[TokenId] = []
+    logprobs: list[Logprob] = []
+    finish_reason: str | None = None
+
+
+class _Told(msgspec.Struct):
+    policy: str
+    version_start: int
+    tokenizer_hash: str
+    version_end: int | None = None
+    generations: list[_Generation] = []
+
+
+class TappedDialect(ABC):
+    """Responses and messages."""
+
+    path: str
+    operation: str
+    conversation: frozenset[str]
+    """Request fields that are not decoded."""
+    required: str
+    """A field that every answer has."""
+    finish: str
+    """The field that says how it ended."""
+    hidden: frozenset[str] = frozenset()
+    """Fields of answers that hold token ids where the client asked for them: not kept a second time."""
+
+    def parse(self, raw: bytes) -> Request:
+        """See `Dialect`."""
+        return parse_request(raw, self, self.conversation)
+
+    def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
+        """See `Dialect`."""
+        top = msgspec.json.decode(body, type=Fields)
+        if self.required not in top:
+            raise ValueError(f"the answer has no `{self.required}`")
+        answer = Answer(choices={0: Choice()})
+        keep_told(answer, top)
+        self.read_head(answer, top)
+        self.read_finish(answer, top)
+        answer.json = msgspec.json.encode({name: NULL if name in self.hidden else value for name, value in top.items()})
+        return answer, answer.json if self.hidden.isdisjoint(top) else msgspec.json.encode(top)
+
+    def read_head(self, answer: Answer, top: Fields) -> None:
+        """Keep what an answer says of itself."""
+        answer.id = msgspec.json.decode(top.get("id", NULL), type=str | None)
+        answer.model = msgspec.json.decode(top.get("model", NULL), type=str | None)
+        answer.usage = msgspec.json.decode(top.get("usage", NULL), type=dict[str, Any] | None) or answer.usage
+
+    def read_finish(self, answer: Answer, end: Fields) -> None:
+        """Keep how the answer ended in the dialect's own word, where the engine did not tell."""
+        if answer.engine is None:
+            answer.choices[0].finish_reason = msgspec.json.decode(end.get(self.finish, NULL), type=str | None)
+
+    @abstractmethod
+    def stream(self, request: Request) -> TappedStream:
+        """See `Dialect`."""
+
+    @abstractmethod
+    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
+        """See `Dialect`."""
+
+
+class TappedStream(ABC):
+    """Reads a stream as it comes."""
+
+    def __init__(self, dialect: TappedDialect) -> None:
+        self.answer = Answer(whole=self.whole)
+        self._dialect = dialect
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """See `StreamReader`."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(self._event(event) for event in events)
+
+    def rest(self) -> bytes:
+        """See `StreamReader`."""
+        return self._rest
+
+    def _event(self, event: bytes) -> bytes:
+        name, _, data = event.partition(b"data: ")
+        if not data.startswith(b"{"):
+            return event + b"\n\n"
+        try:
+            top = msgspec.json.decode(data, type=Fields)
+            self.answer.choices.setdefault(0, Choice())
+            if keep_told(self.answer, top):
+                data = msgspec.json.encode(top)
+            self.take(msgspec.json.decode(data, type=dict[str, Any]), top)
+        except (ValueError, LookupError, TypeError):
+            # Not an event of an answer: the client shall see it, and the call counts as failed.
+            self.answer.failed = True
+        return name + b"data: " + data + b"\n\n"
+
+    @abstractmethod
+    def take(self, event: dict[str, Any], raw: Fields) -> None:
+        """Keep what an event brings.
+
+        Raises:
+            ValueError, LookupError, TypeError: it is no event of this dialect.
+        """
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any] | None:
+        """The whole answer that the events amount to. None: nothing came."""
+
+
+def keep_told(answer: Answer, top: Fields) -> bool:
+    """Keep what our own field tells, and take it off; whether it was there."""
+    own = top.pop(ANSWER_FIELD, None)
+    if own is None:
+        return False
+    told = msgspec.json.decode(own, type=_Told)
+    answer.engine = EngineFacts(told.policy, told.version_start, told.tokenizer_hash, told.version_end)
+    for place, generation in enumerate(told.generations):
+        if place == len(answer.prompts):
+            answer.prompts.append([])
+        answer.prompts[place] += generation.prompt_token_ids
+        choice = answer.choices.setdefault(place, Choice())
+        choice.token_ids += generation.token_ids
+        choice.logprobs += generation.logprobs
+        choice.finish_reason = generation.finish_reason or choice.finish_reason
+    return True

@@ -1,0 +1,252 @@
+"""What must not be stored: taken out of a call's span before it is written anywhere.
+
+In: the texts and attributes of a call's span, its JSON put together. Out: the same with `[redacted]` in place of what the rules
+find. Invariant: a call in which something was replaced keeps no token ids or logprobs, for they spell it, unless
+`gateway.redact_keep_ids` says so; what cannot be read well enough to apply a rule is withheld whole.
+
+Rules see strings as their reader does: a whole answer and not a stream's parts, characters and not JSON's escapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from spangrad import semconv
+from spangrad.errors import SettingsError
+from spangrad.settings import GatewaySettings
+
+MARK = "[redacted]"
+ESCAPE_LEVELS = 8
+"""JSON in a string of JSON has its escapes escaped; so many times over, they are still found."""
+
+_JSON = (semconv.REQUEST_JSON, semconv.RESPONSE_JSON)
+_NOT_TEXT = frozenset(
+    {
+        # Ours, or the rollout's name: without it the call is nobody's.
+        semconv.RUN_ID,
+        semconv.ROLLOUT_ID,
+        semconv.ROLLOUT_MODE,
+        semconv.PROCESS_ID,
+        semconv.GEN_AI_OPERATION,
+        semconv.GEN_AI_PROVIDER,
+        semconv.HTTP_ROUTE,
+        semconv.POLICY_NAME,
+        semconv.TOKENIZER_HASH,
+        semconv.ERROR_TYPE,
+    }
+)
+_ARRAYS_THAT_SPELL = frozenset({"logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids", "tokens"})
+_ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|(["\\/bfnrt]))')
+_ESCAPED = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\*|\d+)\]")
+
+_Path = tuple[str | int, ...]
+
+
+class Redactor:
+    """The rules of `gateway.redact` and `gateway.redact_paths`."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Read the rules.
+
+        Raises:
+            SettingsError: one is no regular expression, finds the empty text, or is no path; the message names it.
+        """
+        self.expressions = tuple(_expression(rule) for rule in settings.redact)
+        self.paths = tuple(_path(rule) for rule in settings.redact_paths)
+        self._keeps_ids = settings.redact_keep_ids
+
+    def redact(self, name: str, message: str, attributes: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+        """Take out of a span what the rules find.
+
+        Args:
+            name: of the span.
+            message: of its status.
+            attributes: what it says; arrays of token ids and logprobs are bytes.
+
+        Returns:
+            The three without it; the attributes with `spangrad.redacted` where something was found.
+        """
+        one = _Redaction(self)
+        name, message = one.text(name), one.text(message)
+        kept: dict[str, Any] = {}
+        for key, value in attributes.items():
+            kept[key] = value if key in _NOT_TEXT else one.json(cast("str", value)) if key in _JSON and value else one.plain(value)
+        if one.found and not self._keeps_ids:
+            kept = {key: value for key, value in kept.items() if not isinstance(value, bytes)}
+        for key in _JSON:
+            if attributes.get(key):
+                kept[key] = _encoded(kept[key] if self._keeps_ids or not one.found else _without_ids(kept[key]))
+        if one.found_by_path and kept.get(semconv.ERROR_TYPE) is not None:
+            # Errors repeat what was asked, wherever it stood.
+            message = kept[semconv.RESPONSE_JSON] = MARK
+        if one.found:
+            kept[semconv.REDACTED] = True
+        return name, message, kept
+
+
+def read_rules(settings: GatewaySettings) -> Redactor | None:
+    """The rules, or None where there are none.
+
+    Raises:
+        SettingsError: a rule cannot be read.
+    """
+    return Redactor(settings) if settings.redact or settings.redact_paths else None
+
+
+class _Redaction:
+    """The rules applied to one span."""
+
+    def __init__(self, rules: Redactor) -> None:
+        self._rules = rules
+        self.found = False
+        self.found_by_path = False
+
+    def text(self, text: str) -> str:
+        """A text without what the expressions find."""
+        kept: list[str] = []
+        at = 0
+        for begin, end in self._spans(text):
+            if end > at:
+                if begin >= at:
+                    kept += (text[at:begin], MARK)
+                at = end
+        self.found |= at > 0
+        rest = "".join((*kept, text[at:]))
+        if "\\" in rest and any(self._spans(plain) for plain in _unescaped(rest)):
+            self.found = True
+            return MARK
+        return rest
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the expressions find something, in order."""
+        found = (match.span() for rule in self._rules.expressions for match in rule.finditer(text))
+        return sorted((begin, end) for begin, end in found if begin < end)
+
+    def plain(self, value: object) -> Any:
+        """An attribute's text, or list of texts, without what the expressions find."""
+        if isinstance(value, list):
+            return [self.plain(one) for one in cast("list[object]", value)]
+        return self.text(value) if isinstance(value, str) else value
+
+    def json(self, text: str) -> Any:
+        """The value of a JSON text without what the rules find; of any other text, the text."""
+        try:
+            value = json.loads(text)
+            for path in self._rules.paths:
+                self._withhold(value, path)
+            return self._top(value)
+        except RecursionError:
+            self.found = True
+            return _Text(MARK)
+        except ValueError:
+            if not self._rules.paths:
+                return _Text(self.text(text))
+            self.found = True
+            return _Text(MARK)
+
+    def _top(self, value: Any) -> Any:
+        """A whole request or answer: numbers at its top, and those of its usage, are the engine's and not the conversation's."""
+        if not isinstance(value, dict):
+            return self._value(value, True)
+        fields = cast("dict[str, Any]", value).items()
+        return {self.text(name): self._value(one, isinstance(one, list | dict) and name != "usage") for name, one in fields}
+
+    def _value(self, value: Any, numbers: bool) -> Any:
+        """A JSON value without what the expressions find, in its `numbers` too or not."""
+        match value:
+            case str():
+                return self.text(value)
+            case dict():
+                return {self.text(name): self._value(one, numbers) for name, one in cast("dict[str, Any]", value).items()}
+            case list():
+                return [self._value(one, numbers) for one in cast("list[Any]", value)]
+            case bool() | None:
+                return value
+            case _:
+                written = str(value)
+                return value if not numbers or self.text(written) == written else MARK
+
+    def _withhold(self, value: Any, path: _Path) -> None:
+        """Replace what a path leads to, where there is something."""
+        step, *rest = path
+        places: list[Any] = []
+        if isinstance(value, dict):
+            places = list(cast("dict[str, Any]", value)) if step == "*" else [step]
+        elif isinstance(value, list):
+            places = list(range(len(cast("list[Any]", value)))) if step == "*" else [step]
+        for place in places:
+            try:
+                one = value[place]
+            except (LookupError, TypeError):
+                continue
+            if rest:
+                self._withhold(one, tuple(rest))
+            elif one is not None and one not in ("", [], {}):
+                value[place] = MARK
+                self.found = self.found_by_path = True
+
+
+class _Text(str):
+    """What was no JSON, and stays as it is."""
+
+
+def _encoded(value: Any) -> str:
+    return value if isinstance(value, _Text) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _without_ids(value: Any) -> Any:
+    """A JSON value without what may be token ids, or single tokens."""
+    match value:
+        case dict():
+            return {
+                name: MARK if name in _ARRAYS_THAT_SPELL and isinstance(one, list | dict) else _without_ids(one)
+                for name, one in cast("dict[str, Any]", value).items()
+            }
+        case list():
+            values = cast("list[Any]", value)
+            return MARK if values and all(type(one) is int for one in values) else [_without_ids(one) for one in values]
+        case _:
+            return value
+
+
+def _unescaped(text: str) -> Iterator[str]:
+    """A text with its JSON escapes read once, twice, and so on."""
+    for _ in range(ESCAPE_LEVELS):
+        plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else _ESCAPED.get(match[2], match[2]), text)
+        if plain == text:
+            return
+        # Beyond the basic plane a character is two escapes.
+        text = plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield text
+
+
+def _expression(rule: str) -> re.Pattern[str]:
+    try:
+        expression = re.compile(rule)
+    except re.error as error:
+        raise SettingsError(f"gateway.redact has {rule!r}, which is no regular expression: {error}. Mend it, or leave it out.") from None
+    if expression.search(""):
+        raise SettingsError(
+            f"gateway.redact has {rule!r}, which finds the empty text, and so hits every call. Ask for one character at least."
+        )
+    return expression
+
+
+def _path(rule: str) -> _Path:
+    """The steps of `messages[*].content`: names, places in a list, `*` for each."""
+    steps: list[str | int] = []
+    at = 0
+    while match := _STEP.match(rule, at):
+        place = match[2]
+        steps.append(match[1] if place is None else int(place) if place != "*" else "*")
+        at = match.end()
+    if at < len(rule) or not steps or rule.startswith("."):
+        raise SettingsError(
+            f"gateway.redact_paths has {rule!r}, which is no path. "
+            "Write names and places, as in `messages[*].content` and `tools[0].function.description`."
+        )
+    return tuple(steps)

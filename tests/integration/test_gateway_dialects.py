@@ -1,0 +1,167 @@
+"""Every dialect through the gateway to a real vLLM, beside a vLLM that knows nothing of us: what clients see, what is recorded."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialect_answers import comparable
+from running_engine import VLLM_PYTHON, engine_settings, running_bare_vllm
+
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import Settings
+
+pytestmark = pytest.mark.vllm
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+TALK = [{"role": "user", "content": "say rome"}]
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "policy", "messages": TALK, "temperature": 0, "max_tokens": 8},
+    COMPLETIONS: {"model": "policy", "prompt": "say rome", "temperature": 0, "max_tokens": 8, "ignore_eos": True},
+    RESPONSES: {"model": "policy", "input": "say rome", "temperature": 0, "max_output_tokens": 8},
+    MESSAGES: {"model": "policy", "messages": TALK, "temperature": 0, "max_tokens": 8},
+}
+DRAWN = {"temperature": 1, "top_k": 1, "n": 2}
+"""Greedy, with several choices."""
+
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {}),
+    "chat-logprobs": (CHAT, {"logprobs": True, "top_logprobs": 2}),
+    "chat-ids": (CHAT, {"return_token_ids": True}),
+    "chat-two": (CHAT, DRAWN),
+    "chat-stop": (CHAT, {"stop": ["lima"]}),
+    "completions": (COMPLETIONS, {}),
+    "completions-many": (COMPLETIONS, {**DRAWN, "prompt": ["say rome", "say", "weather lima say"]}),
+    "completions-tokens": (COMPLETIONS, {"prompt": [[7, 12], [7]], "logprobs": 2}),
+    "completions-ids": (COMPLETIONS, {"return_token_ids": True}),
+    "completions-echo": (COMPLETIONS, {"echo": True, "logprobs": 1}),
+    "responses": (RESPONSES, {}),
+    "responses-talk": (RESPONSES, {"instructions": "say", "input": TALK}),
+    "responses-cut": (RESPONSES, {"max_output_tokens": 1}),
+    "responses-logprobs": (RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    "responses-messages": (RESPONSES, {"enable_response_messages": True}),
+    "messages": (MESSAGES, {}),
+    "messages-system": (MESSAGES, {"system": [{"type": "text", "text": "say"}], "top_p": 0.9}),
+    "messages-cut": (MESSAGES, {"max_tokens": 1}),
+    "messages-stop": (MESSAGES, {"stop_sequences": ["lima"]}),
+    "messages-turns": (MESSAGES, {"messages": [*TALK, {"role": "assistant", "content": [{"type": "text", "text": "clock rome"}]}, *TALK]}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions-cold": (COMPLETIONS, {"temperature": -1}),
+    "completions-long": (COMPLETIONS, {"max_tokens": 4096}),
+    "responses-nobody": (RESPONSES, {"model": "nobody"}),
+    "responses-empty": (RESPONSES, {"input": None}),
+    "messages-nobody": (MESSAGES, {"model": "nobody"}),
+    "messages-endless": (MESSAGES, {"max_tokens": 0}),
+    "messages-empty": (MESSAGES, {"messages": None}),
+}
+
+
+@pytest.fixture(scope="module")
+def bare(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a vLLM without our plugin."""
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
+    directory = tmp_path_factory.mktemp("bare")
+    settings = engine_settings(tiny_model, directory / "cache")
+    with running_bare_vllm(settings, directory / "bare.log"):
+        yield settings.gateway.engine_url
+
+
+@pytest.fixture(scope="module")
+def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
+    client = connect(gateway.store)
+
+    def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
+        query = f"SELECT * FROM otel.v_calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, Choice"
+        wait_until(lambda: client.query(query).row_count >= expected, 10, "the calls' rows")
+        return list(client.query(query).named_results())
+
+    return of_rollout
+
+
+def ask(url: str, body: object | None = None) -> tuple[int, str, bytes]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60) as answer:
+            return answer.status, answer.headers["content-type"], answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["content-type"], error.read()
+
+
+def engine_ids(bare: str, path: str, asked: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """What vLLM itself says of the prompt and the answer of each choice, asked in a dialect that tells."""
+    if path == RESPONSES:
+        answer = json.loads(ask(bare + path, {**asked, "enable_response_messages": True})[2])
+        return [answer["input_messages"][0]["tokens"]], [answer["output_messages"][0]["tokens"]]
+    if path == MESSAGES:
+        system = [{"role": "system", "content": part["text"]} for part in asked.pop("system", [])]
+        texts = [one["content"] if isinstance(one["content"], str) else one["content"][0]["text"] for one in asked["messages"]]
+        flat = [{**one, "content": text} for one, text in zip(asked["messages"], texts, strict=True)]
+        asked = {**asked, "messages": [*system, *flat], "stop": asked.pop("stop_sequences", [])}
+        path = CHAT
+    answer = json.loads(ask(bare + path, {**asked, "echo": False, "return_token_ids": True})[2])
+    choices = answer["choices"]
+    return [one.get("prompt_token_ids") or answer["prompt_token_ids"] for one in choices], [one["token_ids"] for one in choices]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_client_sees_vllms_own_answer_and_the_store_has_its_ids(
+    name: str, bare: str, gateway: Settings, rows: Callable[[str, int], list[Any]]
+) -> None:
+    path, more = ASKED[name]
+    asked = {**BASE[path], **more}
+    prefix = f"{gateway.gateway.url}/rollout/dialect-{name}/attempt/1"
+    for body in (asked, {**asked, "stream": True}):
+        status, kind, own = ask(bare + path, body)
+        seen = ask(prefix + path, body)
+        assert (seen[0], seen[1], comparable(seen[2])) == (status, kind, comparable(own))
+        assert status == 200
+    prompts, responses = engine_ids(bare, path, dict(asked))
+    choices = len(responses)
+    found = rows(f"dialect-{name}", 2 * choices)
+    assert [row["Choice"] for row in found] == [*range(choices)] * 2
+    for row in found:
+        expected = ([], []) if name == "completions-echo" else (prompts[row["Choice"]], responses[row["Choice"]])
+        assert (row["PromptIds"], row["ResponseIds"]) == expected
+        assert len(row["Logprobs"]) == len(row["ResponseIds"])
+        assert row["IdsSource"] == ("none" if name == "completions-echo" else "engine")
+        assert (row["Attempt"], row["Model"], row["Policy"], row["ErrorType"], row["Aborted"]) == (1, "policy", "policy", "", False)
+        assert row["VersionStart"] == row["VersionEnd"]
+        assert row["FinishReason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_refuses_it_refuses_in_its_own_words(
+    name: str, bare: str, gateway: Settings, rows: Callable[[str, int], list[Any]]
+) -> None:
+    path, more = REFUSED[name]
+    asked = {**BASE[path], **more}
+    status, kind, own = ask(bare + path, asked)
+    seen = ask(f"{gateway.gateway.url}/rollout/refused-{name}/attempt/0{path}", asked)
+    assert (seen[0], seen[1], comparable(seen[2])) == (status, kind, comparable(own))
+    assert status >= 400
+    (row,) = rows(f"refused-{name}", 1)
+    assert (row["HttpStatus"], row["ErrorType"], row["IdsSource"]) == (status, str(status), "none")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"model": "policy", "input": "say rome"}),
+        ("/v1/messages/count_tokens", {"model": "policy", "messages": TALK}),
+        ("/v1/responses/resp_nobody", None),
+        ("/v1/completions/render", {"model": "policy", "prompt": "say rome"}),
+    ],
+)
+def test_what_is_no_dialect_is_answered_as_vllm_answers(path: str, body: object, bare: str, gateway: Settings) -> None:
+    status, kind, own = ask(bare + path, body)
+    for prefix in ("", "/rollout/passed/attempt/0"):
+        seen = ask(gateway.gateway.url + prefix + path, body)
+        assert (seen[0], seen[1], comparable(seen[2])) == (status, kind, comparable(own))

@@ -1,0 +1,164 @@
+"""Two real vLLMs behind one gateway: new weights while calls are in flight, back again, and sleep."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
+
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import BackendSettings, Settings, StoreSettings
+from spangrad.weights import checksum_directory
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+CHAT = "/v1/chat/completions"
+SAMPLED: dict[str, Any] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "say rome"}],
+    "temperature": 1.0,
+    "max_tokens": 100,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A gateway before two engines of its own, which serve version 0: `tiny_model`."""
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
+    directory = tmp_path_factory.mktemp("pair")
+    engines = [engine_settings(tiny_model, directory / f"cache-{number}") for number in range(2)]
+    children = [start("gateway.engine", settings, directory / f"engine-{number}.log") for number, settings in enumerate(engines)]
+    try:
+        for settings, child in zip(engines, children, strict=True):
+            url = f"{settings.gateway.engine_url}/spangrad/info"
+            wait_until(lambda url=url: fetch(url).get("warm", False), 240, "vLLM", [child], poll_seconds=0.2)
+        more = {"backends": (BackendSettings(url=engines[1].gateway.engine_url),), "spill_path": directory / "spill"}
+        settings = gateway_settings(engines[0], store, **more)
+        with running_gateway(settings, directory / "gateway.log"):
+            wait_until(lambda: statuses(settings) == ["serving"] * 2, 30, "both engines")
+            yield settings
+    finally:
+        for child in children:
+            child.stop()
+
+
+def backends(settings: Settings) -> list[dict[str, Any]]:
+    return fetch(f"{settings.gateway.url}/admin/backends")["backends"]
+
+
+def statuses(settings: Settings) -> list[str]:
+    return [one["status"] for one in backends(settings)]
+
+
+def order(settings: Settings, to: str, /, **body: object) -> dict[str, Any]:
+    return fetch(f"{settings.gateway.url}/admin/{to}", body)
+
+
+def publish(settings: Settings, path: Path, version: int, **more: object) -> dict[str, Any]:
+    return order(settings, "policies/policy/versions", version=version, path=str(path), checksum=checksum_directory(path), **more)
+
+
+def perturbed(model: Path, directory: Path) -> Path:
+    """A copy of a model with other weights."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, directory)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: value * 1.25 for name, value in weights.items()}, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def rows(settings: Settings, rollouts: str, expected: int) -> list[dict[str, Any]]:
+    """The calls of some rollouts, once they have arrived."""
+    client = connect(settings.store)
+    query = f"SELECT * FROM otel.v_calls WHERE RolloutKey LIKE '{rollouts}' ORDER BY Seq"
+    wait_until(lambda: len(list(client.query(query).named_results())) >= expected, 20, "the calls' rows")
+    return list(client.query(query).named_results())
+
+
+class Reference:
+    """What transformers says of the tokens that versions of the policy sampled."""
+
+    def __init__(self, versions: dict[int, Path]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.models = {version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for version, path in versions.items()}
+
+    def agrees(self, row: dict[str, Any], version: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """For each token of a call, whether its logprob is that of a version."""
+        import torch
+
+        prompt, response = list(row["PromptIds"]), list(row["ResponseIds"])
+        with torch.inference_mode():
+            logits = self.models[version](torch.tensor([prompt + response])).logits[0]
+        at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)[torch.arange(len(response)), torch.tensor(response)]
+        return np.isclose(np.array(row["Logprobs"]), at.numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["rolling", "all_at_once"])
+def test_every_token_was_sampled_by_the_version_that_its_span_names(pair: Settings, tiny_model: Path, tmp_path: Path, how: str) -> None:
+    before = fetch(f"{pair.gateway.url}/admin/policies/policy")["version"]
+    other = perturbed(tiny_model, tmp_path / "other")
+    reference = Reference({before: tiny_model, before + 1: other})
+    answers: list[dict[str, Any]] = []
+    published = threading.Event()
+
+    def call(rollout: int) -> None:
+        asked = 0
+        while asked < 2 or not published.is_set():
+            answers.append(fetch(f"{pair.gateway.url}/rollout/{how}-{rollout}/attempt/0{CHAT}", SAMPLED))
+            asked += 1
+        answers.append(fetch(f"{pair.gateway.url}/rollout/{how}-{rollout}/attempt/0{CHAT}", SAMPLED))
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(6)]
+    for caller in callers:
+        caller.start()
+    wait_until(lambda: len(answers) >= 6, 60, "the first answers")
+    told = publish(pair, other, before + 1, order=how)
+    published.set()
+    for caller in callers:
+        caller.join()
+    assert told["backends"] == {"policy-0": "serving", "policy-1": "serving"}
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * len(answers)
+    found = rows(pair, f"{how}-%", len(answers))
+    assert len(found) == len(answers)
+    spanning = 0
+    for row in found:
+        start_version, end_version = row["VersionStart"], row["VersionEnd"]
+        assert before <= start_version <= end_version <= before + 1
+        old, new = (reference.agrees(row, version) for version in (start_version, end_version))
+        if start_version == end_version:
+            assert old.all(), (row["Seq"], start_version)
+        else:
+            spanning += 1
+            # Tokens of the old version, then tokens of the new one.
+            assert any(old[:place].all() and new[place:].all() for place in range(len(old) + 1)), row["Seq"]
+    assert {row["VersionEnd"] for row in found} == {before, before + 1}
+    assert spanning
+    assert all(one["calls"] for one in backends(pair))
+
+    # Back to what was served before, which is what the next test begins with.
+    back = order(pair, "policies/policy/rollback")
+    assert (back["version"], back["checksum"]) == (before, checksum_directory(tiny_model))
+    (row,) = [fetch(f"{pair.gateway.url}/rollout/{how}-back/attempt/0{CHAT}", SAMPLED) and rows(pair, f"{how}-back", 1)[0]]
+    assert row["VersionStart"] == row["VersionEnd"] == before
+    assert reference.agrees(row, before).all()
+    assert publish(pair, tiny_model, before + 2)["version"] == before + 2
+
+
+def test_engines_sleep_and_wake(pair: Settings) -> None:
+    """On a CPU vLLM has nothing to lend; it takes the orders all the same."""
+    assert order(pair, "backends/policy-1/sleep")["status"] == "asleep"
+    assert fetch(f"{pair.gateway.url}/rollout/asleep-1/attempt/0{CHAT}", SAMPLED)["usage"]["completion_tokens"] == 100
+    assert order(pair, "backends/policy-1/wake_up")["status"] == "serving"
+    assert statuses(pair) == ["serving"] * 2

@@ -1,0 +1,244 @@
+"""The plain road, step by step, with real frameworks, vLLM, store and builder, and no gateway: what arrives and what is lost.
+
+docs/plain-road.md holds the table that `test_what_arrives_by_framework_and_step` measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_front import EngineFront
+from running_engine import fetch
+from running_store import running_store, store_settings
+from stock_agents import CLIENTS, ROOT, run, stock, with_wheel
+
+from runner.agents import CommandAgent
+from runner.runner import Runner
+from spangrad.clickhouse import connect
+from spangrad.settings import Settings
+from spangrad.types import Mode, Task
+from transition_builder.loop import build_once
+
+pytestmark = pytest.mark.vllm
+
+PAGE = ROOT / "docs" / "plain-road.md"
+WHOLE, STREAM, CUT, AGAIN = "paris", "rome", "lima", "oslo"
+ARGUMENTS = ["whole", WHOLE, "stream", STREAM, "cut", CUT, "whole", AGAIN]
+FRAMEWORKS = {
+    "openai": ("openai_client.py", {}),
+    "LangGraph, langchain-openai": ("langchain_client.py", {}),
+    "OpenAI Agents SDK, chat": ("agents_sdk.py", {"AGENTS_API": "chat_completions"}),
+    "OpenAI Agents SDK, responses": ("agents_sdk.py", {}),
+}
+STEPS = ("stock", "with spangrad", "under the runner")
+COLUMNS = ("framework", "step", "ids", "logprobs", "version", "a stream that was left", "a call tried twice", "agent's name", "rollouts")
+
+
+@dataclass(frozen=True)
+class Road:
+    """What a test needs: the settings of engine and store, the environments, and the front."""
+
+    settings: Settings
+    stock: Path
+    ours: Path
+    front: EngineFront
+    logs: Path
+
+    def ask(self, query: str) -> list[dict[str, Any]]:
+        client = connect(self.settings.store)
+        try:
+            return list(client.query(query).named_results())
+        finally:
+            client.close()
+
+    def builder(self, **changes: object) -> Settings:
+        return self.settings.model_copy(
+            update={"builder": self.settings.builder.model_copy(update={"quiet_seconds": 0, "incomplete_after_seconds": 0, **changes})}
+        )
+
+    def answer(self, city: str, **changes: object) -> dict[str, Any]:
+        """What vLLM answers, directly, to the message that the agents send."""
+        asked = {"model": "policy", "messages": [{"role": "user", "content": f"say {city}"}], "temperature": 0, "max_tokens": 8, **changes}
+        return fetch(f"{self.settings.gateway.engine_url}/v1/chat/completions", asked)
+
+
+@pytest.fixture(scope="module")
+def road(engine: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
+    directory = tmp_path_factory.mktemp("plain-road")
+    own = store_settings(directory / "data")
+    settings = engine.model_copy(update={"store": own})
+    front = EngineFront(settings.gateway.engine_url, again=f"say {AGAIN}", slow=f"say {CUT}")
+    with running_store(own, directory / "store.log"), front:
+        yield Road(settings, stock(), with_wheel(directory / "ours"), front, directory)
+
+
+def evaluate(road: Road, traces: list[str]) -> None:
+    """Reward traces after the fact, as a service that judges them does: a log record each."""
+    records = [
+        {
+            "timeUnixNano": str(time.time_ns()),
+            "eventName": "gen_ai.evaluation.result",
+            "traceId": trace,
+            "attributes": [
+                {"key": "gen_ai.evaluation.name", "value": {"stringValue": "reward"}},
+                {"key": "gen_ai.evaluation.score.value", "value": {"doubleValue": 0.5}},
+            ],
+        }
+        for trace in traces
+    ]
+    body = json.dumps({"resourceLogs": [{"scopeLogs": [{"logRecords": records}]}]}).encode()
+    url = f"{road.settings.store.otlp_endpoint}/v1/logs"
+    urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=30).close()
+
+
+def test_stock_instrumentation_alone_brings_vllms_ids_to_calls_and_into_transitions(road: Road) -> None:
+    """Three variables, no package of ours: the address of the store's gRPC receiver, of vLLM, and a key that nobody asks for."""
+    began = time.time_ns()
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{road.settings.store.otlp_grpc_port}",
+        "OPENAI_BASE_URL": f"{road.settings.gateway.engine_url}/v1",
+        "OPENAI_API_KEY": "none",
+    }
+    done = run(road.stock, CLIENTS / "openai_client.py", ["whole", WHOLE, "stream", STREAM], variables)
+    assert (done.returncode, done.stderr) == (0, "")
+
+    direct = [road.answer(city) for city in (WHOLE, STREAM)]
+    said = direct[0]["spangrad"]
+    ids = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in direct]
+    logprobs = [[one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]] for answer in direct]
+    calls = road.ask(f"SELECT * FROM otel.v_calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
+    facts = ("IdsSource", "Policy", "VersionStart", "VersionEnd", "TokenizerHash", "Temperature", "FinishReason", "RolloutKeySource")
+    version = said["version_start"]
+    assert [(row["PromptIds"], row["ResponseIds"]) for row in calls] == ids
+    assert [tuple(row[name] for name in facts) for row in calls] == [
+        ("agent", "policy", version, version, said["tokenizer_hash"], 0.0, "stop", "trace")
+    ] * 2
+    assert [row["Logprobs"] for row in calls] == [pytest.approx(one, abs=1e-5) for one in logprobs]
+
+    # Each call is a trace, and so a rollout, of its own. What judges them later names them by their traces.
+    evaluate(road, [row["TraceId"] for row in calls])
+    build_once(road.builder())
+    built = road.ask("SELECT * FROM otel.v_transitions WHERE Mode = 'production'")
+    by_call = {row["CallId"]: row for row in built}
+    facts = ("RolloutId", "PromptIds", "ResponseIds", "Logprobs", "Version", "Policy", "TokenizerHash", "Rewards.Value")
+    assert [tuple(by_call[row["CallId"]][name] for name in facts) for row in calls] == [
+        (row["TraceId"], row["PromptIds"], row["ResponseIds"], row["Logprobs"], version, "policy", said["tokenizer_hash"], [0.5])
+        for row in calls
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_arrives_by_framework_and_step(road: Road) -> None:
+    lines = [table_row(road, framework, step) for framework in FRAMEWORKS for step in STEPS]
+    measured = "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *lines])
+    page = PAGE.read_text()
+    begin, end = "<!-- measured by tests/integration/test_plain_road.py -->\n", "\n<!-- end -->"
+    assert page[page.index(begin) + len(begin) : page.index(end)] == measured, f"\n{measured}"
+
+
+def table_row(road: Road, framework: str, step: str) -> str:
+    """Run the framework's agent once on that step, and say what became of its four calls."""
+    program, variables = FRAMEWORKS[framework]
+    began = time.time_ns()
+    road.front.refused = False
+    concluded = roll_out(road, program, variables) if step == "under the runner" else run_alone(road, program, variables, step)
+    kept = {tuple(row["PromptIds"]): row for row in concluded if "ResponseIds" in row}
+    calls = road.ask(f"SELECT * FROM otel.v_calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
+    answers = {city: road.answer(city) for city in (WHOLE, STREAM, AGAIN)}
+    prompts = {city: tuple(answer["prompt_token_ids"]) for city, answer in answers.items()}
+    whole = [kept.get(prompts[city], {}) for city in answers]
+    tokens = [answer["choices"][0] for answer in answers.values()]
+    logprobs = [[one["logprob"] for one in choice["logprobs"]["content"]] for choice in tokens]
+    tries = sum(tuple(row["PromptIds"]) == prompts[AGAIN] for row in calls)
+    names = sorted({row["AgentName"] for row in kept.values()})
+    cells = (
+        framework,
+        step,
+        yes([row.get("ResponseIds") for row in whole] == [choice["token_ids"] for choice in tokens]),
+        yes([row.get("Logprobs") for row in whole] == [pytest.approx(one, abs=1e-5) for one in logprobs]),
+        yes([row.get("Version") for row in whole] == [answer["spangrad"]["version_start"] for answer in answers.values()]),
+        left_stream(road, calls, concluded),
+        {0: "not seen", 1: "the last try"}.get(tries, f"{tries} tries"),
+        ", ".join(f"`{name}`" for name in names) or "none",
+        str(len({row["RolloutId"] for row in kept.values()}) or "none"),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def run_alone(road: Road, program: str, variables: dict[str, str], step: str) -> list[dict[str, Any]]:
+    """Transitions and drops of an agent that is started by hand; its traces are rewarded afterwards."""
+    began = time.time_ns()
+    store = road.settings.store
+    address = {
+        # OpenTelemetry's distribution sends by gRPC where nothing else is said, ours by HTTP.
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{store.otlp_grpc_port}" if step == "stock" else store.otlp_endpoint,
+        "OPENAI_BASE_URL": f"{road.front.url}/v1",
+        "OPENAI_API_KEY": "none",
+    }
+    done = run(road.stock if step == "stock" else road.ours, CLIENTS / program, ARGUMENTS, {**address, **variables})
+    assert done.returncode == 0, done.stderr
+    since = f"toUnixTimestamp64Nano(Timestamp) >= {began}"
+    traces = [row["TraceId"] for row in road.ask(f"SELECT DISTINCT TraceId FROM otel.v_calls WHERE {since}")]
+    if traces:
+        evaluate(road, traces)
+    build_once(road.builder())
+    of_them = f"TraceId IN (SELECT TraceId FROM otel.v_calls WHERE {since})"
+    return road.ask(f"SELECT * FROM otel.v_transitions WHERE {of_them}") + road.ask(f"SELECT * FROM otel.v_drops WHERE {of_them}")
+
+
+def roll_out(road: Road, program: str, variables: dict[str, str]) -> list[dict[str, Any]]:
+    """Transitions and drops of one rollout under the runner, without a gateway."""
+    base = road.builder()
+    settings = base.model_copy(
+        update={
+            "runner": base.runner.model_copy(update={"run_id": uuid.uuid4().hex, "gateway": False, "max_attempts": 1}),
+            "gateway": base.gateway.model_copy(update={"engine_url": road.front.url}),
+        }
+    )
+    agent = CommandAgent(
+        (str(road.ours / "python"), str(CLIENTS / program), *ARGUMENTS),
+        evaluator="half:reward",
+        directory=CLIENTS.parent,
+        instrument=True,
+    )
+
+    async def one() -> None:
+        async with Runner(settings, agent, logs=road.logs) as runner:
+            (outcome,) = await runner.run([Task("t", None)], mode=Mode.TRAIN, group_size=1)
+            assert outcome.failure is None, outcome.detail
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        asyncio.run(one())
+    build_once(settings)
+    of_run = f"RunId = '{settings.runner.run_id}'"
+    return road.ask(f"SELECT * FROM otel.v_transitions WHERE {of_run}") + road.ask(f"SELECT * FROM otel.v_drops WHERE {of_run}")
+
+
+def left_stream(road: Road, calls: list[dict[str, Any]], concluded: list[dict[str, Any]]) -> str:
+    """What is known of the stream whose reader left, and what became of it."""
+    long = road.answer(CUT, max_tokens=100, ignore_eos=True)
+    rows = [row for row in calls if row["PromptIds"] == long["prompt_token_ids"]]
+    if not rows:
+        return "not seen"
+    (row,) = rows
+    read = row["ResponseIds"]
+    assert 0 < len(read) < 100
+    assert read == long["choices"][0]["token_ids"][: len(read)]
+    (reason,) = [drop["Reason"] for drop in concluded if drop["CallId"] == row["CallId"]]
+    return f"what was read; dropped as `{reason}`"
+
+
+def yes(holds: bool) -> str:
+    return "yes" if holds else "no"

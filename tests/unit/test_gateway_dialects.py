@@ -1,0 +1,382 @@
+"""The dialects' readers, fed with what a real vLLM answered (tests/fixtures/gateway, made by tests/capture_dialects.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from dialect_answers import comparable
+from fake_engine import Recorded, uint32s
+from unit_gateway import Stage, staged
+from yarl import URL
+
+from gateway.dialects import DIALECTS
+from gateway.dialects.answer import Answer
+from gateway.dialects.base import Request
+from spangrad import semconv
+from spangrad.processes import free_ports
+
+GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+ANSWERED = [name for name in NAMES if json.loads((GOLDEN / f"{name}.json").read_text())["bare"]["status"] == 200]
+WITH_IDS = [name for name in ANSWERED if not name.startswith("completions-echo")]
+
+
+@dataclass
+class Heard:
+    """What a dialect made of an answer."""
+
+    request: Request
+    answer: Answer
+    client: bytes
+
+
+def golden(name: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+def hear(name: str, at_once: int = 10**9) -> Heard:
+    """Have the answer of vLLM with our middleware read, so many bytes at once."""
+    given = golden(name)
+    dialect = DIALECTS[given["path"]]
+    request = dialect.parse(json.dumps(given["request"]).encode())
+    body = given["plugged"]["body"].encode()
+    if not given["request"].get("stream"):
+        return Heard(request, *dialect.read(body, request))
+    reader = dialect.stream(request)
+    client = b"".join(reader.feed(body[start : start + at_once]) for start in range(0, len(body), at_once)) + reader.rest()
+    return Heard(request, reader.answer, client)
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_the_client_sees_what_a_vllm_sends_that_knows_nothing_of_us(name: str) -> None:
+    assert comparable(hear(name).client) == comparable(golden(name)["bare"]["body"].encode())
+
+
+def test_answers_are_compared_but_for_how_many_tokens_came_at_a_time() -> None:
+    def said(*deltas: str) -> bytes:
+        parts = [
+            f'event: a.delta\ndata: {{"index": 0, "delta": "{delta}", "logprobs": [], "id": "i{delta}", "type": "a.delta"}}'
+            for delta in deltas
+        ]
+        return "\n\n".join(["event: start\ndata: {}", *parts, 'event: end\ndata: {"type": "end"}', ""]).encode()
+
+    assert comparable(said("rome", " lima")) == comparable(said("rome lima")) == comparable(said("ro", "me", "", " lima"))
+    assert comparable(said("rome", " lima")) != comparable(said("lima", " rome"))
+    assert comparable(said("rome")) != comparable(said("rome") + b"event: more\ndata: {}\n\n")
+    assert comparable(said("rome")) != comparable(said("rome").replace(b'"logprobs": [], ', b""))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ANSWERED])
+def test_vllm_refuses_in_the_same_words_what_it_is_asked_through_us(name: str) -> None:
+    given = golden(name)
+    assert given["plugged"]["status"] == given["bare"]["status"] >= 400
+    assert comparable(given["plugged"]["body"].encode()) == comparable(given["bare"]["body"].encode())
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWERED if name.endswith("-stream")])
+def test_a_stream_in_small_pieces_is_the_same_stream(name: str) -> None:
+    whole, pieces = hear(name), hear(name, at_once=7)
+    assert pieces.client == whole.client
+    assert (pieces.answer.prompts, pieces.answer.choices) == (whole.answer.prompts, whole.answer.choices)
+    assert whole.client.endswith(b"\n\n")
+    assert not whole.answer.failed
+
+
+@pytest.mark.parametrize("name", WITH_IDS)
+def test_every_choice_has_the_ids_and_logprobs_of_its_tokens(name: str) -> None:
+    answer = hear(name).answer
+    usage = answer.usage
+    choices = answer.ordered()
+    assert all(len(choice.token_ids) == len(choice.logprobs) > 0 for choice in choices)
+    assert all(prompt for prompt in answer.prompts)
+    assert {choice.finish_reason for choice in choices} <= {"stop", "length", "tool_calls"}
+    if usage:
+        said = (usage.get("prompt_tokens", usage.get("input_tokens")), usage.get("completion_tokens", usage.get("output_tokens")))
+        assert said == (sum(map(len, answer.prompts)), sum(len(choice.token_ids) for choice in choices))
+    assert answer.engine
+    assert (answer.engine.policy, answer.engine.version_start, answer.engine.version_end) == ("policy", 0, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_IDS if not name.endswith("-stream")])
+def test_a_stream_leaves_the_record_of_the_whole_answer(name: str) -> None:
+    whole, stream = hear(name).answer, hear(f"{name}-stream").answer
+    assert stream.prompts == whole.prompts
+    assert [choice.token_ids for choice in stream.ordered()] == [choice.token_ids for choice in whole.ordered()]
+    for one, other in zip(stream.ordered(), whole.ordered(), strict=True):
+        assert (one.finish_reason, one.logprobs) == (other.finish_reason, pytest.approx(other.logprobs, abs=1e-5))
+    assert (stream.model, stream.engine) == (whole.model, whole.engine)
+
+
+@pytest.mark.parametrize("name", ["responses", "responses-schema", "messages", "messages-named", "messages-schema"])
+def test_a_streams_parts_amount_to_the_whole_answer(name: str) -> None:
+    whole, stream = hear(name).answer.response_json(), hear(f"{name}-stream").answer.response_json()
+    assert whole
+    assert stream
+    expected = comparable(whole)
+    # Whole answers of messages leave out what is null.
+    assert {key: value for key, value in comparable(stream).items() if value is not None or key in expected} == expected
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_what_is_kept_as_json_holds_no_ids(name: str) -> None:
+    kept = hear(name).answer.response_json()
+    assert kept
+    for field in (b'"token_ids":[', b'"prompt_token_ids":[', b'"tokens":[', b'"spangrad"'):
+        assert field not in kept
+
+
+def test_n_choices_of_p_prompts_stand_in_their_order() -> None:
+    for name in ("completions-many", "completions-many-stream"):
+        answer = hear(name).answer
+        assert len(answer.prompts) == 3
+        assert len(answer.ordered()) == 6
+        # Greedy: both choices of a prompt are the same, and those of different prompts are not.
+        ids = [tuple(choice.token_ids) for choice in answer.ordered()]
+        assert ids[0::2] == ids[1::2]
+        assert len(set(ids)) > 1
+    assert hear("completions-tokens").answer.prompts == [[20, 21, 22], [40, 41]]
+
+
+def test_a_cut_stream_of_several_prompts_leaves_each_choice_in_its_place() -> None:
+    given = golden("completions-many-stream")
+    dialect = DIALECTS[given["path"]]
+    reader = dialect.stream(dialect.parse(json.dumps(given["request"]).encode()))
+    events = given["plugged"]["body"].encode().split(b"\n\n")
+    last = next(event for event in events if b'"index":4' in event)
+    reader.feed(last + b"\n\n")
+    assert [len(prompt) for prompt in reader.answer.prompts] == [0, 0, 4]
+    assert [bool(choice.token_ids) for choice in reader.answer.ordered()] == [False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["completions-echo", "completions-echo-stream"])
+def test_an_echo_is_not_asked_for_ids_and_leaves_none(name: str) -> None:
+    heard = hear(name)
+    assert heard.request.for_engine() == heard.request.raw
+    assert heard.answer.prompts == []
+    assert [choice.token_ids for choice in heard.answer.ordered()] == [[]]
+    assert b"say rome" in heard.client
+
+
+@pytest.mark.parametrize("name", ["responses-stream", "responses-tool-stream", "messages-stream", "messages-tool-stream"])
+def test_a_cut_stream_leaves_the_tokens_so_far(name: str) -> None:
+    given = golden(name)
+    dialect = DIALECTS[given["path"]]
+    reader = dialect.stream(dialect.parse(json.dumps(given["request"]).encode()))
+    events = given["plugged"]["body"].encode().split(b"\n\n")
+    reader.feed(b"\n\n".join(events[: len(events) // 2]) + b"\n\n")
+    whole = hear(name).answer
+    (cut,), (full,) = reader.answer.ordered(), whole.ordered()
+    assert reader.answer.prompts == whole.prompts
+    assert 0 < len(cut.token_ids) < len(full.token_ids)
+    assert full.token_ids[: len(cut.token_ids)] == cut.token_ids
+    assert reader.answer.engine
+    assert (cut.finish_reason, reader.answer.engine.version_end) == (None, None)
+    assert reader.answer.response_json()
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_what_the_engine_is_asked_in_a_tapped_dialect_is_what_the_client_asked(path: str) -> None:
+    raw = b'{ "model":"policy","messages":[],"input" :1.00, "max_tokens":5}'
+    assert DIALECTS[path].parse(raw).for_engine() == raw
+
+
+@pytest.mark.parametrize("path", list(DIALECTS))
+@pytest.mark.parametrize("body", [b"[1]", b"nonsense", b"{}", b'{"choices": 3, "content": {}}', b'{"output": 1, "id": 4}'])
+def test_an_answer_in_no_dialect_is_an_error_of_value(path: str, body: bytes) -> None:
+    dialect = DIALECTS[path]
+    request = dialect.parse(b"{}")
+    try:
+        answer, client = dialect.read(body, request)
+    except ValueError:
+        return
+    # Enough of an answer to pass: it passes as it is, and has no ids.
+    assert (json.loads(client), answer.prompts) == (json.loads(body), [])
+
+
+@pytest.mark.parametrize("path", list(DIALECTS))
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices": [{}]}',
+        b'event: message_start\ndata: {"type": "message_start"}',
+        b'event: x\ndata: {"type": "response.output_text.delta", "output_index": 7, "delta": "x"}',
+        b"data: {nonsense}",
+        b'data: {"error": {"message": "broke"}, "type": "error"}',
+    ],
+)
+def test_an_event_that_is_no_part_of_an_answer_passes_as_it_is(path: str, event: bytes) -> None:
+    dialect = DIALECTS[path]
+    reader = dialect.stream(dialect.parse(b"{}"))
+    passed = reader.feed(event + b"\n\n: a comment\n\nrest")
+    head, *rest = passed.split(b"\n\n")
+    if head != event:  # re-encoded, since it could be read
+        assert msgspec.json.decode(head.partition(b"data: ")[2]) == msgspec.json.decode(event.partition(b"data: ")[2])
+    assert (rest, reader.rest()) == ([b": a comment", b""], b"rest")
+
+
+def test_errors_of_the_gateways_own_are_in_the_dialects_form() -> None:
+    openai = {"error": {"message": "why", "type": "kind", "code": 502}}
+    assert {path: dialect.error(502, "why", "kind") for path, dialect in DIALECTS.items()} == {
+        "/v1/chat/completions": openai,
+        "/v1/completions": openai,
+        "/v1/responses": openai,
+        "/v1/messages": {"type": "error", "error": {"type": "kind", "message": "why"}},
+    }
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_an_upstream_that_gives_no_ids_passes_byte_for_byte_and_is_kept_without(name: str) -> None:
+    given = golden(name)
+    dialect = DIALECTS[given["path"]]
+    request = dialect.parse(json.dumps(given["request"]).encode())
+    body = given["bare"]["body"].encode()
+    if given["request"].get("stream"):
+        reader = dialect.stream(request)
+        client, answer = reader.feed(body) + reader.rest(), reader.answer
+    else:
+        answer, client = dialect.read(body, request)
+    assert client == body
+    assert answer.engine is None
+    if given["path"] in ("/v1/responses", "/v1/messages"):
+        assert [(choice.token_ids, choice.finish_reason) for choice in answer.ordered()] == [([], answer.ordered()[0].finish_reason)]
+        assert answer.ordered()[0].finish_reason in {"end_turn", "max_tokens", "stop_sequence", "tool_use", "completed", "incomplete"}
+        assert answer.id
+        assert answer.usage
+
+
+async def ask(stage: Stage, name: str, prefix: str = "", headers: dict[str, str] | None = None) -> tuple[int, str, bytes]:
+    """Ask the gateway what was asked of vLLM, and have the fake engine answer what vLLM answered."""
+    given = golden(name)
+    plugged = given["plugged"]
+    stage.engine.answers[given["path"]] = Recorded(plugged["body"].encode(), plugged["type"], plugged["status"])
+    async with stage.client.post(prefix + given["path"], data=json.dumps(given["request"]), headers=headers) as answer:
+        return answer.status, answer.headers["content-type"], await answer.read()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("chat")])
+async def test_each_dialect_is_answered_and_recorded(name: str) -> None:
+    given = golden(name)
+    attempt = "/rollout/r1/attempt/3"
+    async with staged() as stage:
+        async with stage.client.put(attempt, json={"run_id": "run 1", "mode": "train"}):
+            pass
+        status, kind, body = await ask(stage, name, attempt, {"x-api-key": "secret", "authorization": "Bearer secret"})
+        (span,) = await stage.spans()
+        assert await stage.count(attempt) == (200, {"calls": 1})
+    heard = hear(name) if status == 200 else None
+    assert (status, kind) == (given["bare"]["status"], given["bare"]["type"])
+    assert comparable(body) == comparable(given["bare"]["body"].encode())
+    assert stage.engine.bodies == [DIALECTS[given["path"]].parse(json.dumps(given["request"]).encode()).for_engine()]
+    assert "secret" not in str(stage.engine.headers[-1])
+    assert span.attributes[semconv.HTTP_ROUTE] == given["path"]
+    assert (span.attributes[semconv.ROLLOUT_ID], span.attributes[semconv.ROLLOUT_ATTEMPT]) == ("r1", 3)
+    assert json.loads(str(span.attributes[semconv.REQUEST_JSON])) == given["request"]
+    if heard is None:
+        assert span.attributes[semconv.ERROR_TYPE] == str(status)
+        return
+    ids = span.attributes.get(semconv.RESPONSE_TOKEN_IDS)
+    assert (uint32s(ids) if isinstance(ids, bytes) else []) == [one for choice in heard.answer.ordered() for one in choice.token_ids]
+    assert (span.attributes.get(semconv.VERSION_START), span.attributes.get(semconv.VERSION_END)) == (0, 0)
+    assert span.attributes[semconv.GEN_AI_OPERATION] == ("text_completion" if name.startswith("completions") else "chat")
+    assert semconv.ERROR_TYPE not in span.attributes
+
+
+async def test_several_prompts_and_choices_stand_with_their_lengths() -> None:
+    async with staged() as stage:
+        await ask(stage, "completions-many")
+        (span,) = await stage.spans()
+    answer = hear("completions-many").answer
+    assert span.attributes[semconv.PROMPT_LENGTHS] == [len(prompt) for prompt in answer.prompts] == [8, 8, 4]
+    assert span.attributes[semconv.RESPONSE_LENGTHS] == [len(choice.token_ids) for choice in answer.ordered()]
+    assert span.attributes[semconv.GEN_AI_INPUT_TOKENS] == 20
+    assert uint32s(span.attributes[semconv.PROMPT_TOKEN_IDS]) == [one for prompt in answer.prompts for one in prompt]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["responses", "messages-stream"])
+async def test_an_answer_that_the_engine_cut_is_marked_whatever_the_dialect_says_of_it(name: str) -> None:
+    given = golden(name)
+    cut = given["plugged"]["body"].replace('"finish_reason":"length"', '"finish_reason":"abort"')
+    async with staged() as stage:
+        stage.engine.answers[given["path"]] = Recorded(cut.encode(), given["plugged"]["type"])
+        async with stage.client.post(given["path"], data=json.dumps(given["request"])):
+            pass
+        (span,) = await stage.spans()
+    assert (span.attributes[semconv.ABORTED], span.attributes[semconv.GEN_AI_FINISH_REASONS]) == (True, ["abort"])
+
+
+@pytest.mark.parametrize("name", ["responses-stream", "messages-stream", "completions-stream"])
+async def test_a_client_that_leaves_a_stream_of_any_dialect_leaves_the_ids_so_far(name: str) -> None:
+    given = golden(name)
+    async with staged() as stage:
+        stage.engine.go_on.clear()
+        stage.engine.stall_after = 5
+        stage.engine.answers[given["path"]] = Recorded(given["plugged"]["body"].encode(), given["plugged"]["type"])
+        answer = await stage.client.post(given["path"], data=json.dumps(given["request"]))
+        for _ in range(5):
+            await answer.content.readuntil(b"\n\n")
+        answer.close()
+        await asyncio.wait_for(stage.engine.left.wait(), 5)
+        (span,) = await stage.spans()
+    assert span.attributes[semconv.ABORTED] is True
+    ids = uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS])  # type: ignore[arg-type]
+    (whole,) = hear(name).answer.ordered()
+    assert 0 < len(ids) < len(whole.token_ids)
+    assert whole.token_ids[: len(ids)] == ids
+
+
+async def test_an_anthropic_client_is_told_of_a_dead_engine_in_its_own_form() -> None:
+    (nobody,) = free_ports(1)
+    async with staged(engine_url=f"http://127.0.0.1:{nobody}") as stage:
+        async with stage.client.post("/v1/messages", json={"model": "policy"}) as answer:
+            said = await answer.json()
+        async with stage.client.post("/v1/messages", data=b"[1]") as answer:
+            wrong = await answer.json()
+    assert (said["type"], said["error"]["type"]) == ("error", "engine_unreachable")
+    assert "Start it with `spangrad engine`" in said["error"]["message"]
+    assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
+
+
+@pytest.mark.parametrize("prefix", ["", "/rollout/r1/attempt/0"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("GET", "/v1/responses/resp_1?stream=false&a=%2F"),
+        ("GET", "/v1/x%20y"),
+    ],
+)
+async def test_what_is_no_dialect_passes_unrecorded(prefix: str, method: str, path: str) -> None:
+    async with staged() as stage:
+        async with stage.client.request(method, URL(prefix + path, encoded=True), data=b"{not json") as answer:
+            assert (answer.status, await answer.json()) == (418, {"method": method, "path": path})
+        assert stage.engine.bodies == [b"{not json"]
+        await stage.chat()
+        assert len(await stage.spans()) == 1
+        assert (await stage.count("/rollout/r1/attempt/0"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/v1/load_lora_adapter", "only a publication"),
+        ("/v1/unload_lora_adapter/", "only a publication"),
+        ("/v1/chat/completions/batch", "not be recorded"),
+        ("/v1/messages/", "calls go to /v1/messages"),
+        ("/v1/%2e%2e/pause", "leads elsewhere"),
+        ("/rollout/v1/attempt/0/v1/load_lora_adapter", "only a publication"),
+    ],
+)
+async def test_what_would_change_the_engine_or_escape_the_record_does_not_pass(path: str, why: str) -> None:
+    async with staged() as stage:
+        async with stage.client.post(URL(path, encoded=True), data=b"{}") as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["type"]) == (403, "permission_error")
+    assert why in error["message"]
+    assert stage.engine.bodies == []

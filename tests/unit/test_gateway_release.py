@@ -1,0 +1,349 @@
+"""New weights for several fake engines: together, one after the other, into one first, and back; sleep, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from safetensors.numpy import save_file
+from several_engines import all_serve, ask, backends, several
+from unit_gateway import Stage, staged
+
+from spangrad import semconv
+from spangrad.weights import checksum_directory
+
+POLICY = "/admin/policies/policy"
+STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> list[Path]:
+    """Model directories of versions 0, 1, 2."""
+    directories = [tmp_path / f"v{version}" for version in range(3)]
+    for version, directory in enumerate(directories):
+        directory.mkdir()
+        save_file({"w": np.arange(6, dtype=np.float32) + version}, directory / "model.safetensors")
+    return directories
+
+
+def started(weights: list[Path], count: int) -> list[FakeEngine]:
+    """Engines that say which weights they were started with."""
+    return [FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0])) for _ in range(count)]
+
+
+async def publish(stage: Stage, weights: list[Path], version: int, **more: object) -> tuple[int, Any]:
+    body = {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
+    status, answer = await ask(stage, "POST", f"{POLICY}/versions", body)
+    answer.pop("seconds", None)
+    return status, answer
+
+
+async def versions(stage: Stage) -> list[int]:
+    return [one["version"] for one in await backends(stage)]
+
+
+async def wait_for(stage: Stage, status: str) -> None:
+    """Wait until some backend is so."""
+    async with asyncio.timeout(10):
+        while status not in [one["status"] for one in await backends(stage)]:  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.01)
+
+
+async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first(weights: list[Path]) -> None:
+    engines = started(weights, 3)
+    async with several(*engines) as stage:
+        for engine in engines:
+            engine.orders.clear()
+            engine.hold_reload.clear()
+        publishing = asyncio.create_task(publish(stage, weights, 1))
+        await asyncio.gather(*(engine.reloading.wait() for engine in engines))
+        calls = [asyncio.create_task(stage.chat(f"/rollout/r{number}/attempt/0")) for number in range(6)]
+        await asyncio.wait(calls, timeout=0.1)
+        assert [engine.orders for engine in engines] == [STEPS[:3]] * 3
+        for engine in engines:
+            engine.hold_reload.set()
+        assert await publishing == (
+            200,
+            {
+                "policy": "policy",
+                "version": 1,
+                "checksum": checksum_directory(weights[1]),
+                "backends": {f"policy-{number}": "serving" for number in range(3)},
+            },
+        )
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6
+        assert [engine.orders[:7] for engine in engines] == [STEPS] * 3
+        assert max(len(engine.requests) for engine in engines) <= 3
+        assert {span.attributes[semconv.VERSION_START] for span in await stage.spans(6)} == {1}
+
+
+async def test_in_rolling_order_one_engine_at_a_time_is_closed_and_the_rest_serve_on(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        for engine in engines:
+            engine.orders.clear()
+            engine.hold_reload.clear()
+        publishing = asyncio.create_task(publish(stage, weights, 1, order="rolling"))
+        for number, engine in enumerate(engines):
+            await engine.reloading.wait()
+            assert [one["status"] for one in await backends(stage)] == ["publishing" if n == number else "serving" for n in range(2)]
+            assert (await stage.chat(f"/rollout/r{number}/attempt/0"))[0] == 200
+            engine.hold_reload.set()
+        assert (await publishing)[0] == 200
+        assert [span.attributes[semconv.VERSION_START] for span in await stage.spans(2)] == [0, 1]
+        assert [len(engine.requests) for engine in engines] == [1, 1]
+
+
+async def test_rolling_ends_with_the_first_engine_that_fails_and_a_later_one_is_only_taken_out(weights: list[Path]) -> None:
+    engines = started(weights, 3)
+    async with several(*engines) as stage:
+        engines[0].refuses = "reload_weights"
+        status, answer = await publish(stage, weights, 1, order="rolling")
+        assert (status, "publication of version 1 failed at reload" in answer["error"]["message"]) == (502, True)
+        assert [(one["status"], one["version"]) for one in await backends(stage)] == [("down", 0), ("serving", 0), ("serving", 0)]
+
+        engines[0].refuses, engines[1].refuses = "", "spangrad_checksum"
+        status, answer = await publish(stage, weights, 1, order="rolling")
+        told = answer["backends"]
+        assert (status, told["policy-0"], told["policy-2"]) == (200, "serving", "serving")
+        assert told["policy-1"].startswith("down: publication of version 1 failed at checksum")
+        for _ in range(4):
+            assert (await stage.chat())[0] == 200
+        assert [len(engine.requests) for engine in engines] == [2, 0, 2]
+        # The same publication mends what is out, and leaves the others alone.
+        engines[1].refuses = ""
+        engines[0].orders.clear()
+        assert (await publish(stage, weights, 1))[0] == 200
+        assert await versions(stage) == [1, 1, 1]
+        assert engines[0].orders == []
+
+
+async def test_an_engine_that_is_behind_answers_nothing_until_it_is_brought_up(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        engines[1].refuses = "/pause"
+        status, answer = await publish(stage, weights, 1)
+        assert (status, answer["backends"]["policy-0"]) == (200, "serving")
+        assert answer["backends"]["policy-1"].startswith("down: the engine at")
+        for _ in range(3):
+            await stage.chat()
+        engines[1].refuses = ""
+        # Whoever watches it puts the new version into it, or this does.
+        await publish(stage, weights, 1)
+        await all_serve(stage, 2)
+        assert await versions(stage) == [1, 1]
+        assert {span.attributes[semconv.VERSION_START] for span in await stage.spans(3)} == {1}
+
+
+async def test_an_engine_that_was_restarted_is_given_the_served_version_before_it_answers(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        await publish(stage, weights, 2)
+        await stage.engine_stops()
+        await wait_for(stage, "down")
+        (again,) = started(weights, 1)
+        again.port = engines[0].port
+        async with again.running():
+            await all_serve(stage, 2)
+            assert again.orders == ["spangrad_checksum", *STEPS]
+            assert (await versions(stage), again.checksum) == ([2, 2], checksum_directory(weights[2]))
+
+
+async def test_calls_in_flight_may_end_before_the_weights_change(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        stage.engine.go_on.clear()
+        in_flight = asyncio.create_task(stage.chat())
+        await stage.engine.arrived.wait()
+        publishing = asyncio.create_task(publish(stage, weights, 1, in_flight="drain"))
+        await wait_for(stage, "publishing")
+        assert stage.engine.orders == ["chat"]
+        stage.engine.go_on.set()
+        assert (await in_flight)[0] == 200
+        assert (await publishing)[0] == 200
+        assert stage.engine.orders == ["chat", *STEPS]
+
+
+async def test_a_canary_serves_its_share_until_it_is_promoted(weights: list[Path]) -> None:
+    engines = started(weights, 3)
+    async with several(*engines) as stage:
+        assert (await publish(stage, weights, 1, canary=0.3))[0] == 200
+        assert sorted(await versions(stage)) == [0, 0, 1]
+        _, state = await ask(stage, "GET", POLICY)
+        canary = state.pop("canary")
+        assert state == {"policy": "policy", "version": 0, "tokenizer_hash": "cafe", "status": "serving"}
+        assert (canary["version"], canary["share"]) == (1, 0.3)
+        status, refused = await publish(stage, weights, 2)
+        assert (status, "version 1 is out as a canary" in refused["error"]["message"]) == (409, True)
+        for number in range(40):
+            await stage.chat(f"/rollout/r{number}/attempt/0")
+        starts = [span.attributes[semconv.VERSION_START] for span in await stage.spans(40)]
+        assert 4 <= starts.count(1) <= 20
+        status, promoted = await ask(stage, "POST", f"{POLICY}/promote", {"order": "rolling"})
+        assert (status, promoted["version"], await versions(stage)) == (200, 1, [1, 1, 1])
+        assert (await ask(stage, "POST", f"{POLICY}/promote"))[0] == 409
+        _, state = await ask(stage, "GET", POLICY)
+        assert state == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving", "before": 0}
+
+
+async def test_a_canary_that_is_rolled_back_takes_the_old_weights_and_is_not_published_again_by_mistake(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        await publish(stage, weights, 1, canary=0.5)
+        status, back = await ask(stage, "POST", f"{POLICY}/rollback")
+        assert (status, back["version"], await versions(stage)) == (200, 0, [0, 0])
+        assert {engine.checksum for engine in engines} == {checksum_directory(weights[0])}
+        status, refused = await publish(stage, weights, 1)
+        assert (status, "version 1 was rolled back. Publish a newer one" in refused["error"]["message"]) == (409, True)
+        assert (await publish(stage, weights, 1, again=True))[0] == 200
+        assert await versions(stage) == [1, 1]
+
+
+async def test_a_canary_that_cannot_be_is_refused(weights: list[Path]) -> None:
+    async with several(*started(weights, 2)) as stage:
+        for share in (0, 1, -0.5):
+            status, answer = await publish(stage, weights, 1, canary=share)
+            assert (status, "lies between 0 and 1" in answer["error"]["message"]) == (409, True)
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        status, answer = await publish(stage, weights, 1, canary=0.5)
+        assert (status, "a canary needs two engines that serve" in answer["error"]["message"]) == (409, True)
+
+
+async def test_a_rollback_leads_to_the_version_served_before_and_then_to_the_one_before_that(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        await publish(stage, weights, 1)
+        await publish(stage, weights, 2)
+        for version in (1, 0):
+            status, back = await ask(stage, "POST", f"{POLICY}/rollback")
+            assert (status, back["version"], back["checksum"]) == (200, version, checksum_directory(weights[version]))
+            assert await versions(stage) == [version] * 2
+        status, answer = await ask(stage, "POST", f"{POLICY}/rollback")
+        assert (status, "no version is known that policy 'policy' served before" in answer["error"]["message"]) == (409, True)
+        await stage.chat()
+        (span,) = await stage.spans()
+        assert span.attributes[semconv.VERSION_START] == 0
+
+
+async def test_a_rollback_mends_what_a_publication_spoiled(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        for engine in engines:
+            engine.wrong_after_reload = True
+        assert (await publish(stage, weights, 1))[0] == 502
+        assert [one["status"] for one in await backends(stage)] == ["down", "down"]
+        assert (await stage.chat())[0] == 503
+        for engine in engines:
+            engine.wrong_after_reload = False
+        status, back = await ask(stage, "POST", f"{POLICY}/rollback", {})
+        assert (status, back["version"], await versions(stage)) == (200, 0, [0, 0])
+        assert (await stage.chat())[0] == 200
+
+
+async def test_a_rollback_to_weights_that_are_gone_changes_nothing(weights: list[Path]) -> None:
+    engines = started(weights, 1)
+    async with staged(*engines) as stage:
+        await stage.readiness("serving")
+        await publish(stage, weights, 1)
+        (weights[0] / "model.safetensors").unlink()
+        engines[0].orders.clear()
+        status, answer = await ask(stage, "POST", f"{POLICY}/rollback")
+        assert (status, "holds no *.safetensors" in answer["error"]["message"]) == (409, True)
+        assert (engines[0].orders, await versions(stage)) == ([], [1])
+
+
+async def test_an_engine_sleeps_without_calls_and_shows_its_weights_when_it_wakes(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        stage.engine.go_on.clear()
+        in_flight = asyncio.create_task(stage.chat())
+        await stage.engine.arrived.wait()
+        stage.engine.orders.clear()
+        sleeping = asyncio.create_task(ask(stage, "POST", "/admin/backends/policy-0/sleep", {"level": 2}))
+        await wait_for(stage, "asleep")
+        assert stage.engine.orders == []
+        stage.engine.go_on.set()
+        assert (await in_flight)[0] == 200
+        status, slept = await sleeping
+        assert (status, slept["status"], stage.engine.orders) == (200, "asleep", ["/sleep"])
+        call = asyncio.create_task(stage.chat())
+        await asyncio.wait({call}, timeout=0.1)
+        assert (await ask(stage, "POST", "/admin/backends/policy-0/sleep"))[0] == 409
+        assert (await ask(stage, "POST", "/admin/backends/policy-0/sleep", {"level": 3}))[0] == 400
+        assert stage.engine.orders == ["/sleep"]
+        status, awake = await ask(stage, "POST", "/admin/backends/policy-0/wake_up")
+        assert (status, awake["status"]) == (200, "serving")
+        assert (await call)[0] == 200
+        assert stage.engine.orders == ["/sleep", "/wake_up", "spangrad_checksum", "probe", "chat"]
+
+
+async def test_an_engine_that_forgot_its_weights_is_given_them_when_it_wakes(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        await ask(stage, "POST", "/admin/backends/policy-0/sleep", {"level": 2})
+        stage.engine.checksum = "float32:0000000000000000"
+        stage.engine.orders.clear()
+        assert (await ask(stage, "POST", "/admin/backends/policy-0/wake_up"))[0] == 200
+        assert stage.engine.orders == ["/wake_up", "spangrad_checksum", *STEPS]
+        assert stage.engine.checksum == checksum_directory(weights[0])
+
+
+async def test_new_weights_wake_an_engine_that_sleeps(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        await ask(stage, "POST", "/admin/backends/policy-0/sleep")
+        stage.engine.orders.clear()
+        assert (await publish(stage, weights, 1))[0] == 200
+        assert stage.engine.orders == ["/wake_up", *STEPS]
+
+
+async def test_an_engine_that_does_not_wake_is_down_with_its_reason(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        await ask(stage, "POST", "/admin/backends/policy-0/sleep")
+        stage.engine.refuses = "/wake_up"
+        status, answer = await ask(stage, "POST", "/admin/backends/policy-0/wake_up")
+        assert (status, "it could not be woken: " in answer["error"]["message"]) == (502, True)
+        assert (await stage.chat())[0] == 503
+
+
+async def test_a_spoiled_engine_is_restarted_by_its_command_and_serves_what_was_served(weights: list[Path], tmp_path: Path) -> None:
+    (engine,) = started(weights, 1)
+    restarts = tmp_path / "restarts"
+    command = [sys.executable, "-c", f"open({str(restarts)!r}, 'a').write('x')"]
+    async with staged(engine, backends=[{"url": f"http://127.0.0.1:{engine.port}", "restart_command": command}]) as stage:
+        await stage.readiness("serving")
+        await publish(stage, weights, 1)
+        engine.wrong_after_reload = True
+        assert (await publish(stage, weights, 2))[0] == 502
+        async with asyncio.timeout(10):
+            while not restarts.exists():  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.01)
+        # What a restart does to vLLM: it holds what it was started with, and is not paused.
+        engine.wrong_after_reload, engine.paused = False, False
+        engine.version, engine.model, engine.checksum = 0, str(weights[0]), checksum_directory(weights[0])
+        await all_serve(stage, 1)
+        assert (await versions(stage), engine.checksum) == ([1], checksum_directory(weights[1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["/no/such/command"], "Its restart command cannot be run: "),
+        ([sys.executable, "-c", "print('no such unit'); raise SystemExit(5)"], "Its restart command ended with exit code 5: no such unit"),
+    ],
+)
+async def test_a_restart_command_that_fails_is_told(weights: list[Path], command: list[str], reason: str) -> None:
+    (engine,) = started(weights, 1)
+    async with staged(engine, backends=[{"url": f"http://127.0.0.1:{engine.port}", "restart_command": command}]) as stage:
+        await stage.readiness("serving")
+        engine.refuses = "reload_weights"
+        await publish(stage, weights, 1)
+        await stage.readiness(reason)

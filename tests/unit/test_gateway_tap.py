@@ -1,0 +1,218 @@
+"""The tap: ids and logprobs of routes that have no place for them, read where vLLM's engine client gives them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.vllm_plugin.asking import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
+from gateway.vllm_plugin.middleware import SpangradMiddleware
+from gateway.vllm_plugin.tap import open_tap
+
+ASKED = b'{ "model": "policy", "input": "say rome" }'
+PROMPTS = [[1, 4, 7], [1, 4, 7, 9, 8]]
+SAMPLED = {8: -1.0, 13: float("-inf"), 16: -2.0}
+"""The tokens that are sampled, and their logprobs."""
+
+
+@dataclass
+class Sampling:
+    """vLLM's sampling parameters, as far as the tap knows them."""
+
+    logprobs: int | None = None
+
+
+def output(prompt: list[int] | None, tokens: list[int], finish_reason: str | None = None) -> SimpleNamespace:
+    """What vLLM's engine yields: a dictionary of logprobs for each token, in which others may stand before the sampled one."""
+    logprobs = [{99: SimpleNamespace(logprob=-0.1), token: SimpleNamespace(logprob=SAMPLED[token])} for token in tokens]
+    completion = SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=finish_reason)
+    return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
+
+
+@dataclass
+class EngineClient:
+    """vLLM's engine client: two tokens, one at a time, and an end."""
+
+    asked: list[Sampling] = field(default_factory=list[Sampling])
+    closed: list[str] = field(default_factory=list[str])
+    turn: int = 0
+
+    async def generate(self, prompt: list[int], sampling_params: Sampling, request_id: str, **more: Any) -> AsyncGenerator[Any, None]:
+        self.asked.append(sampling_params)
+        try:
+            yield output(prompt, [8])
+            yield output(None, [13])
+            yield output(None, [16], "stop")
+        finally:
+            self.closed.append(request_id)
+
+
+class Vllm:
+    """An application with a route that sends an event for each of the engine's outputs but the first, and a last event."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(engine_client=EngineClient())
+        self.bodies: list[bytes] = []
+        self.generations = 1
+        self.last = b"response.completed"
+        self.whole = False
+        self.kept = Sampling()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        self.bodies.append((await receive())["body"])
+        kind = b"application/json" if self.whole else b"text/event-stream"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if not self.whole:
+            await self._event(send, b"first", {"n": -1})
+        for turn in range(self.generations):
+            place = 0
+            async for _ in self.state.engine_client.generate(PROMPTS[turn], self.kept, f"r{turn}", priority=1):
+                if place and not self.whole:
+                    await self._event(send, b"delta", {"n": place})
+                place += 1
+        if self.whole:
+            await send({"type": "http.response.body", "body": b'{"id":"x"}'})
+        else:
+            await self._event(send, b"done", {})
+            await self._event(send, self.last, {"n": 9}, more=False)
+
+    async def _event(self, send: Any, name: bytes, data: dict[str, int], *, more: bool = True) -> None:
+        body = b"event: " + name + b"\ndata: " + json.dumps(data or {"n": 0}).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+@pytest.fixture
+def vllm() -> Vllm:
+    return Vllm()
+
+
+@pytest.fixture
+def middleware(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpangradMiddleware:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
+    monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")
+    monkeypatch.setenv("SPANGRAD_ENGINE__MODEL", str(tmp_path))
+    return SpangradMiddleware(vllm)
+
+
+async def call(middleware: SpangradMiddleware, vllm: Vllm, path: str = RESPONSES_PATH) -> list[bytes]:
+    sent: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": ASKED, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    # Each request runs in a task, and so in a context, of its own.
+    await asyncio.create_task(middleware({"type": "http", "method": "POST", "path": path, "headers": [], "app": vllm}, receive, send))
+    return sent
+
+
+def told(event: bytes) -> Any:
+    return json.loads(event.partition(b"data: ")[2]).get("spangrad")
+
+
+async def test_a_whole_answer_tells_what_the_engine_was_asked_and_gave(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.whole = True
+    (body,) = await call(middleware, vllm, MESSAGES_PATH)
+    assert json.loads(body) == {
+        "id": "x",
+        "spangrad": {
+            "policy": "policy",
+            "version_start": 3,
+            "version_end": 3,
+            "tokenizer_hash": middleware.tokenizer_hash,
+            "generations": [
+                {
+                    "prompt_token_ids": [1, 4, 7],
+                    "token_ids": [8, 13, 16],
+                    "logprobs": [-1.0, -9999.0, -2.0],
+                    "finish_reason": "stop",
+                }
+            ],
+        },
+    }
+
+
+@pytest.mark.parametrize("last", [b"response.completed", b"message_stop"])
+async def test_a_stream_tells_in_each_event_what_is_new_and_completely_in_its_last(
+    vllm: Vllm, middleware: SpangradMiddleware, last: bytes
+) -> None:
+    vllm.last = last
+    events = await call(middleware, vllm)
+    names = [event.partition(b"\n")[0] for event in events]
+    assert names == [b"event: " + name for name in (b"first", b"delta", b"delta", b"done", last)]
+    first = {"policy": "policy", "version_start": 3, "tokenizer_hash": middleware.tokenizer_hash}
+    two = [{"prompt_token_ids": [1, 4, 7], "token_ids": [8, 13], "logprobs": [-1.0, -9999.0]}]
+    three = [{"token_ids": [16], "logprobs": [-2.0], "finish_reason": "stop"}]
+    assert [told(event) for event in events] == [
+        first,
+        {**first, "generations": two},
+        {**first, "generations": three},
+        None,
+        {**first, "version_end": 3},
+    ]
+
+
+async def test_each_time_that_the_engine_is_asked_is_a_generation_of_its_own(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    """As where vLLM runs a tool itself, and asks again."""
+    vllm.whole, vllm.generations = True, 2
+    (body,) = await call(middleware, vllm)
+    generations = json.loads(body)["spangrad"]["generations"]
+    assert [one["prompt_token_ids"] for one in generations] == PROMPTS
+    vllm.whole = False
+    second = next(told(event) for event in await call(middleware, vllm) if b'"generations": [{}' in event or b'"generations":[{},' in event)
+    assert second["generations"] == [{}, {"prompt_token_ids": PROMPTS[1], "token_ids": [8, 13], "logprobs": [-1.0, -9999.0]}]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 0), (0, 0), (3, 3)])
+async def test_logprobs_are_asked_of_the_engine_where_the_route_asks_for_none(
+    vllm: Vllm, middleware: SpangradMiddleware, asked: int | None, given: int
+) -> None:
+    vllm.kept.logprobs = asked
+    await call(middleware, vllm)
+    assert vllm.state.engine_client.asked == [Sampling(given)]
+    # The route's own parameters, of which its answer tells, stay as they were.
+    assert vllm.kept == Sampling(asked)
+
+
+async def test_the_request_passes_byte_for_byte(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    await call(middleware, vllm)
+    assert vllm.bodies == [ASKED]
+
+
+async def test_other_routes_get_the_engines_own_generator(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    await call(middleware, vllm)
+    vllm.state.engine_client.asked.clear()
+    events = await call(middleware, vllm, CHAT_PATH)
+    assert not any(b"generations" in event for event in events)
+    assert vllm.state.engine_client.asked == [Sampling(None)]
+    assert vllm.state.engine_client.asked[0] is vllm.kept
+
+
+async def test_two_requests_at_once_are_told_apart(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    vllm.whole = True
+    bodies = await asyncio.gather(*(call(middleware, vllm) for _ in range(8)))
+    assert {len(json.loads(body)["spangrad"]["generations"][0]["token_ids"]) for (body,) in bodies} == {3}
+
+
+async def test_a_route_that_gives_up_ends_the_engines_generation(vllm: Vllm) -> None:
+    client = vllm.state.engine_client
+
+    async def leave() -> None:
+        open_tap(client)
+        generator = client.generate([1], Sampling(), "left")
+        await anext(generator)
+        await generator.aclose()
+
+    await asyncio.create_task(leave())
+    assert client.closed == ["left"]

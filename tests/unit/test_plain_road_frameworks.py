@@ -1,0 +1,43 @@
+"""docs/plain-road.md, second table: what the builder finds in the spans that other frameworks sent, with no gateway beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fakes
+from spangrad.settings import BuilderSettings
+from transition_builder.build import build
+
+ROOT = Path(__file__).parents[2]
+SPANS = ROOT / "tests" / "fixtures" / "spans"
+CAPTURED = {
+    "AutoGen, under OpenInference": "autogen",
+    "LiteLLM, under OpenInference": "litellm",
+    "Anthropic's client, under OpenInference": "anthropic",
+    "openai, under OpenTelemetry's own instrumentation": "genai_openai_v2",
+    "openai, under Traceloop's instrumentation": "traceloop",
+    "bare httpx, under OpenTelemetry's own instrumentation": "http_only_httpx",
+}
+
+
+def test_what_other_frameworks_spans_hold() -> None:
+    lines = [f"| {framework} | {' | '.join(found(SPANS / f'{file}.jsonl'))} |" for framework, file in CAPTURED.items()]
+    measured = "\n".join(["| framework | calls with ids | calls without | agents' names |", "| --- | --- | --- | --- |", *lines])
+    page = (ROOT / "docs" / "plain-road.md").read_text()
+    begin, end = "<!-- measured by tests/unit/test_plain_road_frameworks.py -->\n", "\n<!-- end -->"
+    start = page.index(begin) + len(begin)
+    assert page[start : page.index(end, start)] == measured, f"\n{measured}"
+
+
+def found(file: Path) -> tuple[str, str, str]:
+    """How many calls the captured spans tell of, with token ids and without, and whose they are."""
+    spans = fakes.SpanFactory()
+    spans.evaluation(spans.root())
+    for line in file.read_text().splitlines():
+        spans.load_otlp(json.loads(line))
+    built = build(spans.frames(), BuilderSettings())
+    without = sum(reason == "no_token_ids" for reason in built.drops["Reason"])
+    assert set(built.drops["Reason"]) <= {"no_token_ids", "no_calls"}
+    names = ", ".join(f"`{name}`" for name in sorted(set(built.transitions["AgentName"])))
+    return str(built.transitions.height), str(without), names or "none"
