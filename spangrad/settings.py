@@ -113,7 +113,7 @@ class ClientSettings(_Section):
 class BackendSettings(_Section):
     """An upstream that answers calls."""
 
-    url: str = Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")
+    url: str = Field(pattern=r"^https?://(\[[0-9a-fA-F:.]+\]|[^\s/@?#:\[\]]+)(:[0-9]{1,5})?(/[^\s@?#]*)?$")
     """Where it listens, with or without `/v1`. Keys go in `key`, never in here."""
     policy: str = "policy"
     """The policy whose calls it answers."""

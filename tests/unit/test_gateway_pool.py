@@ -172,6 +172,7 @@ async def test_backends_come_and_go_at_run_time() -> None:
     [
         ({"url": "127.0.0.1:1"}, 400, "the backend's url cannot be right"),
         ({"url": "http://key@host"}, 400, "the backend's url cannot be right"),
+        ({"url": "http://127.0.0.1:1*"}, 400, "the backend's url cannot be right"),
         ({"url": "http://host", "limit": 0}, 400, "the backend's limit cannot be right"),
         ({"url": "http://host", "kind": "vllm"}, 400, "Invalid enum value 'vllm'"),
         ({"url": "http://host", "restart_command": ["rm"]}, 400, "Object contains unknown field `restart_command`"),
