@@ -150,7 +150,8 @@ def _exact(value: Any, kind: str) -> Any:
 @pytest.mark.parametrize("compress", COMPRESSIONS)
 def test_every_column_of_the_schema_is_read_as_by_clickhouse_connect(chgo: str, filled: StoreSettings, compress: str) -> None:
     client = connect(filled)
-    tables = _tables(client, "engine != 'MaterializedView'")
+    # A Null table passes its rows on and keeps none.
+    tables = _tables(client, "engine NOT IN ('MaterializedView', 'Null')")
     read_types: set[str] = set()
     empty: list[str] = []
     for table, columns in tables:
