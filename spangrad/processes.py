@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 
 from spangrad.errors import SpangradError
@@ -106,16 +108,23 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
+@cache
+def _server_ports() -> Iterator[int]:
+    """All of them in an order of this process's own, again and again."""
+    return cycle(random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)))
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that nobody listens on, all different.
 
-    They lie below those that the kernel gives to outgoing connections, one of which could take them before their server does.
+    They lie below those that the kernel gives to outgoing connections, one of which could take them before their server does; and
+    no port is given twice before all others were, so that those that were asked for one by one differ, too.
 
     Raises:
         SpangradError: there are not so many.
     """
     found: list[int] = []
-    for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+    for port in islice(_server_ports(), len(_SERVER_PORTS)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((host, port))
