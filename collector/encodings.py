@@ -43,13 +43,14 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
         TooLargeError: more than `limit` bytes came out.
     """
     name = encoding.strip().lower()
+    if name in {"", "identity"}:
+        _allow(len(body), limit, hold)
+        return body
     out = bytearray()
     try:
         for piece in _pieces(body, name):
             out += piece
-            if len(out) > limit:
-                raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
-            hold(len(out))
+            _allow(len(out), limit, hold)
     except EOFError:
         raise EncodingError(f"the body ends before its {name} stream does") from None
     except (zlib.error, brotli.error, zstd.ZstdError, RuntimeError) as error:
@@ -57,10 +58,14 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
     return bytes(out)
 
 
+def _allow(size: int, limit: int, hold: Callable[[int], None]) -> None:
+    if size > limit:
+        raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
+    hold(size)
+
+
 def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
     match encoding:
-        case "" | "identity":
-            return iter((body,))
         case "gzip":
             return _inflated(body, 16 + zlib.MAX_WBITS)
         case "deflate":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -16,6 +14,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import GatewayError, SettingsError
+from spangrad.gateway_http import ask_gateway, refusal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -162,26 +161,12 @@ def _ask(
     Raises:
         GatewayError: it does not answer, or refuses.
     """
-    url = gateway.url.rstrip("/") + path
-    headers = {"Content-Type": "application/json"}
-    if gateway.token:
-        headers["Authorization"] = f"Bearer {gateway.token.get_secret_value()}"
-    data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=seconds) as answer:
-            return json.load(answer)
+        return ask_gateway(gateway, method, path, body, seconds)
     except urllib.error.HTTPError as error:
-        raise GatewayError(f"the gateway at {gateway.url} refuses ({error.code}): {_message(error)}") from None
+        raise GatewayError(f"the gateway at {gateway.url} refuses ({error.code}): {refusal(error)}") from None
     except (OSError, ValueError) as error:  # URLError, timeouts, answers of something else
         reason = getattr(error, "reason", error)
         raise GatewayError(
             f"no gateway answers at {gateway.url} ({reason}). Start it with `spangrad gateway`, or set gateway.url."
         ) from None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    text = error.read().decode(errors="replace")
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or str(error.reason)

@@ -27,7 +27,7 @@ from typing import IO
 
 from gateway.vllm_plugin.asking import CHAT_PATH
 from spangrad.errors import EngineError
-from spangrad.processes import die_with_parent, require_free_port, stop_group
+from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
 from spangrad.settings import EngineSettings, Settings
 from spangrad.weights import tokenizer_hash
 
@@ -57,7 +57,7 @@ def serve(settings: Settings) -> None:
         began = time.monotonic()
         vllm = _Vllm(engine, command(settings, model), environment(settings, model))
         try:
-            vllm.wait_until(lambda: _answers(base), stopping)
+            vllm.wait_until(lambda: answers(f"{base}/health"), stopping)
             if not stopping.is_set():
                 _warm_up(base, settings)
                 seconds = time.monotonic() - began
@@ -205,14 +205,6 @@ class _Vllm:
         """End vLLM and its workers."""
         stop_group(self._process, STOP_SECONDS)
         self._copier.join(1)
-
-
-def _answers(base: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{base}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def _warm_up(base: str, settings: Settings) -> None:

@@ -111,7 +111,7 @@ class Policy:
         """A backend came, went or changed: let those begin who can, and refuse those who wait in vain."""
         while self._queue.take(self._grant) is not None:
             pass
-        for waiter in [one for one in self._queue if not self._worth_waiting(one.attempt, one.avoid)]:
+        for waiter in [one for one in self._queue if not self.worth_waiting(one.attempt, one.avoid)]:
             self._queue.discard(waiter.attempt, waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(BackendDownError(self.why_down()))
@@ -131,7 +131,7 @@ class Policy:
         backend = self._choose(attempt, avoid)
         if backend is not None:
             return self._begin(backend, attempt)
-        if not self._worth_waiting(attempt, avoid):
+        if not self.worth_waiting(attempt, avoid):
             raise BackendDownError(self.why_down())
         if len(self._queue) >= self._queue_limit:
             raise PoolFullError(
@@ -153,10 +153,6 @@ class Policy:
         backend.end()
         while self._queue.take(self._grant) is False:
             pass
-
-    def has_another(self, attempt: Attempt | None, avoid: Set[str]) -> bool:
-        """Whether a call that could not connect may be taken by another backend."""
-        return self._worth_waiting(attempt, avoid)
 
     def why_down(self) -> str:
         """Why calls are refused."""
@@ -199,7 +195,8 @@ class Policy:
             return holder
         return least
 
-    def _worth_waiting(self, attempt: Attempt | None, avoid: Set[str]) -> bool:
+    def worth_waiting(self, attempt: Attempt | None, avoid: Set[str]) -> bool:
+        """Whether there is a backend that may take a call, now or soon."""
         return any(one.status in _WAITED_FOR or (one.worth_a_try and not self.release) for one in self._group(attempt, avoid))
 
     def _group(self, attempt: Attempt | None, avoid: Set[str]) -> list[Upstream]:

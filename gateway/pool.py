@@ -45,7 +45,7 @@ class Lease:
         """Nobody was there, and nothing was sent. The backends to avoid in the next lease; None: there is no other to try."""
         self.backend.could_not_connect(error)
         avoid = self._avoid | {self.backend.name}
-        return avoid if self._policy.has_another(self._attempt, avoid) else None
+        return avoid if self._policy.worth_waiting(self._attempt, avoid) else None
 
 
 class Pool:

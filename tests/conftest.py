@@ -48,3 +48,12 @@ def gateway(engine: Settings, store: StoreSettings, tmp_path_factory: pytest.Tem
     settings = gateway_settings(engine, store)
     with running_gateway(settings, tmp_path_factory.mktemp("gateway") / "gateway.log"):
         yield settings
+
+
+@pytest.fixture
+def plugin_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `spangrad engine` tells the plugin in vLLM: policy `policy` in version 3, its model in `tmp_path`."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
+    monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")
+    monkeypatch.setenv("SPANGRAD_ENGINE__MODEL", str(tmp_path))

@@ -24,6 +24,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeL
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
+from gateway.record import attribute
 from spangrad import semconv
 from spangrad.types import call_id
 
@@ -113,9 +114,14 @@ class Rollouts:
             own = self._random.randbytes(8)
             at = next(counted)
             attributes = [
-                *(_item(semconv.RUN_ID, self._run), _item(semconv.ROLLOUT_ID, name), _item(semconv.ROLLOUT_MODE, "train")),
-                *(_item(semconv.ROLLOUT_ATTEMPT, 0), _item(semconv.PROCESS_ID, scope), _item(semconv.SEQ, at), _item(OWN_ID, own.hex())),
-                *(_item(key, value) for key, value in more.items()),
+                *(attribute(semconv.RUN_ID, self._run), attribute(semconv.ROLLOUT_ID, name), attribute(semconv.ROLLOUT_MODE, "train")),
+                *(
+                    attribute(semconv.ROLLOUT_ATTEMPT, 0),
+                    attribute(semconv.PROCESS_ID, scope),
+                    attribute(semconv.SEQ, at),
+                    attribute(OWN_ID, own.hex()),
+                ),
+                *(attribute(key, value) for key, value in more.items()),
             ]
             made_one = Span(trace_id=trace, span_id=own, parent_span_id=parent, name=title, attributes=attributes)
             made_one.start_time_unix_nano = start + at * 10**6
@@ -126,7 +132,7 @@ class Rollouts:
         made: list[tuple[str, Span]] = []
         facts = {semconv.TASK_ID: "t", semconv.GROUP_ID: name, semconv.GROUP_SIZE: 1, semconv.ROLLOUT_CALLS: _TURNS}
         root = span(_RUNNER, semconv.ROOT_SPAN_NAME, b"", **facts, **{semconv.ROLLOUT_FINAL: True, semconv.ROLLOUT_FAILURE: ""})
-        score = [_item(semconv.EVALUATION_NAME, semconv.REWARD_NAME), _item(semconv.EVALUATION_SCORE, 1.0)]
+        score = [attribute(semconv.EVALUATION_NAME, semconv.REWARD_NAME), attribute(semconv.EVALUATION_SCORE, 1.0)]
         root.events.add(name=semconv.EVALUATION_EVENT, time_unix_nano=root.end_time_unix_nano, attributes=score)
         agent = span(_AGENT, "agent", root.span_id)
         for turn in range(_TURNS):
@@ -134,8 +140,8 @@ class Rollouts:
             own = span(_GATEWAY, "chat policy", agent.span_id, **_said(turn == 0))
             own.attributes.extend(_ids(own.span_id, 2 if turn == 0 else 1))
             span(_AGENT, "tool", agent.span_id, **{"tool.name": "search", "output.value": "x" * self._random.randrange(400)})
-        named = [_item(semconv.RUN_ID, self._run), _item(semconv.ROLLOUT_ID, name), _item(semconv.ROLLOUT_MODE, "train")]
-        judged = [_item(semconv.EVALUATION_NAME, "quality"), _item(semconv.EVALUATION_SCORE, 0.5)]
+        named = [attribute(semconv.RUN_ID, self._run), attribute(semconv.ROLLOUT_ID, name), attribute(semconv.ROLLOUT_MODE, "train")]
+        judged = [attribute(semconv.EVALUATION_NAME, "quality"), attribute(semconv.EVALUATION_SCORE, 0.5)]
         records = [
             LogRecord(
                 time_unix_nano=start,
@@ -143,7 +149,7 @@ class Rollouts:
                 span_id=root.span_id,
                 event_name=event,
                 body=AnyValue(string_value=f"record of {name}"),
-                attributes=[*named, *more, _item(OWN_ID, f"{event} {root.span_id.hex()}")],
+                attributes=[*named, *more, attribute(OWN_ID, f"{event} {root.span_id.hex()}")],
             )
             for event, more in ((semconv.EVALUATION_EVENT, judged), ("note", []))
         ]
@@ -154,7 +160,7 @@ class Rollouts:
         scopes: dict[str, ScopeSpans] = {}
         for scope, span in spans:
             scopes.setdefault(scope, ScopeSpans(scope=InstrumentationScope(name=scope))).spans.append(span)
-        resource = Resource(attributes=[_item("service.name", "load")])
+        resource = Resource(attributes=[attribute("service.name", "load")])
         request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=list(scopes.values()))])
         alone = [span for _, span in spans]
         held = Held(
@@ -200,11 +206,11 @@ def _call(span_id: bytes, choice: int) -> Call:
 
 def _ids(span_id: bytes, choices: int) -> Iterator[KeyValue]:
     calls = [_call(span_id, choice) for choice in range(choices)]
-    yield _item(semconv.PROMPT_TOKEN_IDS, struct.pack("<3I", *calls[0][0]))
-    yield _item(semconv.RESPONSE_TOKEN_IDS, b"".join(struct.pack("<2I", *call[1]) for call in calls))
-    yield _item(semconv.RESPONSE_LOGPROBS, b"".join(struct.pack("<2f", *call[2]) for call in calls))
+    yield attribute(semconv.PROMPT_TOKEN_IDS, struct.pack("<3I", *calls[0][0]))
+    yield attribute(semconv.RESPONSE_TOKEN_IDS, b"".join(struct.pack("<2I", *call[1]) for call in calls))
+    yield attribute(semconv.RESPONSE_LOGPROBS, b"".join(struct.pack("<2f", *call[2]) for call in calls))
     if choices > 1:
-        yield _item(semconv.RESPONSE_LENGTHS, [2] * choices)
+        yield attribute(semconv.RESPONSE_LENGTHS, [2] * choices)
 
 
 def _said(two: bool) -> dict[str, Any]:
@@ -223,28 +229,6 @@ def _said(two: bool) -> dict[str, Any]:
 
 def _rollout_of(span: Span) -> str:
     return next(one.value.string_value for one in span.attributes if one.key == semconv.ROLLOUT_ID)
-
-
-def _item(key: str, value: Any) -> KeyValue:
-    return KeyValue(key=key, value=_value(value))
-
-
-def _value(value: Any) -> AnyValue:
-    match value:
-        case bool():
-            return AnyValue(bool_value=value)
-        case int():
-            return AnyValue(int_value=value)
-        case float():
-            return AnyValue(double_value=value)
-        case bytes():
-            return AnyValue(bytes_value=value)
-        case list():
-            made = AnyValue()
-            made.array_value.values.extend(_value(one) for one in value)
-            return made
-        case _:
-            return AnyValue(string_value=str(value))
 
 
 def otlp_json(request: Message) -> bytes:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.engine import command, environment
-from spangrad.processes import Child, free_ports, wait_until
+from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings, load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,18 +92,10 @@ def running_bare_vllm(settings: Settings, log: Path) -> Generator[Child]:
         del words[at : at + 2]
     child = Child("a bare vLLM", words, log, environment(settings, model))
     try:
-        wait_until(lambda: _is_healthy(settings.gateway.engine_url), 180, "a bare vLLM", [child], poll_seconds=0.2)
+        wait_until(lambda: answers(f"{settings.gateway.engine_url}/health"), 180, "a bare vLLM", [child], poll_seconds=0.2)
         yield child
     finally:
         child.stop()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 @contextmanager

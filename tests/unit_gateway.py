@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import pytest
 from fake_engine import FakeEngine
 
 from fakes import OtlpSink, SunkSpan
+from gateway import exporter
 from gateway.server import running
 from spangrad.processes import free_ports
 from spangrad.settings import load_settings
@@ -47,6 +51,23 @@ class Stage:
         async with asyncio.timeout(10):
             while until not in await (await self.client.get("/readyz")).text():  # noqa: ASYNC110 - nobody tells us
                 await asyncio.sleep(0.02)
+
+
+class FullDisk:
+    """A disk that takes no span while it is full."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, full: bool = True) -> None:
+        self.full = full
+        self.refused = asyncio.Event()
+        self._writev = os.writev
+        patch.setattr(os, "writev", self._write)
+        patch.setattr(exporter, "DISK_PAUSE_SECONDS", 0.01)
+
+    def _write(self, file: int, parts: tuple[bytes, bytes]) -> int:
+        if self.full:
+            self.refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._writev(file, parts)
 
 
 @asynccontextmanager

@@ -6,13 +6,12 @@ is what the ledger committed; publishing the version that is served already chan
 
 from __future__ import annotations
 
-import json
 import urllib.error
-import urllib.request
 from typing import Any
 from urllib.parse import quote
 
 from spangrad.errors import GatewayError
+from spangrad.gateway_http import ask_gateway, refusal
 from spangrad.settings import GatewaySettings
 from spangrad.types import PolicyVersion
 
@@ -46,19 +45,12 @@ class Publisher:
         return float(self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)["seconds"])
 
     def _ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
-        url = self._gateway.url.rstrip("/") + path
-        headers = {"Content-Type": "application/json"}
-        if self._gateway.token:
-            headers["Authorization"] = f"Bearer {self._gateway.token.get_secret_value()}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data=data, headers=headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=self._gateway.request_timeout_seconds) as answer:
-                return json.load(answer)
+            return ask_gateway(self._gateway, method, path, body, self._gateway.request_timeout_seconds)
         except urllib.error.HTTPError as error:
             raise GatewayError(
-                f"the gateway refused {method} {url} ({error.code}): {_message(error)} The version stays committed and is published when "
-                "`spangrad train` starts again; trainer.publish = false trains without a gateway."
+                f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} The version stays committed and is "
+                "published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
             ) from error
         except OSError as error:  # URLError and timeouts
             reason = getattr(error, "reason", error)
@@ -66,11 +58,3 @@ class Publisher:
                 f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, set gateway.url, or "
                 "train without it by trainer.publish = false."
             ) from error
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    text = error.read().decode(errors="replace")
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or str(error.reason)

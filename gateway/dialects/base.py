@@ -7,6 +7,7 @@ has come.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,18 +58,25 @@ class Request:
         return self.raw if asked is self.fields else msgspec.json.encode(asked)
 
 
-class StreamReader(Protocol):
+class StreamReader(ABC):
     """Reads a stream as it comes."""
 
-    answer: Answer
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
         """Take what the engine sent; give what the client gets of it now."""
-        ...
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(self.event(event) for event in events)
 
     def rest(self) -> bytes:
         """What came after the last whole event."""
-        ...
+        return self._rest
+
+    @abstractmethod
+    def event(self, event: bytes) -> bytes:
+        """Take one event, without the blank line that ends it; give what the client gets of it."""
 
 
 class Dialect(Protocol):

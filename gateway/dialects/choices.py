@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.dialects.answer import Answer, EngineFacts
-from gateway.dialects.base import NULL, Fields, Request, openai_error, parse_request
+from gateway.dialects.base import NULL, Fields, Request, StreamReader, openai_error, parse_request
 from spangrad.semconv import ANSWER_FIELD
 
 _Choices = list[Fields]
@@ -79,29 +79,20 @@ class ChoicesDialect(ABC):
         """The whole answer that a stream's parts amount to."""
 
 
-class ChoicesStream:
-    """Reads a stream as it comes."""
+class ChoicesStream(StreamReader):
+    """Reads chunks of choices."""
 
     def __init__(self, dialect: ChoicesDialect, request: Request) -> None:
         answer = dialect.begin(request)
         answer.whole = lambda: dialect.whole(answer) if answer.choices else None
-        self.answer = answer
+        super().__init__(answer)
         self._dialect = dialect
         self._request = request
         self._ids = request.wants_ids
         self._logprobs = request.wants_logprobs
-        self._rest = b""
 
-    def feed(self, data: bytes) -> bytes:
+    def event(self, event: bytes) -> bytes:
         """See `StreamReader`."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return b"".join(self._event(event) for event in events)
-
-    def rest(self) -> bytes:
-        """See `StreamReader`."""
-        return self._rest
-
-    def _event(self, event: bytes) -> bytes:
         if not event.startswith(b"data: {"):
             return event + b"\n\n"
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.dialects.answer import Answer, Choice, EngineFacts, Logprob, TokenId
-from gateway.dialects.base import NULL, Fields, Request, parse_request
+from gateway.dialects.base import NULL, Fields, Request, StreamReader, parse_request
 from spangrad.semconv import ANSWER_FIELD
 
 
@@ -84,24 +84,15 @@ class TappedDialect(ABC):
         """See `Dialect`."""
 
 
-class TappedStream(ABC):
-    """Reads a stream as it comes."""
+class TappedStream(StreamReader):
+    """Reads events of which our own field tells the ids."""
 
     def __init__(self, dialect: TappedDialect) -> None:
-        self.answer = Answer(whole=self.whole)
+        super().__init__(Answer(whole=self.whole))
         self._dialect = dialect
-        self._rest = b""
 
-    def feed(self, data: bytes) -> bytes:
+    def event(self, event: bytes) -> bytes:
         """See `StreamReader`."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return b"".join(self._event(event) for event in events)
-
-    def rest(self) -> bytes:
-        """See `StreamReader`."""
-        return self._rest
-
-    def _event(self, event: bytes) -> bytes:
         name, _, data = event.partition(b"data: ")
         if not data.startswith(b"{"):
             return event + b"\n\n"

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from running_engine import ROOT, fetch, start
+from running_engine import ROOT, fetch, running_gateway, start
 from running_store import running_store, store_settings
 
 from spangrad.clickhouse import connect
@@ -108,17 +108,6 @@ def settings(tmp_path: Path) -> Generator[Settings]:
     engine.stop()
 
 
-@contextmanager
-def gateway(settings: Settings, log: Path) -> Generator[Child]:
-    child = start("gateway.server", settings, log)
-    try:
-        ready = f"{settings.gateway.url}/readyz"
-        wait_until(lambda: fetch(ready).get("status") == "serving", 30, "the gateway", [child], poll_seconds=0.05)
-        yield child
-    finally:
-        child.stop()
-
-
 @dataclass(frozen=True)
 class Found:
     """What the store says of a run's calls."""
@@ -163,9 +152,9 @@ async def test_kills_of_the_gateway(settings: Settings, tmp_path: Path, chance: 
                 child.process.kill()
                 child.process.wait()
                 tell(f"kill {kill + 1}: {len(load.answered)} answered, {load.broken} broken")
-            with gateway(settings, tmp_path / "gateway.log"):
+            with running_gateway(settings, tmp_path / "gateway.log"):
                 await load.answers(20)
-        with gateway(settings, tmp_path / "gateway.log") as last:
+        with running_gateway(settings, tmp_path / "gateway.log") as last:
             now = await asyncio.to_thread(settled, settings.store, load)
             last.process.terminate()
             assert last.process.wait(10) == 0
@@ -182,7 +171,7 @@ async def test_the_store_is_down_while_calls_go_on(settings: Settings, tmp_path:
     load = Load(settings, uuid.uuid4().hex[:8])
     # So little memory that most of it goes by the disk.
     small = settings.model_copy(update={"gateway": settings.gateway.model_copy(update={"export_bytes": 2**16})})
-    with gateway(small, tmp_path / "gateway.log"), ExitStack() as until_the_end:
+    with running_gateway(small, tmp_path / "gateway.log"), ExitStack() as until_the_end:
         async with load.running():
             with running_store(settings.store, tmp_path / "store.log"):
                 await load.answers(50)

@@ -18,6 +18,7 @@ from raw_upstream import (
     QUESTION,
     STREAM_HEAD,
     WHOLE,
+    Answer,
     Exchange,
     Upstream,
     answer_whole,
@@ -36,40 +37,37 @@ from benchmarks.gateway_bodies import ANSWER_TOKENS, text_of
 STALLED_SECONDS = 0.5
 
 
+async def unreachable(upstream_does: Answer, *, stream: bool = False) -> Upstream:
+    """A call of which nothing comes back: its client is told so, and its span says it."""
+    async with between(upstream_does) as (stage, upstream):
+        status, body, _ = await ask(stage, stream=stream)
+        (span,) = await stage.spans()
+    assert (status, json.loads(body)["error"]["type"]) == (502, "engine_unreachable")
+    assert recorded(span) == nothing("engine_unreachable")
+    return upstream
+
+
 class TestDeath:
     @pytest.mark.parametrize("stream", [False, True])
     async def test_before_an_answer(self, stream: bool) -> None:
         async def die(exchange: Exchange) -> None:
             exchange.die()
 
-        async with between(die) as (stage, upstream):
-            status, body, _ = await ask(stage, stream=stream)
-            (span,) = await stage.spans()
-        assert (status, json.loads(body)["error"]["type"]) == (502, "engine_unreachable")
-        assert recorded(span) == nothing("engine_unreachable")
-        assert len(upstream.exchanges) == 1
+        assert len((await unreachable(die, stream=stream)).exchanges) == 1
 
     async def test_in_the_middle_of_a_head(self) -> None:
         async def die(exchange: Exchange) -> None:
             await exchange.send((JSON_HEAD % len(WHOLE))[:30])
             exchange.die()
 
-        async with between(die) as (stage, _):
-            status, body, _ = await ask(stage, stream=False)
-            (span,) = await stage.spans()
-        assert (status, json.loads(body)["error"]["type"]) == (502, "engine_unreachable")
-        assert recorded(span) == nothing("engine_unreachable")
+        await unreachable(die)
 
     async def test_in_the_middle_of_a_whole_answer(self) -> None:
         async def die(exchange: Exchange) -> None:
             await exchange.send(JSON_HEAD % len(WHOLE) + WHOLE[: len(WHOLE) // 2])
             exchange.die()
 
-        async with between(die) as (stage, _):
-            status, body, _ = await ask(stage, stream=False)
-            (span,) = await stage.spans()
-        assert (status, json.loads(body)["error"]["type"]) == (502, "engine_unreachable")
-        assert recorded(span) == nothing("engine_unreachable")
+        await unreachable(die)
 
     @pytest.mark.parametrize("cut", [0, 40], ids=["between events", "inside of one"])
     async def test_in_the_middle_of_a_stream(self, cut: int) -> None:

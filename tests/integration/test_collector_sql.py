@@ -231,12 +231,14 @@ def test_a_statement_ends_when_its_client_leaves(store: StoreSettings, client: C
 
 
 def test_clients_that_leave_free_their_workers(store: StoreSettings, client: Client) -> None:
-    for _ in range(3):
-        connections = [begin(store, ENDLESS, query_id=f"crowd-{place}") for place in range(8)]
-        until(lambda: bool(running(client, "crowd-7")))
+    # An id of its own for each: one that is still ending refuses the next of its name.
+    crowds = [[f"crowd-{turn}-{place}" for place in range(8)] for turn in range(3)]
+    for crowd in crowds:
+        connections = [begin(store, ENDLESS, query_id=query_id) for query_id in crowd]
+        until(lambda last=crowd[-1]: bool(running(client, last)))
         for connection in connections:
             connection.close()
-    until(lambda: not any(running(client, f"crowd-{place}") for place in range(8)))
+    until(lambda: not any(running(client, query_id) for crowd in crowds for query_id in crowd))
 
     assert ask(store, "SELECT 1").body == b"1\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from unit_gateway import FullDisk
 
 from fakes import OtlpSink
 from gateway import exporter as exporter_module
@@ -57,23 +57,6 @@ def exporting(tmp_path: Path) -> Exporting:
 async def arrived(store: OtlpSink, count: int) -> list[str]:
     await asyncio.to_thread(store.wait_for, lambda: len(store.spans) >= count)
     return [one.name for one in store.spans]
-
-
-class Full:
-    """A disk that takes nothing while it is full."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.full = False
-        self.refused = asyncio.Event()
-        self._writev = os.writev
-        patch.setattr(os, "writev", self.write)
-        patch.setattr(exporter_module, "DISK_PAUSE_SECONDS", 0.01)
-
-    def write(self, file: int, parts: tuple[bytes, bytes]) -> int:
-        if self.full:
-            self.refused.set()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._writev(file, parts)
 
 
 async def test_spans_arrive_in_order_with_resource_scope_and_token(exporting: Exporting) -> None:
@@ -193,7 +176,7 @@ async def test_a_budget_that_an_earlier_exporter_spent_makes_calls_wait(exportin
 async def test_a_full_disk_makes_calls_wait_and_loses_nothing(
     exporting: Exporting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = Full(monkeypatch)
+    disk = FullDisk(monkeypatch, full=False)
     with OtlpSink() as store:
         async with exporting(store.url) as exporter:
             await exporter.put(span("a"))
@@ -214,7 +197,7 @@ async def test_a_full_disk_makes_calls_wait_and_loses_nothing(
 
 
 async def test_the_end_tells_how_many_spans_the_disk_did_not_take(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Full(monkeypatch)
+    disk = FullDisk(monkeypatch, full=False)
     with OtlpSink() as store:
         async with exporting(store.url, lost=2) as exporter:
             disk.full = True

@@ -61,11 +61,7 @@ def vllm() -> Vllm:
 
 
 @pytest.fixture
-def middleware(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpangradMiddleware:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
-    monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")
-    monkeypatch.setenv("SPANGRAD_ENGINE__MODEL", str(tmp_path))
+def middleware(vllm: Vllm, plugin_environment: None) -> SpangradMiddleware:
     return SpangradMiddleware(vllm)
 
 

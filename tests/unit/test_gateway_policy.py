@@ -190,8 +190,8 @@ async def test_an_engine_is_tried_before_it_was_reached_unless_it_would_hold_oth
 async def test_a_call_is_not_sent_where_it_could_not_connect() -> None:
     policy, (first, second) = policy_of(None, None)
     assert await policy.acquire(A, {first.name}) is second
-    assert policy.has_another(A, {first.name})
-    assert not policy.has_another(A, {first.name, second.name})
+    assert policy.worth_waiting(A, {first.name})
+    assert not policy.worth_waiting(A, {first.name, second.name})
 
 
 async def test_a_frozen_upstream_is_left_alone_longer_each_time_it_cannot_be_reached() -> None:

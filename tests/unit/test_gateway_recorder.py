@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 from pathlib import Path
 
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, Recorded
-from unit_gateway import ASKED, staged
-
-from gateway import exporter
+from unit_gateway import ASKED, FullDisk, staged
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 
 
-class Disk:
-    """A disk that takes nothing while it is full."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.full = True
-        self.refused = asyncio.Event()
-        self._writev = os.writev
-        patch.setattr(os, "writev", self.write)
-        patch.setattr(exporter, "DISK_PAUSE_SECONDS", 0.01)
-
-    def write(self, file: int, parts: tuple[bytes, bytes]) -> int:
-        if self.full:
-            self.refused.set()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._writev(file, parts)
-
-
 async def test_a_whole_answer_waits_for_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(monkeypatch)
+    disk = FullDisk(monkeypatch)
     async with staged() as stage:
         call = asyncio.create_task(stage.chat())
         await disk.refused.wait()
@@ -54,7 +33,7 @@ async def test_the_event_that_ends_a_stream_waits_for_its_span(monkeypatch: pyte
     body = given["plugged"]["body"].encode()
     last_event = body[: -len(b"\n\n")].rpartition(b"\n\n")[2]
     end = b"[DONE]" if b"[DONE]" in last_event else last_event.partition(b"\n")[0]
-    disk, engine = Disk(monkeypatch), FakeEngine(stall_after=body.count(b"\n\n"))
+    disk, engine = FullDisk(monkeypatch), FakeEngine(stall_after=body.count(b"\n\n"))
     engine.answers[given["path"]] = Recorded(body, given["plugged"]["type"])
     engine.go_on.clear()
     async with staged(engine) as stage, asyncio.timeout(20), stage.client.post(given["path"], json=given["request"]) as answer:

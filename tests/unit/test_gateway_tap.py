@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,11 +93,7 @@ def vllm() -> Vllm:
 
 
 @pytest.fixture
-def middleware(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpangradMiddleware:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
-    monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")
-    monkeypatch.setenv("SPANGRAD_ENGINE__MODEL", str(tmp_path))
+def middleware(vllm: Vllm, plugin_environment: None) -> SpangradMiddleware:
     return SpangradMiddleware(vllm)
 
 
