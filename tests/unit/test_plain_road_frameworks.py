@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import fakes
@@ -23,21 +24,24 @@ CAPTURED = {
 
 def test_what_other_frameworks_spans_hold() -> None:
     lines = [f"| {framework} | {' | '.join(found(SPANS / f'{file}.jsonl'))} |" for framework, file in CAPTURED.items()]
-    measured = "\n".join(["| framework | calls with ids | calls without | agents' names |", "| --- | --- | --- | --- |", *lines])
+    measured = "\n".join(
+        ["| framework | calls with ids | without | failed | not read | agents' names |", "| --- | --- | --- | --- | --- | --- |", *lines]
+    )
     page = (ROOT / "docs" / "plain-road.md").read_text()
     begin, end = "<!-- measured by tests/unit/test_plain_road_frameworks.py -->\n", "\n<!-- end -->"
     start = page.index(begin) + len(begin)
     assert page[start : page.index(end, start)] == measured, f"\n{measured}"
 
 
-def found(file: Path) -> tuple[str, str, str]:
-    """How many calls the captured spans tell of, with token ids and without, and whose they are."""
+def found(file: Path) -> tuple[str, ...]:
+    """How many calls the captured spans tell of: with token ids, without, failed, in no convention that is read; and whose they are."""
     spans = fakes.SpanFactory()
     spans.evaluation(spans.root())
     for line in file.read_text().splitlines():
         spans.load_otlp(json.loads(line))
     built = build(spans.frames(), BuilderSettings())
-    without = sum(reason == "no_token_ids" for reason in built.drops["Reason"])
-    assert set(built.drops["Reason"]) <= {"no_token_ids", "no_calls"}
+    reasons = Counter(built.drops["Reason"])
+    counted = [str(reasons.pop(name, 0)) for name in ("no_token_ids", "call_failed", "unknown_convention")]
+    assert not reasons
     names = ", ".join(f"`{name}`" for name in sorted(set(built.transitions["AgentName"])))
-    return str(built.transitions.height), str(without), names or "none"
+    return str(built.transitions.height), *counted, names or "none"

@@ -15,4 +15,7 @@ IS_GATEWAY = pl.col("ScopeName") == semconv.GATEWAY_SCOPE
 
 def calls(rows: pl.DataFrame) -> pl.DataFrame:
     """Canonical calls of resolved CALLS rows."""
-    return rows.unique(["TraceId", "SpanId", "Choice"], keep="first", maintain_order=True).with_columns(ByGateway=pl.lit(True))
+    key = ["TraceId", "SpanId", "Choice"]
+    # Token ids are copied only where a call came twice.
+    once = rows if rows.select(key).is_unique().all() else rows.unique(key, keep="first", maintain_order=True)
+    return once.with_columns(ByGateway=pl.lit(True))

@@ -1,148 +1,82 @@
-"""OpenInference's instrumentations: of OpenAI's client, LangChain and LangGraph, the Agents SDK, AutoGen and others.
+"""OpenInference: Arize's conventions and its instrumentations of clients, LangChain and LangGraph, the Agents SDK, AutoGen and others.
 
-In: spans with their attributes. Out: what each span is (`describe`), the calls of the plain road, and the tool
-calls that an answer asked for. Invariant: text is never read for token ids; only the engine's own extras are.
+In: spans with `openinference.span.kind`, of any scope. Out: what each is. Invariant: the kind alone makes a span a call; kinds that are not
+named here (RETRIEVER, EMBEDDING, RERANKER, GUARDRAIL, EVALUATOR, PROMPT) are neither call nor tool nor chain.
 
-The openai-level span (scope `openinference.instrumentation.openai`) is the only one that keeps the engine's extras,
-in `output.value`: prompt_token_ids, choices[].token_ids, choices[].logprobs.content[].logprob, and the field
-`spangrad`. That value is long, so that the lean span table leaves it out and ANSWER_SQL reads it where it lies.
+The client-level span (scope `openinference.instrumentation.openai` and its like) is the only one that keeps the engine's extras, in
+`output.value`: see `answers`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 
 from spangrad import semconv
-from spangrad.types import call_id
-from transition_builder.frames import SAMPLING
+from transition_builder.dialects import gen_ai
+from transition_builder.dialects.reading import Reading, Said, of_json
 
 OPENAI_SCOPE = "openinference.instrumentation.openai"
-IS_OF_SCOPE = pl.col("ScopeName") == OPENAI_SCOPE
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
-TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", "gen_ai.tool.call.id")
+TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", gen_ai.TOOL_CALL_ID)
 """Where a tool's span may say which tool call it answers."""
-_SAMPLING_FIELDS = {
-    "Temperature": "temperature",
-    "TopP": "top_p",
-    "TopK": "top_k",
-    "MinP": "min_p",
-    "PresencePenalty": "presence_penalty",
-    "FrequencyPenalty": "frequency_penalty",
-    "RepetitionPenalty": "repetition_penalty",
+SAMPLING_FIELDS = {
+    "Temperature": ("temperature",),
+    "TopP": ("top_p",),
+    "TopK": ("top_k", "extra_body.top_k"),
+    "MinP": ("min_p", "extra_body.min_p"),
+    "PresencePenalty": ("presence_penalty",),
+    "FrequencyPenalty": ("frequency_penalty",),
+    "RepetitionPenalty": ("repetition_penalty", "extra_body.repetition_penalty"),
 }
-_ASKED_TOOL = r"^llm\.output_messages\.\d+\.message\.tool_calls\.\d+\.tool_call\.id$"
-
-_OUTPUT = f"SpanAttributes['{semconv.OPENINFERENCE_OUTPUT}']"
-_CHOICE = "Tuple(index UInt16, finish_reason String, token_ids Array(UInt32), logprobs Tuple(content Array(Tuple(logprob Float32))))"
-_FIELD = "Tuple(policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String)"
-ANSWER_SQL = f"""
-WITH JSONExtract({_OUTPUT}, '{semconv.ANSWER_FIELD}', '{_FIELD}') AS said
-SELECT
-    TraceId, SpanId,
-    choice.1 AS Choice,
-    said.1 AS Policy, said.2 AS VersionStart, said.3 AS VersionEnd,
-    JSONExtractString({_OUTPUT}, 'model') AS Model,
-    JSONExtractString({_OUTPUT}, 'id') AS ResponseId,
-    said.4 AS TokenizerHash,
-    JSONExtract({_OUTPUT}, 'prompt_token_ids', 'Array(UInt32)') AS PromptIds,
-    choice.3 AS ResponseIds,
-    arrayMap(token -> token.1, choice.4.1) AS Logprobs,
-    choice.2 AS FinishReason
-FROM otel.otel_traces
-LEFT ARRAY JOIN JSONExtract({_OUTPUT}, 'choices', 'Array({_CHOICE})') AS choice
-WHERE ServiceName IN %(services)s AND SpanName IN %(names)s AND ScopeName = '{OPENAI_SCOPE}'
-    AND Timestamp BETWEEN fromUnixTimestamp64Nano(%(first)s) AND fromUnixTimestamp64Nano(%(last)s)
-    AND TraceId IN %(traces)s AND SpanId IN %(spans)s
-LIMIT 1 BY TraceId, SpanId, Choice
-"""
-"""The engine's extras, typed where they lie: a row a choice, one empty row where the value is not an answer."""
+"""The fields of a request to an OpenAI-compatible server that say how to sample, by the columns of SAMPLING."""
+_MODELS = (
+    *("llm.response.model_name", "llm.model_name", "llm.request.model_name"),
+    *(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL),
+)
+_ID = r'^\s*\{\s*"id"\s*:\s*"([^"]+)"'
+_TOOL_MESSAGE_ID = r'"tool_call_id"\s*:\s*"([^"]+)"'
+_TOOL_MESSAGE_FAILED = r'"tool_call_id".*"status"\s*:\s*"error"'
+"""LangChain's ToolMessage, which a tool's span holds whole."""
 
 
-def attribute(name: str) -> pl.Expr:
-    """A span's attribute; null where it has none."""
-    return pl.col("Attributes").map.get(name)
-
-
-def is_openai() -> pl.Expr:
-    """Whether a span is openai-level."""
-    return (IS_OF_SCOPE & (attribute(semconv.OPENINFERENCE_KIND) == "LLM")).fill_null(False)
-
-
-def describe(spans: pl.DataFrame) -> pl.DataFrame:
-    """Add what each span is: IsOpenAI, IsModel, IsTool, IsChain, AgentName (null: none of its own), ToolName, ToolFailed, ToolCallId."""
-    kind = attribute(semconv.OPENINFERENCE_KIND)
-    openai = is_openai()
-    return spans.with_columns(
-        IsOpenAI=openai,
-        IsModel=((kind == "LLM") & ~openai).fill_null(False),
-        IsTool=(kind == "TOOL").fill_null(False),
-        IsChain=(kind == "CHAIN").fill_null(False),
-        AgentName=pl.coalesce(
-            attribute(semconv.OPENINFERENCE_AGENT_NAME),
-            attribute(semconv.GEN_AI_AGENT_NAME),
-            attribute(semconv.OPENINFERENCE_GRAPH_NODE),
+def read(said: Said) -> Reading:
+    """Read spans by their kinds."""
+    base = gen_ai.read(said)
+    kind = said(semconv.OPENINFERENCE_KIND).str.to_uppercase()
+    output = said(semconv.OPENINFERENCE_OUTPUT)
+    # Long texts: each pattern is sought in those alone that may have it.
+    message = pl.when((kind == "TOOL") & output.str.contains('"tool_call_id"', literal=True)).then(output)
+    node = pl.when(~pl.col("ScopeName").str.contains("langchain", literal=True)).then(said.first(semconv.OPENINFERENCE_GRAPH_NODE))
+    asked, model = said(INVOCATION_PARAMETERS), said.first(*_MODELS)
+    return replace(
+        base,
+        call=kind == "LLM",
+        tool=kind == "TOOL",
+        chain=kind == "CHAIN",
+        suspect=pl.lit(False),
+        agent=pl.coalesce(
+            said.first(semconv.OPENINFERENCE_AGENT_NAME, semconv.GEN_AI_AGENT_NAME, "agent_name"),
+            node,
             pl.when(kind == "AGENT").then("SpanName"),
         ),
-        ToolName=pl.coalesce(attribute(semconv.OPENINFERENCE_TOOL_NAME), attribute(semconv.GEN_AI_TOOL_NAME), "SpanName"),
-        ToolFailed=pl.col("StatusCode") == "Error",
-        ToolCallId=pl.coalesce(attribute(name) for name in TOOL_CALL_ID_NAMES),
+        tool_name=said.first(semconv.OPENINFERENCE_TOOL_NAME, semconv.GEN_AI_TOOL_NAME),
+        tool_call_id=pl.coalesce(said.first(*TOOL_CALL_ID_NAMES), message.str.extract(_TOOL_MESSAGE_ID)),
+        arguments=said.any_of(semconv.OPENINFERENCE_INPUT, "tool_call.function.arguments", "tool.parameters", *gen_ai.ARGUMENTS),
+        result=said.any_of(semconv.OPENINFERENCE_OUTPUT, *gen_ai.RESULTS),
+        failed=message.str.contains(_TOOL_MESSAGE_FAILED).fill_null(False),
+        model=pl.coalesce(model, of_json(pl.when(model.is_null()).then(asked), "model")),
+        response_id=pl.coalesce(said.first(semconv.GEN_AI_RESPONSE_ID), pl.when(kind == "LLM").then(output).str.extract(_ID)),
+        input_tokens=pl.coalesce(said.first("llm.token_count.prompt"), base.input_tokens),
+        output_tokens=pl.coalesce(said.first("llm.token_count.completion"), base.output_tokens),
+        finish=pl.coalesce(said.first("llm.finish_reason"), base.finish),
+        asked={name: pl.coalesce(of_json(asked, *fields), base.asked[name]) for name, fields in SAMPLING_FIELDS.items()},
+        constrained=constrained(asked) | base.constrained,
     )
 
 
-def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-    """Canonical calls of LLM spans that nobody else answers for.
-
-    Args:
-        spans: described spans, each of them one call.
-        answers: ANSWERS; a span without one is a call without ids.
-    """
-    rows = (
-        spans.drop("Choice")
-        .join(answers, on=["TraceId", "SpanId"], how="left", maintain_order="left")
-        .with_columns(
-            pl.col("Choice").fill_null(0),
-            pl.col("Policy", "ResponseId", "TokenizerHash", "FinishReason").fill_null(""),
-            pl.col("PromptIds", "ResponseIds", "Logprobs").fill_null([]),
-            Model=pl.coalesce(pl.col("Model").replace("", None), _asked("model"), pl.lit("")),
-            Constrained=_constrained(),
-            **{name: _asked(field).cast(SAMPLING[name], strict=False) for name, field in _SAMPLING_FIELDS.items()},
-            ErrorType=pl.when(pl.col("StatusCode") == "Error")
-            .then(pl.col("StatusMessage").str.split(":").list.first())
-            .otherwise(pl.lit("")),
-            HttpStatus=pl.lit(0, pl.UInt16),
-            # A stream that its reader closed early: the ids so far, and no finish reason.
-            Aborted=(pl.col("FinishReason") == "") & (pl.col("ResponseIds").list.len() > 0),
-            Redacted=pl.lit(False),
-            IdsSource=pl.lit("engine"),
-            ByGateway=pl.lit(False),
-        )
-        .with_columns(
-            ErrorType=pl.when((pl.col("StatusCode") == "Error") & (pl.col("ErrorType") == "")).then(pl.lit("error")).otherwise("ErrorType")
-        )
-    )
-    names = [call_id(trace, span, choice) for trace, span, choice in rows.select("TraceId", "SpanId", "Choice").iter_rows()]
-    return rows.with_columns(CallId=pl.Series(names, dtype=pl.String))
-
-
-def _asked(field: str) -> pl.Expr:
-    """A parameter of the request, as text; null where it was left out."""
-    return attribute(INVOCATION_PARAMETERS).str.json_path_match(f"$.{field}")
-
-
-def _constrained() -> pl.Expr:
-    """Whether the request kept tokens from being sampled, by a schema or by a tool that must be called."""
-    form, choice = _asked("response_format.type"), _asked("tool_choice")
-    return (form.is_not_null() & (form != "text")) | (choice.is_not_null() & ~choice.is_in(["auto", "none"]))
-
-
-def asked_tools(spans: pl.DataFrame) -> pl.DataFrame:
-    """Which tool calls the answer of an openai-level span asked for: TraceId, SpanId, ToolCallId."""
-    entry = pl.col("Attributes").map.entries()
-    return (
-        spans.filter("IsOpenAI")
-        .select("TraceId", "SpanId", entry.alias("entry"))
-        .explode("entry")
-        .unnest("entry")
-        .filter(pl.col("key").str.contains(_ASKED_TOOL))
-        .select("TraceId", "SpanId", pl.col("value").alias("ToolCallId"))
-    )
+def constrained(asked: pl.Expr) -> pl.Expr:
+    """Whether a request, as JSON, kept tokens from being sampled, by a schema or by a tool that must be called."""
+    form, choice = of_json(asked, "response_format.type", "text.format.type"), of_json(asked, "tool_choice")
+    return (form.fill_null("text") != "text") | ~choice.fill_null("auto").is_in(["auto", "none", "null", "NOT_GIVEN"])

@@ -1,0 +1,154 @@
+"""Raw answers and model spans in a real store: what ANSWER_SQL types of them, and that MODEL_SPAN_SQL passes over none."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from typing import Any
+
+import polars as pl
+import pytest
+from golden_dialects import RECORDED, made, recorded
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
+from registry_spans import REGISTRY
+
+from spangrad.clickhouse import connect
+from spangrad.otlp_http import Poster
+from spangrad.settings import StoreSettings
+from transition_builder import dialects
+
+START = 1_767_225_600_000_000_000
+FIELD: dict[str, Any] = {"policy": "p", "version_start": 3, "version_end": 4, "tokenizer_hash": "tok"}
+OF_FIELD = ("p", 3, 4, "tok")
+NOBODYS = ("", None, None, "")
+CHOICE: dict[str, Any] = {
+    "index": 0,
+    "finish_reason": "stop",
+    "token_ids": [4, 2**32 - 1],
+    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.25}]},
+}
+ANSWER = {"id": "c", "model": "m", "prompt_token_ids": [1, 70000], "choices": [CHOICE], "spangrad": FIELD}
+COMPLETION = {
+    "index": 0,
+    "finish_reason": "length",
+    "prompt_token_ids": [7],
+    "token_ids": [8, 9],
+    "logprobs": {"token_logprobs": [-0.5, -0.25], "tokens": ["a", "b"]},
+}
+GENERATIONS = [
+    {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop"},
+    {"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": [-0.25], "finish_reason": None},
+]
+WEAVE = "agentlightning.operation.output"
+LIGHTNING = {
+    "prompt_token_ids": "[1,2]",
+    "response_token_ids": "[3,4]",
+    "logprobs.content": '[{"token":"x","logprob":-0.5},{"token":"y","logprob":-1}]',
+    "gen_ai.response.id": "c-1",
+    "gen_ai.response.model": "m",
+    "gen_ai.response.finish_reasons": '["stop"]',
+}
+Row = tuple[Any, ...]
+NOTHING: Row = (0, *NOBODYS, "", "", [], [], [], "")
+
+
+def sent(store: StoreSettings, trace: str, spans: list[tuple[str, str, dict[str, str]]]) -> list[str]:
+    """Store spans (scope, name, attributes) under one trace; their ids."""
+    ids = [uuid.uuid4().hex[:16] for _ in spans]
+    resource = ResourceSpans(resource=Resource(attributes=[KeyValue(key="service.name", value=AnyValue(string_value="answers"))]))
+    for own, (scope, name, attributes) in zip(ids, spans, strict=True):
+        one = Span(
+            trace_id=bytes.fromhex(trace), span_id=bytes.fromhex(own), name=name, start_time_unix_nano=START, end_time_unix_nano=START + 9
+        )
+        one.attributes.extend(KeyValue(key=key, value=AnyValue(string_value=value)) for key, value in attributes.items())
+        resource.scope_spans.append(ScopeSpans(scope=InstrumentationScope(name=scope), spans=[one]))
+    body = ExportTraceServiceRequest(resource_spans=[resource]).SerializeToString()
+    assert Poster(f"{store.otlp_endpoint}/v1/traces", {}, None)(body) == 0
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ({"output.value": json.dumps(ANSWER)}, [(0, *OF_FIELD, "m", "c", [1, 70000], [4, 2**32 - 1], [-0.5, -1.25], "stop")]),
+        ({"mlflow.spanOutputs": json.dumps(ANSWER)}, [(0, *OF_FIELD, "m", "c", [1, 70000], [4, 2**32 - 1], [-0.5, -1.25], "stop")]),
+        (
+            {"output.value": json.dumps({"id": "c", "model": "m", "choices": [COMPLETION, {**COMPLETION, "index": 1}]})},
+            [(place, *NOBODYS, "m", "c", [7], [8, 9], [-0.5, -0.25], "length") for place in (0, 1)],
+        ),
+        (
+            {"output.value": json.dumps({"id": "resp_1", "model": "m", "output": [], "spangrad": {**FIELD, "generations": GENERATIONS}})},
+            [
+                (0, *OF_FIELD, "m", "resp_1", [1, 2], [3], [-0.5], "stop"),
+                (1, *OF_FIELD, "m", "resp_1", [1, 2, 3], [9], [-0.25], ""),
+            ],
+        ),
+        (LIGHTNING, [(0, *NOBODYS, "m", "c-1", [1, 2], [3, 4], [-0.5, -1.0], "stop")]),
+        (
+            {f"{WEAVE}.prompt_token_ids": "[1,2]", f"{WEAVE}.choices.0.token_ids": "[3]", f"{WEAVE}.id": "c-2", f"{WEAVE}.model": "m"},
+            [(0, *NOBODYS, "m", "c-2", [1, 2], [3], [], "")],
+        ),
+        (
+            {"output.value": json.dumps({"choices": [{"provider_specific_fields": {"token_ids": [5]}}]})},
+            [(0, *NOBODYS, "", "", [], [5], [], "")],
+        ),
+        ({"output.value": "final answer"}, [NOTHING]),
+        ({"output.value": json.dumps({"choices": 7, "spangrad": "text"})}, [NOTHING]),
+        ({"output.value": json.dumps(ANSWER)[:-9]}, [NOTHING]),
+        ({"output.value": json.dumps({**ANSWER, "choices": [CHOICE] * 1025, "spangrad": None, "id": "", "model": ""})}, [NOTHING]),
+        ({"response_token_ids": '["x"]'}, [NOTHING]),
+        ({}, [NOTHING]),
+    ],
+    ids=[
+        "chat",
+        "mlflow",
+        "completions",
+        "responses",
+        "lightning",
+        "weave",
+        "litellm",
+        "text",
+        "odd",
+        "cut",
+        "too many",
+        "no ids",
+        "nothing",
+    ],
+)
+def test_ids_are_read_from_whichever_dialect_keeps_them(store: StoreSettings, attributes: dict[str, str], expected: list[Row]) -> None:
+    trace = uuid.uuid4().hex
+    (own,) = sent(store, trace, [("a", "answered", attributes)])
+    parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
+    rows = connect(store).query(dialects.ANSWER_SQL, parameters).result_rows
+    assert sorted((tuple(row[:2]), tuple(row[2:])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
+
+
+def _placed(row: Row) -> Row:
+    """A row in the order of ANSWERS' columns: the tokenizer's hash stands after the answer's own id."""
+    choice, policy, start, end, tokenizer, model, answer, *rest = row
+    return (choice, policy, start, end, model, answer, tokenizer, *rest)
+
+
+def test_no_call_and_no_suspect_is_passed_over_by_the_condition_in_sql(store: StoreSettings) -> None:
+    frames = [made(registry.spans) for registry in REGISTRY.values()] + [recorded(fixture) for fixture in RECORDED.values()]
+    spans = pl.concat(frames)
+    nodes = dialects.describe(spans)
+    trace = uuid.uuid4().hex
+    listed = [
+        (scope, name, dict(attributes or {})) for scope, name, attributes in spans.select("ScopeName", "SpanName", "Attributes").iter_rows()
+    ]
+    renamed = [
+        (scope, name, {key: value for key, value in said.items() if not key.startswith("spangrad.")}) for scope, name, said in listed
+    ]
+    ids = sent(store, trace, renamed)
+    asked = f"SELECT SpanId FROM otel.v_rollout_spans WHERE TraceId = {{t:String}} AND {dialects.MODEL_SPAN_SQL}"
+    told = {row[0] for row in connect(store).query(asked, {"t": trace}).result_rows}
+    calls = nodes.select(pl.any_horizontal("IsClient", "IsModel", "IsEngine", "IsSuspect")).to_series().to_list()
+    missed = [listed[place] for place, own in enumerate(ids) if calls[place] and own not in told]
+    assert missed == []
+    idle = [own for place, own in enumerate(ids) if not calls[place] and own in told]
+    assert len(idle) < math.ceil(0.2 * len(ids))

@@ -1,0 +1,221 @@
+"""The dialects: golden files, a convention each, and what holds whatever stands in a span."""
+
+from __future__ import annotations
+
+import json
+
+import polars as pl
+import pytest
+from golden_dialects import FILES, golden, made, recorded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from registry_spans import REGISTRY, Made
+
+import fakes
+from transition_builder import dialects
+from transition_builder.dialects import scopes
+from transition_builder.dialects.describe import READERS
+from transition_builder.dialects.others import VOCABULARIES
+from transition_builder.frames import ANSWERS, NODES, SPANS, empty
+
+GOLDEN = golden()
+KEYS = sorted(
+    {key for registry in REGISTRY.values() for span in registry.spans for key in span.attributes} | {"openinference.span.kind", "k"}
+)
+SCOPES = sorted({span.scope for registry in REGISTRY.values() for span in registry.spans} | {"openinference.instrumentation.openai", ""})
+VALUES = sorted(
+    {value for registry in REGISTRY.values() for span in registry.spans for value in span.attributes.values()} | {"LLM", "TOOL"}
+)
+ANY_VALUE = st.one_of(st.sampled_from(VALUES), st.text(max_size=20), st.just('{"id": 1, "choices": [{}]}'), st.just("[1, 2"))
+ANY_SPAN = st.builds(
+    Made,
+    scope=st.sampled_from(SCOPES),
+    name=st.one_of(st.text(max_size=10), st.sampled_from(["llm_request", "agentlightning.annotation", "POST"])),
+    attributes=st.dictionaries(st.one_of(st.sampled_from(KEYS), st.text(max_size=10)), ANY_VALUE, max_size=8),
+    status=st.sampled_from(["Unset", "Ok", "Error", ""]),
+)
+
+
+def frame(*spans: Made) -> pl.DataFrame:
+    return made(spans)
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN))
+def test_a_convention_is_read_as_its_golden_file_says(name: str) -> None:
+    assert json.loads((FILES / f"{name}.json").read_text()) == json.loads(json.dumps(GOLDEN[name]))
+
+
+def test_every_dialect_has_a_golden_file_and_no_file_is_left_over() -> None:
+    read = {one["Convention"] for content in GOLDEN.values() for one in content["described"]}
+    assert read == set(READERS)
+    assert {file.stem for file in FILES.iterdir()} == set(GOLDEN)
+
+
+@settings(deadline=None)
+@given(st.lists(ANY_SPAN, max_size=12))
+def test_whatever_stands_in_spans_each_gets_a_row_in_its_place(spans: list[Made]) -> None:
+    given_spans = frame(*spans)
+    nodes = dialects.describe(given_spans)
+    assert nodes.select(given_spans.columns).equals(given_spans)
+    assert {name: nodes.schema[name] for name in NODES} == dict(NODES)
+    roles = nodes.select(pl.sum_horizontal(pl.col("IsClient", "IsModel", "IsEngine").cast(pl.Int8)))
+    assert roles.to_series().to_list() == [min(one, 1) for one in roles.to_series()]
+    texts = ("Convention", "ToolName")
+    assert [
+        nodes[name].null_count() for name in ("IsClient", "IsModel", "IsEngine", "IsTool", "IsChain", "IsSuspect", "ToolFailed", *texts)
+    ] == [0] * 9
+    assert dialects.holds_answer(given_spans).len() == len(spans)
+    assert dialects.asked_tools(nodes).columns == ["TraceId", "SpanId", "ToolCallId"]
+    assert dialects.calls(nodes, empty(ANSWERS))["SpanId"].to_list() == given_spans["SpanId"].to_list()
+
+
+@settings(deadline=None)
+@given(st.lists(ANY_SPAN, min_size=1, max_size=8), st.randoms())
+def test_what_a_span_is_depends_on_no_other_span(spans: list[Made], random: st.DataObject) -> None:
+    together = dialects.describe(frame(*spans))
+    alone = pl.concat([dialects.describe(frame(one)) for one in spans])
+    added = [name for name in together.columns if name not in {*SPANS, "RolloutId"}]
+    assert together.select(added).equals(alone.select(added))
+
+
+@pytest.mark.parametrize(
+    ("scope", "client"),
+    [
+        ("openinference.instrumentation.openai", True),
+        ("openinference.instrumentation.openai_agents", False),
+        ("@arizeai/openinference-instrumentation-openai", True),
+        ("opentelemetry.instrumentation.genai.openai", True),
+        ("opentelemetry.instrumentation.genai.langchain", False),
+        ("opentelemetry.instrumentation.openai_v2", True),
+        ("opentelemetry.instrumentation.bedrock", True),
+        ("openinference.instrumentation.google_genai", True),
+        ("openinference.instrumentation.google_adk", False),
+        ("agentops.instrumentation.agentic.openai_agents", False),
+        ("agentops.instrumentation.providers.anthropic", True),
+        ("com.anthropic.sdk.python", True),
+        ("litellm", True),
+        ("pydantic-ai", False),
+        ("my.service", False),
+        ("", False),
+    ],
+)
+def test_whose_library_a_scope_is(scope: str, client: bool) -> None:
+    assert scopes.is_client(scope) is client
+
+
+@pytest.mark.parametrize("kind", ["AGENT", "CHAIN", "RETRIEVER", "EMBEDDING", "RERANKER", "GUARDRAIL", "EVALUATOR", "PROMPT", "TOOL"])
+def test_only_openinferences_llm_is_a_call_of_any_scope(kind: str) -> None:
+    spans = frame(
+        Made("anybody", "x", {"openinference.span.kind": kind, "llm.model_name": "m"}),
+        Made("anybody", "x", {"openinference.span.kind": "LLM"}),
+    )
+    nodes = dialects.describe(spans)
+    assert nodes.select("IsClient", "IsModel", "IsSuspect").rows() == [(False, False, False), (False, True, False)]
+    assert nodes["IsTool"].to_list() == [kind == "TOOL", False]
+
+
+def test_answers_may_lie_where_ids_are_kept_and_nowhere_else() -> None:
+    llm = {"openinference.span.kind": "LLM"}
+    spans = frame(
+        Made("openinference.instrumentation.openai", "ChatCompletion", llm),
+        Made("openinference.instrumentation.openai", "Embedding", {"openinference.span.kind": "EMBEDDING"}),
+        Made("openinference.instrumentation.langchain", "ChatOpenAI", llm),
+        Made("openinference.instrumentation.litellm", "completion", llm),
+        Made("my.own", "ask", llm),
+        Made("mlflow.tracing.provider", "Completions", {"mlflow.spanType": '"CHAT_MODEL"'}),
+        Made("mlflow.tracing.provider", "tool", {"mlflow.spanType": '"TOOL"'}),
+        Made("agentops", "openai.chat.completion", {"gen_ai.request.model": "m"}),
+        Made("opentelemetry.instrumentation.openai_v2", "chat m", {"gen_ai.request.model": "m"}),
+        Made("opentelemetry.instrumentation.httpx", "POST"),
+        Made("spangrad.gateway", "chat"),
+    )
+    assert dialects.holds_answer(spans).to_list() == [True, False, False, False, True, True, False, True, False, False, False]
+
+
+def test_a_call_carries_what_its_convention_says_of_its_request() -> None:
+    spans = frame(
+        Made(
+            "openinference.instrumentation.openai",
+            "ChatCompletion",
+            {"openinference.span.kind": "LLM", "llm.invocation_parameters": '{"temperature": 0.5, "tool_choice": "required"}'},
+            "Ok",
+        ),
+        Made(
+            "a",
+            "chat m",
+            {
+                "gen_ai.request.model": "m",
+                "gen_ai.request.top_p": "0.25",
+                "gen_ai.response.finish_reasons": '["stop","length"]',
+                "error.type": "429",
+                "http.response.status_code": "429",
+            },
+        ),
+        Made("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.settings.topK": "7", "ai.response.id": "r"}),
+        Made("a", "chat m", {"gen_ai.operation.name": "chat"}, "Error"),
+    )
+    nodes = dialects.describe(spans.with_columns(StatusMessage=pl.Series(["", "", "", "APITimeoutError: late"])))
+    columns = [
+        "Convention",
+        "Model",
+        "ResponseId",
+        "Temperature",
+        "TopP",
+        "TopK",
+        "Constrained",
+        "FinishReason",
+        "ErrorType",
+        "HttpStatus",
+        "Unfinished",
+    ]
+    assert dialects.calls(nodes, empty(ANSWERS)).select(columns).rows() == [
+        ("openinference", "", "", 0.5, None, None, True, "", "", 0, False),
+        ("gen_ai", "m", "", None, 0.25, None, False, "stop", "429", 429, False),
+        ("vercel", "", "r", None, None, 7, False, "", "", 0, False),
+        ("gen_ai", "", "", None, None, None, False, "", "APITimeoutError", 0, False),
+    ]
+
+
+def test_which_tool_calls_an_answer_asked_for() -> None:
+    parts = (
+        '[{"role":"assistant","parts":[{"type":"tool_call","id":"call_2","name":"f","arguments":{}},{"type":"tool_call","id":"call_3"}]}]'
+    )
+    spans = frame(
+        Made("a", "x", {"openinference.span.kind": "LLM", "llm.output_messages.0.message.tool_calls.1.tool_call.id": "call_1"}),
+        Made("a", "x", {"gen_ai.request.model": "m", "gen_ai.output.messages": parts}),
+        Made("a", "x", {"llm.request.type": "chat", "gen_ai.completion.0.tool_calls.0.id": "call_4"}),
+        Made("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.response.toolCalls": '[{"toolCallId": "call_5"}]'}),
+        Made("a", "x", {"openinference.span.kind": "TOOL", "tool_call.id": "call_1"}),
+    )
+    found = dialects.asked_tools(dialects.describe(spans))
+    places = {span: place for place, span in enumerate(spans["SpanId"])}
+    assert sorted((places[span], tool) for span, tool in found.select("SpanId", "ToolCallId").rows()) == [
+        (0, "call_1"),
+        (1, "call_2"),
+        (1, "call_3"),
+        (2, "call_4"),
+        (3, "call_5"),
+    ]
+
+
+def test_bare_http_to_a_model_is_suspect_and_so_never_silent() -> None:
+    nodes = dialects.describe(recorded("http_only_httpx"))
+    assert nodes.select("IsSuspect", "IsClient", "IsModel", "Convention").rows() == [(True, False, False, "")] * 2
+
+
+def test_langchains_tool_message_says_which_call_and_whether_it_failed() -> None:
+    message = {"type": "tool", "data": {"content": "boom", "tool_call_id": "call_9", "status": "error"}}
+    spans = frame(
+        Made("openinference.instrumentation.langchain", "f", {"openinference.span.kind": "TOOL", "output.value": json.dumps(message)}, "Ok")
+    )
+    assert dialects.describe(spans).select("ToolFailed", "ToolCallId").rows() == [(True, "call_9")]
+
+
+def test_vocabularies_mark_their_spans_by_different_attributes() -> None:
+    assert len({words.mark for words in VOCABULARIES.values()}) == len(VOCABULARIES)
+
+
+def test_the_two_frames_of_a_factory_and_of_the_store_agree() -> None:
+    factory = fakes.SpanFactory()
+    factory.client(factory.root())
+    assert dialects.describe(pl.DataFrame(factory.spans, schema=dict(SPANS)))["IsClient"].to_list() == [False, True]

@@ -1,0 +1,141 @@
+"""The engine's raw answers, where spans keep them: the token ids of the plain road.
+
+In: spans. Out: which of them may hold an answer (`holds_answer`), and the SQL that reads it, typed, where it lies (`ANSWER_SQL`): the
+values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extras are.
+
+What is read, the first that is there:
+- an answer as JSON in `output.value` (OpenInference), `mlflow.spanOutputs`, or `agentlightning.operation.output`: of chats and completions
+  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs`; of any other shape (Responses, Anthropic's messages) the generations that
+  our middleware tells in its field `spangrad`, a choice each;
+- ids as attributes of their own: Agent Lightning's `prompt_token_ids` and `response_token_ids`, with `logprobs.content`.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad import semconv
+from transition_builder.dialects import langfuse, mlflow, scopes
+from transition_builder.dialects.describe import conventions
+from transition_builder.dialects.reading import unquoted
+
+_WITHOUT = (
+    "spangrad.",
+    "opentelemetry.instrumentation.httpx",
+    "opentelemetry.instrumentation.requests",
+    "opentelemetry.instrumentation.urllib3",
+)
+_CHOICE = (
+    "Tuple(index UInt16, finish_reason String, token_ids Array(UInt32), prompt_token_ids Array(UInt32),"
+    " logprobs Tuple(content Array(Tuple(logprob Float32)), token_logprobs Array(Float32)),"
+    " provider_specific_fields Tuple(token_ids Array(UInt32)))"
+)
+_GENERATION = "Tuple(prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String)"
+_ANSWER = f"""Tuple(
+    id String, model String, prompt_token_ids Array(UInt32), choices Array({_CHOICE}),
+    {semconv.ANSWER_FIELD} Tuple(
+        policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String, generations Array({_GENERATION})
+    )
+)"""
+_WEAVE = "agentlightning.operation.output"
+_WEAVE_IDS = (
+    f"{_WEAVE}.response_token_ids.0",
+    f"{_WEAVE}.choices.0.token_ids",
+    f"{_WEAVE}.choices.0.provider_specific_fields.token_ids",
+)
+
+
+def _said(name: str) -> str:
+    return f"SpanAttributes['{name}']"
+
+
+def _first(*names: str) -> str:
+    """The first attribute that is not empty."""
+    return f"coalesce({', '.join(f'nullIf({_said(name)}, {chr(39) * 2})' for name in names)}, '')"
+
+
+def _ids(*names: str) -> str:
+    return f"JSONExtract({_first(*names)}, 'Array(UInt32)')"
+
+
+ANSWER_SQL = f"""
+WITH
+    {_first(semconv.OPENINFERENCE_OUTPUT, mlflow.OUTPUTS, _WEAVE)} AS value,
+    JSONExtract(value, '{_ANSWER}') AS answer,
+    {_ids("prompt_token_ids", f"{_WEAVE}.prompt_token_ids")} AS prompt_ids,
+    {_ids("response_token_ids", *_WEAVE_IDS)} AS response_ids,
+    arrayMap(token -> token.1, JSONExtract({_said("logprobs.content")}, 'Array(Tuple(logprob Float32))')) AS logprobs,
+    JSONExtract({_said(semconv.GEN_AI_FINISH_REASONS)}, 'Array(String)')[1] AS finish_reason,
+    length(answer.{semconv.ANSWER_FIELD}.generations) AS generations,
+    multiIf(
+        -- More than an engine gives, or more than may be held: no answer.
+        length(answer.choices) + generations > 1024 OR (length(answer.choices) + generations) * length(value) > 268435456, [],
+        notEmpty(answer.choices), arrayMap(choice -> (
+            choice.index,
+            if(empty(choice.prompt_token_ids), answer.prompt_token_ids, choice.prompt_token_ids),
+            if(empty(choice.token_ids), choice.provider_specific_fields.token_ids, choice.token_ids),
+            if(empty(choice.logprobs.content), choice.logprobs.token_logprobs, choice.logprobs.content.logprob),
+            choice.finish_reason
+        ), answer.choices),
+        generations > 0, arrayMap((generation, place) -> (
+            toUInt16(place - 1), generation.prompt_token_ids, generation.token_ids, generation.logprobs, generation.finish_reason
+        ), answer.{semconv.ANSWER_FIELD}.generations, arrayEnumerate(answer.{semconv.ANSWER_FIELD}.generations)),
+        notEmpty(response_ids), [(toUInt16(0), prompt_ids, response_ids, logprobs, finish_reason)],
+        []
+    ) AS choices
+SELECT
+    TraceId, SpanId,
+    choice.1 AS Choice,
+    answer.{semconv.ANSWER_FIELD}.policy AS Policy,
+    answer.{semconv.ANSWER_FIELD}.version_start AS VersionStart,
+    answer.{semconv.ANSWER_FIELD}.version_end AS VersionEnd,
+    if(answer.model = '', {_first(semconv.GEN_AI_RESPONSE_MODEL, f"{_WEAVE}.model")}, answer.model) AS Model,
+    if(answer.id = '', {_first(semconv.GEN_AI_RESPONSE_ID, f"{_WEAVE}.id")}, answer.id) AS ResponseId,
+    answer.{semconv.ANSWER_FIELD}.tokenizer_hash AS TokenizerHash,
+    choice.2 AS PromptIds,
+    choice.3 AS ResponseIds,
+    choice.4 AS Logprobs,
+    choice.5 AS FinishReason
+FROM otel.otel_traces
+LEFT ARRAY JOIN choices AS choice
+WHERE ServiceName IN %(services)s AND SpanName IN %(names)s
+    AND Timestamp BETWEEN fromUnixTimestamp64Nano(%(first)s) AND fromUnixTimestamp64Nano(%(last)s)
+    AND TraceId IN %(traces)s AND SpanId IN %(spans)s
+LIMIT 1 BY TraceId, SpanId, Choice
+"""
+"""The engine's extras, typed where they lie: a row a choice, one empty row where the span holds no answer with ids.
+
+Parameters: services, names, traces, spans (tuples of text), first, last (nanoseconds since the epoch)."""
+
+
+def holds_answer(spans: pl.DataFrame) -> pl.Series:
+    """Which spans may hold an engine's raw answer, ids and all: a boolean a row of SPANS.
+
+    Spans of calls, by OpenInference's instrumentations of clients and by whatever else writes its kinds, by MLflow and by Agent
+    Lightning. The other conventions, and OpenInference's instrumentations of frameworks, keep messages only.
+    """
+    names = spans["ScopeName"].unique()
+    may = [name for name in names if not (name or "").startswith(_WITHOUT) and _keeps(name or "")]
+    at = spans.select(pl.col("ScopeName").is_in(may, nulls_equal=True).fill_null(False)).to_series()
+    if not at.any():
+        return at
+    said, beside = conventions(spans.select("Attributes", "ScopeName", "SpanName", "StatusCode", "StatusMessage").filter(at))
+    read = pl.col("Convention")
+    kind, span_type = said(semconv.OPENINFERENCE_KIND).str.to_uppercase(), unquoted(said(mlflow.SPAN_TYPE)).str.to_uppercase()
+    holds = (
+        ((read == "openinference") & (kind == "LLM"))
+        | ((read == "mlflow") & span_type.is_in(mlflow.CALLS))
+        | ((read == "agent_lightning") & ~said.has("agentlightning.reward.0.value"))
+        | ((read == "gen_ai") & (pl.col("ScopeName") == "litellm"))
+    )
+    found = said.frame(beside).select(holds.fill_null(False)).to_series()
+    return at.scatter(at.arg_true(), found)
+
+
+def _keeps(scope: str) -> bool:
+    """Whether an OpenInference instrumentation keeps what the engine adds to its answers: those of clients do, but LiteLLM's."""
+    return "openinference" not in scope or (scopes.is_client(scope) and "litellm" not in scope)
+
+
+TEXTS_WITH_TOOL_CALLS = ("gen_ai.output.messages", "ai.response.toolCalls", langfuse.OUTPUT, mlflow.OUTPUTS)
+"""Attributes that hold, as JSON, the tool calls that an answer asked for."""

@@ -1,0 +1,81 @@
+"""OpenTelemetry's generative AI conventions, from the first `gen_ai.system` to `gen_ai.provider.name` and content in span attributes.
+
+In: spans with `gen_ai.*` attributes, whoever made them. Out: what each is. Invariant: the operation's name decides; a span that names a
+model and no operation is a call; one that only counts tokens is a suspect.
+
+Until version 1.36 messages were events of the span (`gen_ai.user.message`, `gen_ai.choice`): they lie in otel.otel_traces, and nothing here
+needs them. No version has a place for token ids.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad import semconv
+from transition_builder.dialects.reading import Reading, Said, error_type, first_of_list
+
+TOOL_CALL_ID = "gen_ai.tool.call.id"
+CALLS = ("chat", "text_completion", "generate_content", "completion", "chat_completion", "chat.completions", "text.completions", "response")
+"""Operations that call a model, those of earlier versions and of Semantic Kernel among them."""
+OTHERS = r"embed|tool|agent|workflow|retriev|rerank|guard|memory|plan|evaluat|moderat|image|speech|audio|transcri|token|handoff|task"
+"""What the names of all other operations contain. An operation that is in neither list is a call if it names a model."""
+TOOL_NAMES = (semconv.GEN_AI_TOOL_NAME,)
+ARGUMENTS = ("gen_ai.tool.call.arguments", "gcp.vertex.agent.tool_call_args", "gen_ai.tool.args", "gen_ai.tool.arguments", "tool_arguments")
+RESULTS = ("gen_ai.tool.call.result", "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
+_SAMPLING = {
+    "Temperature": ("gen_ai.request.temperature",),
+    "TopP": ("gen_ai.request.top_p",),
+    "TopK": ("gen_ai.request.top_k", "llm.top_k"),
+    "MinP": ("gen_ai.request.min_p",),
+    "PresencePenalty": ("gen_ai.request.presence_penalty", "llm.presence_penalty"),
+    "FrequencyPenalty": ("gen_ai.request.frequency_penalty", "llm.frequency_penalty"),
+    "RepetitionPenalty": ("gen_ai.request.repetition_penalty", "llm.request.repetition_penalty"),
+}
+_FORMS = (
+    "gen_ai.output.type",
+    "gen_ai.openai.request.response_format",
+    "gen_ai.request.structured_output_schema",
+    "gen_ai.request.response_format",
+)
+_FREE = r'(?i)^\s*"?(text)?"?\s*$'
+
+
+def read(said: Said) -> Reading:
+    """Read spans by `gen_ai.*` attributes alone; other dialects put their own words first."""
+    operation = said(semconv.GEN_AI_OPERATION).str.to_lowercase().replace("", None)
+    model = said.first(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL)
+    named_tool = said(semconv.GEN_AI_TOOL_NAME).is_not_null()
+    other = operation.str.contains(OTHERS).fill_null(False)
+    call = operation.is_in(CALLS).fill_null(False) | (model.is_not_null() & ~other & ~(named_tool & operation.is_null()))
+    output = said.first(semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens")
+    invoked = pl.when(operation == "invoke_agent").then(pl.col("SpanName").str.extract(r"^invoke_agent\s+(.+)$"))
+    return Reading(
+        call=call,
+        tool=(operation == "execute_tool") | (operation.is_null() & named_tool),
+        chain=operation == "invoke_workflow",
+        suspect=~call
+        & operation.is_null()
+        & ~named_tool
+        & (output.is_not_null() | said.has("gen_ai.output.messages", "gen_ai.completion")),
+        agent=pl.coalesce(said.first(semconv.GEN_AI_AGENT_NAME), invoked),
+        tool_name=pl.coalesce(said.first(*TOOL_NAMES), pl.col("SpanName").str.extract(r"^(?:execute_tool|tools/call)\s+(.+)$")),
+        tool_call_id=said.first(TOOL_CALL_ID),
+        arguments=said.first(*ARGUMENTS),
+        result=said.any_of(*RESULTS),
+        error=error_type(said),
+        model=model,
+        response_id=said.first(semconv.GEN_AI_RESPONSE_ID),
+        input_tokens=said.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
+        output_tokens=output,
+        finish=first_of_list(
+            said.first(
+                semconv.GEN_AI_FINISH_REASONS,
+                "gen_ai.response.finish_reason",
+                "gen_ai.completion.0.finish_reason",
+                "llm.response.finish_reason",
+                "llm.response.stop_reason",
+            )
+        ),
+        asked={name: said.first(*keys) for name, keys in _SAMPLING.items()},
+        constrained=~said.first(*_FORMS).fill_null("").str.contains(_FREE),
+    )

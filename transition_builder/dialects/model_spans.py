@@ -1,0 +1,43 @@
+"""Which rows of otel.rollout_spans are, or may be, calls of a model, said in SQL.
+
+In: nothing. Out: a condition. Invariant: it holds for every span that `describe` takes for a call, an engine's call or a suspect; and for
+some others, since it looks at names before values. Keys come first: they are few, and read at little cost.
+"""
+
+from __future__ import annotations
+
+from spangrad import semconv
+from transition_builder.dialects import agent_lightning, gen_ai, langfuse, mlflow, others, suspects, traceloop, vercel
+
+
+def _text(pattern: str) -> str:
+    """A text in SQL."""
+    return "'" + pattern.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+_MARKS = (
+    vercel.OPERATION,
+    mlflow.SPAN_TYPE,
+    langfuse.OBSERVATION_TYPE,
+    traceloop.SPAN_KIND,
+    traceloop.REQUEST_TYPE,
+    *agent_lightning.MARKS,
+    *(words.mark for words in others.VOCABULARIES.values()),
+)
+_KEYS = ", ".join(_text(mark) for mark in dict.fromkeys(_MARKS))
+_OPERATION = f"lower(Attributes['{semconv.GEN_AI_OPERATION}'])"
+_URL = "concat(Attributes['url.full'], if(Attributes['url.full'] = '', Attributes['http.url'], ''))"
+
+MODEL_SPAN_SQL = f"""(
+    RowKind = 'span' AND (
+        upper(Attributes['{semconv.OPENINFERENCE_KIND}']) = 'LLM'
+        OR (arrayExists(key -> startsWith(key, 'gen_ai.'), mapKeys(Attributes))
+            AND ({_OPERATION} IN ({", ".join(_text(name) for name in gen_ai.CALLS)}) OR NOT match({_OPERATION}, {_text(gen_ai.OTHERS)})))
+        OR hasAny(mapKeys(Attributes), [{_KEYS}])
+        OR match({_URL}, {_text(suspects.PATHS)})
+        OR match(SpanName, {_text(suspects.NAMES)})
+        OR arrayExists(key -> match(key, {_text(suspects.KEYS)}), mapKeys(Attributes))
+        OR match(ScopeName, '^(agentlightning|agentops)')
+    )
+)"""
+"""A condition over RowKind, SpanName, ScopeName and Attributes of otel.rollout_spans."""

@@ -1,0 +1,79 @@
+"""Rewards that stand in a span's own attributes.
+
+In: spans. Out: their scores, by name. Invariant: what is no finite number is no score of 0: its value is null, and the rollout is told to
+have none (rewards says what follows).
+
+Ours are `spangrad.reward` and `spangrad.reward.NAME`; OpenTelemetry's `gen_ai.evaluation.*` count as attributes too, not as events alone;
+Agent Lightning's are `agentlightning.reward.N.name` and `.value`, and what its early versions kept of AgentOps; Arize's `eval.NAME.score`.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad import semconv
+from transition_builder.dialects import agent_lightning
+from transition_builder.dialects.reading import SCORES, Said
+
+_PRIMARY = "primary"
+"""Agent Lightning's name of a reward that was given none."""
+_KEYS = rf"^({semconv.REWARD}(\..+)?|{semconv.EVALUATION_SCORE}|agentlightning\.reward\.\d+\.value|eval\..+\.score)$".replace(
+    "spangrad.", r"spangrad\."
+)
+_OLD = r"^(agentops\.(task|entity)\.output|reward)$"
+
+
+def scores(said: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
+    """Scores of spans that have any: row, Scores. None where no span has.
+
+    Args:
+        said: the spans' attributes.
+        spans: SpanName of the same spans.
+    """
+    found = said.entries(_KEYS)
+    frames = [_named(found, said)] if found.height else []
+    old = said.entries(_OLD)
+    if old.height:
+        value = agent_lightning.old_reward(said)
+        beside = said.frame(spans.select("SpanName"))
+        rows = beside.select(row=pl.int_range(pl.len(), dtype=pl.Int64), value=value).filter(pl.col("value").is_not_null())
+        frames.append(rows.select("row", at=pl.lit(0, pl.Int64), Name=pl.lit(semconv.REWARD_NAME), Value=_number("value")))
+    if not frames:
+        return None
+    given = pl.concat(frames).sort("row", "at", "Name", maintain_order=True)
+    return given.group_by("row", maintain_order=True).agg(pl.struct("Name", "Value").alias("Scores")).cast({"Scores": SCORES})
+
+
+def _named(found: pl.DataFrame, said: Said) -> pl.DataFrame:
+    """Scores with their names: row, at (which of several), Name, Value."""
+    key = pl.col("key")
+    place = key.str.extract(r"^agentlightning\.reward\.(\d+)\.value$")
+    names = said.entries(r"^agentlightning\.reward\.\d+\.name$").select(
+        "row", place=pl.col("key").str.extract(r"\.(\d+)\.name$"), told="value"
+    )
+    evaluations = (
+        said.entries(f"^{semconv.EVALUATION_NAME}$").select("row", evaluation="value").unique("row", keep="first", maintain_order=True)
+    )
+    own = pl.coalesce(key.str.extract(rf"^{semconv.REWARD}\.(.+)$"), key.str.extract(r"^eval\.(.+)\.score$"))
+    told = pl.col("told").replace(["", _PRIMARY], [None, None])
+    return (
+        found.with_columns(place=place)
+        .join(names.unique(["row", "place"], keep="first", maintain_order=True), on=["row", "place"], how="left")
+        .join(evaluations, on="row", how="left")
+        .select(
+            "row",
+            at=pl.col("place").cast(pl.Int64, strict=False).fill_null(0),
+            Name=pl.coalesce(
+                own,
+                told,
+                pl.when(key == semconv.EVALUATION_SCORE).then(pl.col("evaluation").replace("", None)),
+                pl.lit(semconv.REWARD_NAME),
+            ),
+            Value=_number("value"),
+        )
+    )
+
+
+def _number(name: str) -> pl.Expr:
+    value = pl.col(name).cast(pl.Float64, strict=False)
+    return pl.when(value.is_finite()).then(value)
