@@ -4,6 +4,8 @@ In: rows keyed by the best name that each span itself gives for its rollout (Rol
 Out: the same rows with RunId, RolloutId and Attempt filled in, and only those of the rollouts asked for.
 Invariant: a row that names its rollout is believed; one that does not inherits from its trace, and only when
 everybody else in that trace names the same attempt of the same rollout.
+
+All is decided on a few columns, one join on one key. Wide rows (attributes, token ids) are copied only when some of them are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import polars as pl
 
 NAMED = pl.col("RolloutKeySource") == "rollout"
 KEY = ("RunId", "RolloutId", "Attempt")
+_FACTS = ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")
 
 
 def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -22,30 +25,33 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
         witnesses: a frame with the same columns that says whose traces are whose.
         rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
     """
-    wanted = rollouts.select("RunId", "RolloutId").unique()
-    owners = (
-        _named(witnesses, wanted)
-        .select("TraceId", *KEY)
-        .unique()
-        .group_by("TraceId")
-        .agg(*(pl.col(name).first() for name in KEY), pl.len().alias("owners"))
-        .filter(pl.col("owners") == 1)
-        .drop("owners")
-    )
-    inherited = rows.filter(~NAMED).drop("RunId", "Attempt").join(owners, on="TraceId")
-    return pl.concat([_named(rows, wanted), inherited], how="diagonal")
+    runs = rollouts.select("RunId", "RolloutId").group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
+    keys = _named(rows, runs)
+    if not rows.select(NAMED.all()).item():
+        keys = _inherited(rows, keys, _owners(witnesses, runs))
+    resolved = rows.with_columns(keys)
+    ours = keys["RolloutId"].is_not_null()
+    return resolved if ours.all() else resolved.filter(ours)
 
 
-def _named(rows: pl.DataFrame, wanted: pl.DataFrame) -> pl.DataFrame:
-    """Rows that name their rollout; a run that they do not name is that of the rollout's root, when there is only one."""
-    only_run = (
-        wanted.group_by("RolloutId").agg(pl.col("RunId").first().alias("root_run"), pl.len().alias("runs")).filter(pl.col("runs") == 1)
+def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
+    """KEY of each row that names a rollout of interest, nulls for others; a run that is not named is the rollout's only one."""
+    said = rows.select(_FACTS).join(runs, left_on="RolloutKey", right_on="RolloutId", how="left", maintain_order="left")
+    only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())
+    run = pl.when(pl.col("RunId") == "").then(only).otherwise("RunId")
+    return said.select(run.alias("run"), "RolloutKey", "Attempt", ours=NAMED & pl.col("runs").list.contains(run)).select(
+        pl.when("ours").then(name).alias(key) for name, key in zip(("run", "RolloutKey", "Attempt"), KEY, strict=True)
     )
-    return (
-        rows.filter(NAMED)
-        .with_columns(RolloutId=pl.col("RolloutKey"))
-        .join(only_run.drop("runs"), on="RolloutId", how="left")
-        .with_columns(RunId=pl.when(pl.col("RunId") == "").then(pl.col("root_run")).otherwise("RunId"))
-        .drop("root_run")
-        .join(wanted, on=["RunId", "RolloutId"], how="semi")
-    )
+
+
+def _owners(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
+    """Traces in which all that is named is of one attempt: TraceId and KEY."""
+    keys = _named(witnesses, runs).with_columns(witnesses["TraceId"]).filter(pl.col("RolloutId").is_not_null()).unique()
+    return keys.filter(pl.len().over("TraceId") == 1)
+
+
+def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
+    """The same keys, where a row names no rollout those of its trace."""
+    of_trace = rows.select("TraceId").join(owners, on="TraceId", how="left", maintain_order="left")
+    named = rows.select(NAMED).to_series()
+    return keys.select(pl.when(named).then(name).otherwise(of_trace[name]).alias(name) for name in KEY)

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 import fakes
-from spangrad.settings import BuilderSettings
+from spangrad.settings import AirRule, BuilderSettings
 from transition_builder import lineage
 from transition_builder.build import build
 from transition_builder.frames import Built
@@ -71,10 +71,10 @@ def test_a_clock_that_jumps_back_within_a_process_changes_nothing() -> None:
     assert order_of(spans) == calls
 
 
-def test_retries_below_one_span_are_in_the_gateways_order() -> None:
+def test_calls_below_one_span_are_in_the_gateways_order() -> None:
     spans = fakes.SpanFactory()
-    client = spans.client(ended(spans))
-    calls = [spans.call(client) for _ in range(3)]
+    step = spans.span("step", ended(spans), kind="CHAIN")
+    calls = [spans.call(step) for _ in range(3)]
     assert order_of(spans) == calls
 
 
@@ -155,7 +155,7 @@ def agents_of(spans: fakes.SpanFactory) -> list[str]:
         ({"kind": "AGENT"}, "inner"),
         ({"kind": "AGENT", "Attributes": {"agent.name": "Named"}}, "Named"),
         ({"Attributes": {"gen_ai.agent.name": "native"}}, "native"),
-        ({"Attributes": {"graph.node.id": "node"}}, "node"),
+        ({"kind": "CHAIN", "Attributes": {"graph.node.id": "node"}}, "node"),
         ({"kind": "CHAIN"}, "outer"),
     ],
 )
@@ -184,7 +184,7 @@ def captured(name: str) -> tuple[Built, dict[str, str]]:
     for line in (SPANS / name).read_text().splitlines():
         spans.load_otlp(json.loads(line))
     names = {str(row["SpanId"]): str(row["SpanName"]) for row in spans.spans}
-    return build(spans.frames(), BuilderSettings(tool_error_reward=-1)), names
+    return build(spans.frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),))), names
 
 
 def summary(built: Built) -> list[tuple[Any, ...]]:
@@ -213,7 +213,7 @@ def test_the_agents_sdk_hands_over_from_one_agent_to_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("parallel_calls+gateway.jsonl", 4), ("clock_skew+gateway.jsonl", 3), ("raw_http+gateway.jsonl", 2)]
+    ("name", "calls"), [("parallel_calls+gateway.jsonl", 50), ("clock_skew+gateway.jsonl", 3), ("raw_http+gateway.jsonl", 2)]
 )
 def test_the_gateways_calls_are_counted_once_and_in_the_agents_order(name: str, calls: int) -> None:
     built, names = captured(name)

@@ -1,0 +1,309 @@
+"""What came before a call on its branch, the branches, what stands around a call, and which call caused which tool call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fakes
+from spangrad.settings import BuilderSettings
+from transition_builder import join, placing
+from transition_builder.build import build, read
+from transition_builder.frames import Frames
+from transition_builder.placing import Placed
+
+SECOND = 10**9
+LONG = {"Duration": 100 * SECOND}
+SHORT = {"Duration": SECOND // 1000}
+
+
+def place(spans: fakes.SpanFactory | Frames) -> Placed:
+    frames = spans.frames() if isinstance(spans, fakes.SpanFactory) else spans
+    nodes, tree, recorded = read(frames)
+    return placing.place(nodes, join.join(nodes, tree, recorded, frames.answers, frames.dropped))
+
+
+def lines(spans: fakes.SpanFactory) -> dict[str, tuple[str, int]]:
+    """The parent's span and the branch of each call's span."""
+    calls = place(spans).calls
+    named = dict(calls.select("CallId", "SpanId").rows()) | {"": ""}
+    return {span: (named[parent], branch) for span, parent, branch in calls.sort("Order").select("SpanId", "ParentCallId", "Branch").rows()}
+
+
+def ran(spans: fakes.SpanFactory) -> dict[str, str]:
+    """The span of the call that caused each tool span."""
+    placed = place(spans)
+    named = dict(placed.calls.select("CallId", "SpanId").rows()) | {"": ""}
+    return {tool: named[call] for tool, call in placed.caused.select("SpanId", "CallId").rows()}
+
+
+def ids(*tokens: int) -> dict[str, Any]:
+    """Token ids of a prompt; the response is one token, 0."""
+    return {"PromptIds": list(tokens), "ResponseIds": [0], "Logprobs": [-1.0]}
+
+
+def alone(number: int) -> dict[str, Any]:
+    """Token ids that continue nothing."""
+    return ids(1000 + number)
+
+
+def test_one_call_after_the_other_is_one_branch() -> None:
+    spans = fakes.SpanFactory()
+    agent = spans.span("solver", spans.root(), kind="AGENT")
+    first, second, third = (spans.call(spans.client(spans.span("turn", agent, kind="CHAIN")), **alone(number)) for number in range(3))
+    assert lines(spans) == {first: ("", 0), second: (first, 0), third: (second, 0)}
+
+
+def test_parallel_calls_have_one_parent_and_branches_of_their_own() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    first = spans.call(spans.client(root, **SHORT))
+    clients = [spans.client(root, **LONG) for _ in range(3)]
+    calls = [spans.call(client) for client in clients]
+    last = spans.call(spans.client(root, Timestamp=fakes.SpanFactory.time(1000), **SHORT))
+    assert lines(spans) == {first: ("", 0), calls[0]: (first, 0), calls[1]: (first, 1), calls[2]: (first, 2), last: (calls[2], 2)}
+
+
+def test_a_prompt_that_goes_on_from_a_response_tells_parallel_threads_apart() -> None:
+    """Two conversations of one agent at once, whose calls take turns: the latest call is the other conversation's."""
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    calls = [
+        spans.call(spans.client(root, **SHORT), **tokens) for tokens in (ids(1), ids(2), ids(1, 0, 5), ids(2, 0, 6), ids(1, 0, 5, 0, 7))
+    ]
+    a, b, a2, b2, a3 = calls
+    assert lines(spans) == {a: ("", 0), b: (a, 0), a2: (a, 1), b2: (b, 0), a3: (a2, 1)}
+
+
+def test_the_choice_that_the_prompt_goes_on_from_is_the_parent() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    first = spans.call(spans.client(root), choices=2, PromptIds=[1])
+    spans.calls[-1] |= {"ResponseIds": [9], "Logprobs": [-1.0]}
+    spans.call(spans.client(root), PromptIds=[1, 9, 3])
+    chosen = next(str(row["CallId"]) for row in spans.calls if row["SpanId"] == first and row["Choice"] == 1)
+    assert place(spans).calls.sort("Order", "Choice")["ParentCallId"].to_list() == ["", "", chosen]
+
+
+def test_a_sub_agents_first_call_comes_after_the_call_that_caused_its_tool() -> None:
+    spans = fakes.SpanFactory()
+    planner = spans.span("planner", spans.root(), kind="AGENT")
+    before = spans.call(spans.client(planner))
+    cause = spans.call(spans.client(planner))
+    tools = [spans.span("ask", planner, kind="TOOL") for _ in range(2)]
+    writers = [spans.span("writer", tool, kind="AGENT") for tool in tools]
+    inner = [[spans.call(spans.client(writer)) for _ in range(2)] for writer in writers]
+    after = spans.call(spans.client(planner))
+    assert lines(spans) == {
+        before: ("", 0),
+        cause: (before, 0),
+        inner[0][0]: (cause, 1),
+        inner[0][1]: (inner[0][0], 1),
+        inner[1][0]: (cause, 2),
+        inner[1][1]: (inner[1][0], 2),
+        after: (cause, 0),
+    }
+    assert ran(spans) == {tools[0]: cause, tools[1]: cause}
+
+
+def test_a_sub_agent_without_a_tool_comes_after_its_callers_own_call() -> None:
+    spans = fakes.SpanFactory()
+    planner = spans.span("planner", spans.root(), kind="AGENT")
+    first = spans.call(spans.client(planner))
+    one = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
+    two = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
+    last = spans.call(spans.client(planner))
+    assert lines(spans) == {first: ("", 0), one: (first, 1), two: (first, 2), last: (first, 0)}
+
+
+def test_a_hand_over_goes_on_the_same_branch() -> None:
+    spans = fakes.SpanFactory()
+    workflow = spans.span("workflow", spans.root(), kind="CHAIN")
+    triage = spans.span("triage", workflow, kind="AGENT")
+    first, second = (spans.call(spans.client(triage)) for _ in range(2))
+    third = spans.call(spans.client(spans.span("specialist", workflow, kind="AGENT")))
+    assert lines(spans) == {first: ("", 0), second: (first, 0), third: (second, 0)}
+
+
+def test_agents_that_take_turns_keep_to_their_threads_where_their_spans_are_new_in_each_turn() -> None:
+    spans = fakes.SpanFactory()
+    chat = spans.span("round robin", spans.root(), kind="CHAIN")
+    a, b, a2, b2 = (spans.call(spans.client(spans.span(name, chat, kind="AGENT"))) for name in "abab")
+    assert lines(spans) == {a: ("", 0), b: (a, 1), a2: (a, 0), b2: (b, 1)}
+
+
+def test_what_failed_or_was_not_used_is_nobodys_parent_and_opens_no_branch() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    failed = spans.call(spans.client(root), HttpStatus=500)
+    first = spans.call(spans.client(root))
+    client = spans.client(root)
+    unused, used = spans.call(client), spans.call(client)
+    again = spans.call(spans.client(root), HttpStatus=500)
+    last = spans.call(spans.client(root))
+    expected = {failed: ("", 0), first: ("", 0), unused: (first, 0), used: (first, 0), again: (used, 0), last: (used, 0)}
+    assert lines(spans) == expected
+
+
+def test_calls_of_two_workers_do_not_come_before_each_other() -> None:
+    spans = fakes.SpanFactory(clocks={"a": 100, "b": -100})
+    root = spans.root()
+    first = spans.call(spans.client(root))
+    spawn = spans.span("spawn", root)
+    workers = [[spans.call(spans.client(spawn, process=name)) for _ in range(2)] for name in "ab"]
+    assert lines(spans) == {
+        first: ("", 0),
+        workers[0][0]: (first, 0),
+        workers[0][1]: (workers[0][0], 0),
+        workers[1][0]: (first, 1),
+        workers[1][1]: (workers[1][0], 1),
+    }
+
+
+def test_clocks_of_two_hosts_of_one_service_are_not_compared() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    hosts = {name: {"process": name, "service": "shop", "ProcessId": f"~{name}", "Seq": 0} for name in ("one", "two")}
+    early = [spans.client(root, **hosts["one"], **SHORT) for _ in range(2)]
+    late = spans.client(root, **hosts["two"], **SHORT)
+    assert lines(spans) == {early[0]: ("", 0), early[1]: (early[0], 0), late: ("", 1)}
+
+
+def test_raw_calls_come_after_each_other_as_the_gateway_counted_them() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    calls = [spans.call(root) for _ in range(3)]
+    assert lines(spans) == {calls[0]: ("", 0), calls[1]: (calls[0], 0), calls[2]: (calls[1], 0)}
+
+
+def test_a_call_inside_another_ones_span_comes_after_it() -> None:
+    spans = fakes.SpanFactory()
+    outer = spans.span("generate", spans.root(), kind="LLM", **LONG)
+    inner = spans.call(spans.client(spans.span("search", outer, kind="TOOL")))
+    assert lines(spans) == {outer: ("", 0), inner: (outer, 1)}
+
+
+def test_components_and_tools_are_named_outermost_first_and_in_order() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    graph = spans.span("graph", root, kind="CHAIN")
+    agent = spans.span("AgentExecutor", graph, kind="AGENT", Attributes={"agent.name": "solver"})
+    call = spans.call(spans.span("POST", spans.client(spans.span("ChatOpenAI", agent, kind="LLM"))))
+    search = spans.span("run", agent, kind="TOOL", Attributes={"tool.name": "search"})
+    inner = spans.call(spans.client(search))
+    spans.span("sum", agent, kind="TOOL")
+    bare = spans.call(spans.client(root))
+    spans.evaluation(root)
+    columns = ["SpanId", "Components", "Tools"]
+    expected = [(call, ["graph", "solver"], ["search", "sum"]), (inner, ["graph", "solver", "search"], []), (bare, [], [])]
+    assert build(spans.frames(), BuilderSettings()).transitions.select(columns).rows() == expected
+
+
+def test_the_call_that_asked_for_a_tool_by_its_id_caused_it() -> None:
+    spans = fakes.SpanFactory()
+    agent = spans.span("solver", spans.root(), kind="AGENT")
+    asking = {"llm.output_messages.0.message.tool_calls.0.tool_call.id": "call_0"}
+    asked = [spans.call(spans.client(agent, Attributes=asking)) for _ in range(2)]
+    other = spans.call(spans.client(agent))
+    named = spans.span("search", agent, kind="TOOL", Attributes={"tool_call.id": "call_0"})
+    unnamed = spans.span("search", agent, kind="TOOL")
+    strange = spans.span("search", agent, kind="TOOL", Attributes={"tool_call.id": "call_9"})
+    later = spans.call(spans.client(agent, Attributes=asking))
+    assert ran(spans) == {named: asked[1], unnamed: other, strange: other}
+    assert later in lines(spans)
+    assert place(spans).caused.select("SpanId", "Asked").rows() == [(named, True), (unnamed, False), (strange, False)]
+
+
+def test_spans_of_one_tool_call_inside_each_other_are_one_and_failed_where_any_did() -> None:
+    spans = fakes.SpanFactory()
+    agent = spans.span("solver", spans.root(), kind="AGENT")
+    call = spans.call(spans.client(agent))
+    outer = spans.span("solver.add", agent, kind="TOOL", Attributes={"tool.name": "add"})
+    native = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", "gen_ai.tool.call.id": "call_7"}
+    spans.span("execute_tool add", outer, status="Error", Attributes=native)
+    other = spans.span("fetch", outer, kind="TOOL")
+    facts = place(spans).caused.select("SpanId", "ToolName", "ToolFailed", "ToolCallId", "AgentName", "CallId").rows()
+    cause = spans.calls[0]["CallId"]
+    assert facts == [(outer, "add", True, "call_7", "solver", cause), (other, "fetch", False, None, "solver", cause)]
+    assert call in lines(spans)
+
+
+def test_a_tool_call_before_every_call_has_no_cause() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    tool = spans.span("search", root, kind="TOOL")
+    spans.call(spans.client(root))
+    elsewhere = spans.span("search", spans.root("empty"), kind="TOOL", rollout="empty")
+    assert ran(spans) == {tool: "", elsewhere: ""}
+
+
+KINDS = st.sampled_from(["AGENT", "CHAIN", "TOOL", "client", "LLM", "call", "POST"])
+SHAPES = st.lists(
+    st.tuples(KINDS, st.integers(0, 30), st.sampled_from(["agent", "worker"]), st.integers(0, 5), st.integers(0, 3)), max_size=25
+)
+
+
+def grown(shape: list[tuple[str, int, str, int, int]]) -> fakes.SpanFactory:
+    """Any forest of spans: each with a parent among those before it."""
+    spans = fakes.SpanFactory()
+    made = [spans.root()]
+    spans.evaluation(made[0])
+    for kind, parent, process, seconds, token in shape:
+        above = made[parent % len(made)]
+        if kind == "call":
+            made.append(spans.call(above, **ids(*range(token + 1))))
+            continue
+        more: dict[str, Any] = {"process": process, "Duration": seconds * SECOND}
+        if kind == "client":
+            made.append(spans.client(above, **more))
+        elif kind == "POST":
+            made.append(spans.span("POST", above, **more))
+        else:
+            made.append(spans.span(f"{kind} {token}", above, kind=kind, **more))
+    return spans
+
+
+@settings(max_examples=80, deadline=None)
+@given(SHAPES, st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_nothing(shape: list[tuple[str, int, str, int, int]], random: Any) -> None:
+    spans = grown(shape)
+    by = ["CallId"]
+    columns = ["CallId", "SpanId", "AgentName", "Order", "ParentCallId", "Branch", "Components", "Tools", "Retried", "DuplicateOf"]
+    first = place(spans)
+    random.shuffle(spans.spans)
+    random.shuffle(spans.calls)
+    second = place(spans)
+    assert first.calls.select(columns).sort(by).rows() == second.calls.select(columns).sort(by).rows()
+    assert first.caused.drop("Tool").rows() == second.caused.drop("Tool").rows()
+
+
+@settings(max_examples=80, deadline=None)
+@given(SHAPES, st.sampled_from([-30.0, 30.0]))
+def test_parents_stand_before_their_children_and_no_clock_of_another_process_moves_them(
+    shape: list[tuple[str, int, str, int, int]], skew: float
+) -> None:
+    spans = grown(shape)
+    calls = place(spans).calls
+    place_of = dict(calls.select("CallId", "Order").rows())
+    for order, parent in calls.select("Order", "ParentCallId").rows():
+        assert parent == "" or place_of[parent] < order
+    assert sorted(calls["Order"].unique()) == list(range(calls["Node"].n_unique()))
+    branches = calls.sort("Order")["Branch"].to_list()
+    assert all(branch <= max(branches[:at], default=-1) + 1 for at, branch in enumerate(branches))
+    for row in [*spans.spans, *spans.calls]:
+        if row["ProcessId"] == "gateway":
+            row["Timestamp"] = pl.Series([row["Timestamp"]]).dt.offset_by(f"{int(skew)}s")[0]
+    assert place(spans).calls.drop("Timestamp").sort("CallId").equals(calls.drop("Timestamp").sort("CallId"))
+
+
+@pytest.mark.parametrize("size", [300])
+def test_many_parallel_calls_cost_no_more_than_their_square(size: int) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    for client in [spans.client(root, Duration=10_000 * SECOND) for _ in range(size)]:
+        spans.call(client)
+    assert [row[1] for row in lines(spans).values()] == list(range(size))
