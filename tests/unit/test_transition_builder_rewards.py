@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 import fakes
-from spangrad.settings import BuilderSettings
+from spangrad.settings import AirRule, BuilderSettings
+from spangrad.types import call_id
 from transition_builder.build import build
-from transition_builder.frames import Built
+from transition_builder.frames import SQL_REWARDS, Built
 from transition_builder.rewards import rule_hash
 
 
@@ -41,6 +45,127 @@ def test_the_first_source_that_names_a_reward_wins() -> None:
         ("", "tone", 6.0, "evaluation_log", work),
     ]
     assert given(built) == [[("reward", 1.0, "runner"), ("style", 4.0, "evaluation_event"), ("tone", 6.0, "evaluation_log")]]
+
+
+def test_every_source_stands_below_the_ones_before_it(tmp_path: Path) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    score = {f"spangrad.reward.{name}": "4" for name in "abcd"}
+    work = spans.span("work", root, Attributes=score)
+    spans.call(work, Duration=3 * 10**9)
+    spans.evaluation(root, 1, name="a")
+    spans.evaluation(work, 2, name="b")
+    spans.evaluation(work, 3, name="c", kind="evaluation_log")
+    made = by_sql(spans, tmp_path, *(sql_row(name, 5.0) for name in "abcde"))
+    assert [(name, value, source) for _, name, value, source, _ in said(made)] == [
+        ("a", 1.0, "runner"),
+        ("b", 2.0, "evaluation_event"),
+        ("c", 3.0, "evaluation_log"),
+        ("d", 4.0, "span_attribute"),
+        ("e", 5.0, "sql"),
+    ]
+
+
+def test_air_is_believed_last_and_only_where_it_speaks_of_the_same_call() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1, name="slow")
+    judged, other = (spans.call(spans.span("POST", root), Duration=3 * 10**9) for _ in range(2))
+    spans.evaluation(judged, 2, name="slow")
+    rule = AirRule(name="slow", kind="latency", reward=-8, seconds=2)
+    made = build(spans.frames(), BuilderSettings(rules=(rule,)))
+    assert sorted(said(made)) == [
+        ("", "slow", 1.0, "runner", root),
+        (judged, "slow", 2.0, "evaluation_event", judged),
+        (other, "slow", -8.0, "air", other),
+    ]
+
+
+def test_a_score_in_a_spans_attributes_is_its_calls_or_the_rollouts() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    client = spans.client(root, Attributes={"spangrad.reward": "0.5"})
+    call = spans.call(client)
+    judge = spans.span("judge", root, Attributes={"spangrad.reward": "2", "spangrad.reward.style": "3"})
+    assert sorted(said(build(spans.frames(), BuilderSettings()))) == [
+        ("", "reward", 2.0, "span_attribute", judge),
+        ("", "style", 3.0, "span_attribute", judge),
+        (call, "reward", 0.5, "span_attribute", client),
+    ]
+
+
+def test_a_score_in_a_spans_attributes_that_is_no_number_is_no_reward() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.call(spans.span("work", root, Attributes={"spangrad.reward": "good"}))
+    assert build(spans.frames(), BuilderSettings()).drops.select("Reason", "Detail").rows() == [
+        ("no_reward", "not a finite number: reward")
+    ]
+
+
+def sql_row(name: str, value: float | None, **changes: object) -> dict[str, object]:
+    """What a file says of the rollout `r`."""
+    row = {"Name": name, "RuleHash": f"hash of {name}", "PerCall": False, "RunId": "run", "RolloutId": "r", "Attempt": 0}
+    return row | {"CallId": "", "TraceId": "", "SpanId": "", "Value": value} | changes
+
+
+def by_sql(spans: fakes.SpanFactory, directory: Path, *rows: dict[str, object]) -> Built:
+    """A build with the rows that files have given."""
+    names = tuple(sorted({str(row["Name"]) for row in rows}))
+    for name in names:
+        (directory / f"{name}.sql").write_text("SELECT")
+    frames = replace(spans.frames(), sql_rewards=pl.DataFrame(list(rows), schema=dict(SQL_REWARDS)))
+    return build(frames, BuilderSettings(sql_rewards=names, rewards_directory=directory))
+
+
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        (None, "no value by SQL: short"),
+        (float("nan"), "not a finite number, by SQL: short"),
+        (float("inf"), "not a finite number, by SQL: short"),
+    ],
+)
+def test_a_rollout_without_a_finite_value_by_sql_is_not_trained(tmp_path: Path, value: float | None, detail: str) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    spans.call(root)
+    made = by_sql(spans, tmp_path, sql_row("short", value))
+    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", detail)]
+    assert made.rewards["Name"].to_list() == ["reward"]
+
+
+def test_a_reward_by_sql_is_a_final_one(tmp_path: Path) -> None:
+    spans = fakes.SpanFactory()
+    spans.call(spans.root())
+    made = by_sql(spans, tmp_path, sql_row("short", 0.0))
+    assert made.rewards.select("CallId", "Name", "Value", "Source", "RuleHash").rows() == [("", "short", 0.0, "sql", "hash of short")]
+    assert given(made) == [[("short", 0.0, "sql")]]
+
+
+def test_a_row_by_sql_is_of_the_call_that_it_names_by_id_by_span_or_by_a_tool_that_it_caused(tmp_path: Path) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    client = spans.client(agent)
+    first = spans.call(client)
+    tool = spans.span("search", agent, kind="TOOL")
+    second = spans.call(spans.span("POST", agent))
+    trace = str(spans.spans[0]["TraceId"])
+    rows = [
+        sql_row("id", 2.0, PerCall=True, CallId=call_id(trace, second, 0)),
+        sql_row("span", 4.0, PerCall=True, TraceId=trace, SpanId=client),
+        sql_row("tool", 8.0, PerCall=True, SpanId=tool),
+        sql_row("gone", 16.0, PerCall=True, CallId=call_id(trace, "0" * 16, 0)),
+        sql_row("none", None, PerCall=True, CallId=call_id(trace, second, 0)),
+    ]
+    assert sorted((name, span, value) for span, name, value, source, _ in said(by_sql(spans, tmp_path, *rows)) if source == "sql") == [
+        ("id", second, 2.0),
+        ("span", first, 4.0),
+        ("tool", first, 8.0),
+    ]
 
 
 def test_a_span_is_believed_the_last_time_and_different_spans_add_up() -> None:
@@ -122,7 +247,7 @@ def test_an_evaluation_without_a_score_is_no_reward() -> None:
     assert build(spans.frames(), BuilderSettings()).drops["Reason"].to_list() == ["no_reward"]
 
 
-AIR = BuilderSettings(tool_error_reward=-0.5)
+AIR = BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.5, tools=("*",)),))
 
 
 def blamed(spans: fakes.SpanFactory, spec: BuilderSettings = AIR) -> list[str]:
@@ -146,7 +271,7 @@ def test_a_failed_tool_rewards_the_call_before_it() -> None:
     third = spans.call(spans.span("POST", agent))
     built = build(spans.frames(), AIR)
     assert built.rewards.filter(built.rewards["Source"] == "air").select("Name", "Value", "RuleHash", "SpanId").rows() == [
-        ("tool_error", -0.5, rule_hash(AIR), span) for span in broken
+        ("tool_error", -0.5, rule_hash(AIR.rules[0], AIR), span) for span in broken
     ]
     assert built.transitions.select("SpanId", "Rewards.Name", "Rewards.Value").rows() == [
         (first, [], []),
@@ -163,7 +288,7 @@ def test_only_the_tools_that_the_rule_names_count() -> None:
     call = spans.call(spans.span("POST", root))
     spans.span("run search", root, kind="TOOL", status="Error", Attributes={"tool.name": "search"})
     spans.span("write", root, kind="TOOL", status="Error")
-    assert blamed(spans, BuilderSettings(tool_error_reward=-1, tool_error_tools=("search",))) == [call]
+    assert blamed(spans, BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("search",)),))) == [call]
     assert blamed(spans) == [call, call]
 
 

@@ -1,0 +1,180 @@
+"""`spangrad rewards`: what the store's rollouts were worth, and rewards that are defined after the fact."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.stopped_store import answering_store
+from spangrad.errors import SettingsError
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.datasets import Dataset
+
+_PIPE_WIDTH = 200
+_SPAN_OF_TIME = re.compile(r"(\d+)([smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_GIVEN = """
+SELECT Name, Source, uniqExact(RunId, RolloutId) AS Rollouts, countIf(CallId != '') AS OfCalls, count() AS Rewards, avg(Value) AS Mean,
+    min(Value) AS Least, max(Value) AS Most
+FROM otel.v_rewards
+GROUP BY Name, Source
+ORDER BY Name, Source
+"""
+_OF_DATASET = """
+SELECT reward.1 AS Name, reward.3 AS Source, uniqExact(RunId, RolloutId) AS Rollouts, count() AS Rewards, avg(reward.2) AS Mean,
+    min(reward.2) AS Least, max(reward.2) AS Most
+FROM {transitions} AS t
+ARRAY JOIN arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) AS reward
+GROUP BY Name, Source
+ORDER BY Name, Source
+"""
+_DROPS_OF_DATASET = (
+    "SELECT Reason, Detail, count() AS Drops FROM {drops} AS d GROUP BY Reason, Detail ORDER BY Drops DESC, Reason, Detail LIMIT 20"
+)
+
+rewards = App(name="rewards", help="Look at rewards, and define new ones over spans that are there already.")
+
+
+@rewards.command(name="list")
+def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Print the rewards in the store by name and source, and the files of builder.rewards_directory.
+
+    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
+    demo's) is opened for the time of the question.
+    """
+    from spangrad import datasets
+    from spangrad.clickhouse import connect, store_errors
+
+    settings = resolve(config, set_)
+    with answering_store(settings.store) as store:
+        client = connect(store)
+        with store_errors(store.url):
+            given = client.query(_GIVEN).result_rows
+        known = datasets.known(client, store.url)
+        client.close()
+    _print(("reward", "source", "rollouts", "of calls", "rewards", "mean", "least", "most"), given, "no rewards in the store")
+    files = sorted(settings.builder.rewards_directory.glob("*.sql"))
+    rows = [(file.name, version, _users(file.stem, version, known)) for file in files if (version := settings.builder.sql_hash(file.stem))]
+    _print(("file", "version", "datasets"), rows, f"no SQL rewards in {settings.builder.rewards_directory}")
+
+
+@rewards.command(name="backfill")
+def _backfill(
+    *,
+    since: str,
+    reward: Annotated[
+        list[str], Parameter(help="Name of a file NAME.sql in builder.rewards_directory; may be given several times.", negative=())
+    ],
+    dataset: str | None = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Evaluate SQL rewards over what the store holds, and build its rollouts again as a new revision of a dataset.
+
+    Transitions that are there stay as they are. Run twice, it finds nothing to do.
+
+    Args:
+        since: rollouts of which something arrived since then: 2026-01-31T12:00 (UTC where it names no zone), or 7d, 12h, 30m ago.
+        dataset: the dataset that gets the revision; builder.dataset by default.
+    """
+    from spangrad import datasets
+    from spangrad.clickhouse import connect
+
+    settings = resolve(config, set_)
+    began = parse_time(since, datetime.now(UTC))
+    name = dataset or settings.builder.dataset
+    wanted = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
+    builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": wanted})
+    versions = ", ".join(f"{one} {builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
+    log_to_stderr()
+    with answering_store(settings.store) as store:
+        client = connect(store)
+        from transition_builder import loop
+        from transition_builder.rewards import sql
+
+        sql.check(client, store.url, builder)
+        if not any(one.name == name for one in datasets.known(client, store.url)):
+            datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "as built so far")
+        made = datasets.register(client, store.url, name, builder.spec, builder.decides, f"SQL rewards {versions}")
+        with _progress(f"building {made}") as said:
+            summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, said)
+        _report(client, store.url, made, str(summary) if summary.rollouts else "nothing new")
+        client.close()
+
+
+def parse_time(text: str, now: datetime) -> datetime:
+    """A point in time, as ISO 8601 or as how long ago.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    ago = _SPAN_OF_TIME.fullmatch(text)
+    if ago:
+        return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise SettingsError(
+            f"--since {text!r} is no time. Write 2026-01-31, 2026-01-31T12:00+00:00, or 7d, 12h, 30m for how long ago."
+        ) from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+@contextmanager
+def _progress(what: str) -> Generator[Callable[[int, int], None]]:
+    """Show how far a build is: a bar on a terminal, lines in a log."""
+    if not sys.stderr.isatty():
+        import logging
+
+        log = logging.getLogger("spangrad.rewards")
+        yield lambda done, total: log.info("%s: %d of %d rollouts", what, done, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _report(client: Client, url: str, made: Dataset, summary: str) -> None:
+    from spangrad import datasets
+    from spangrad.clickhouse import store_errors
+
+    where = f"BuildSpec = '{made.build_spec}'"  # a hash
+    with store_errors(url):
+        given = client.query(_OF_DATASET.format(transitions=datasets.rows_sql("transitions", where=where))).result_rows
+        dropped = client.query(_DROPS_OF_DATASET.format(drops=datasets.rows_sql("drops", where=where))).result_rows
+    _print(("reward", "source", "rollouts", "rewards", "mean", "least", "most"), given, "no rewards on its transitions")
+    if dropped:
+        _print(("drops", "detail", "calls"), dropped, "")
+    print(f"{made}: {summary}")
+
+
+def _users(name: str, version: str, known: Sequence[Dataset]) -> str:
+    """The datasets that were built with this version of a file."""
+    return ", ".join(str(one) for one in known if one.settings.get("sql_rewards", {}).get(name) == version)
+
+
+def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        print(otherwise)
+        return
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)

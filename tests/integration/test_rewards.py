@@ -1,0 +1,205 @@
+"""Rewards that SQL files define, over a real store: the examples, errors that name the file, and a backfill that leaves the old alone."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running_store import running_store, store_settings
+
+import fakes
+from commands.rewards import rewards
+from spangrad import datasets
+from spangrad.clickhouse import connect
+from spangrad.errors import BuilderError
+from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
+from transition_builder import loop
+from transition_builder.rewards import sql
+
+EXAMPLES = Path(__file__).parents[2] / "rewards"
+
+
+class World:
+    """Two rollouts of one group: `A` answers with 2 tokens and its tool runs well, `B` with 4, cut off, and its tool fails."""
+
+    def __init__(self, store: StoreSettings) -> None:
+        self.run = f"rewards-{uuid.uuid4().hex[:8]}"
+        self.store = store
+        self.client = connect(store)
+        self.spans = fakes.SpanFactory(run=self.run)
+        self.calls = dict[str, str]()
+        for name, (tokens, finish, status) in {"A": (2, "stop", "Ok"), "B": (4, "length", "Error")}.items():
+            rollout = f"{self.run}-{name}"
+            root = self.spans.root(rollout, calls=1)
+            ids: dict[str, Any] = {"ResponseIds": [7] * tokens, "Logprobs": [-0.5] * tokens, "FinishReason": finish}
+            self.calls[name] = self.spans.call(self.spans.span("POST", root, rollout=rollout), rollout=rollout, **ids)
+            self.spans.span("search", root, rollout=rollout, kind="TOOL", status=status)
+            self.spans.evaluation(root, 1.0)
+        # Span ids are counted, and the store is shared: a trace is the run's own.
+        answer = httpx.post(
+            f"{store.otlp_endpoint}/v1/traces", content=self.spans.otlp(), headers={"content-type": "application/json"}, timeout=30
+        )
+        answer.raise_for_status()
+
+    def settings(self, **builder: Any) -> Settings:
+        facts: dict[str, Any] = {"dataset": self.run, "rewards_directory": EXAMPLES, **builder}
+        return Settings(store=self.store, builder=BuilderSettings(**facts))
+
+    def rows(self, statement: str, **parameters: object) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in self.client.query(statement, parameters={"run": self.run, **parameters}).result_rows]
+
+    def transitions(self, dataset: str) -> list[tuple[str, list[tuple[str, float, str]]]]:
+        """Of a dataset: the last letter of each rollout's name, and the rewards that it carries."""
+        spec = datasets.resolve(self.client, self.store.url, dataset).build_spec
+        statement = (
+            "SELECT right(RolloutId, 1), arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) FROM otel.v_transitions "
+            "WHERE RunId = %(run)s AND BuildSpec = %(spec)s ORDER BY RolloutId"
+        )
+        return [(name, [tuple(one) for one in given]) for name, given in self.rows(statement, spec=spec)]
+
+
+@pytest.fixture
+def world(store: StoreSettings) -> World:
+    return World(store)
+
+
+RUNNER = ("reward", 1.0, "runner")
+
+
+def test_the_examples_are_evaluated_when_rollouts_are_built(world: World) -> None:
+    rule = AirRule(name="cut", kind="sql", reward=10, where="cut_off")
+    loop.build_once(world.settings(sql_rewards=("brevity", "first_try", "cut_off"), rules=(rule,)))
+    assert world.transitions(world.run) == [
+        ("A", [RUNNER, ("brevity", -0.02, "sql"), ("first_try", 1.0, "sql")]),
+        ("B", [RUNNER, ("brevity", -0.04, "sql"), ("cut_off", -0.1, "sql"), ("first_try", 0.0, "sql"), ("cut", -1.0, "air")]),
+    ]
+    given = "SELECT Name, Source, RuleHash, CallId != '' FROM otel.v_rewards WHERE RunId = %(run)s AND Name = 'cut_off'"
+    assert world.rows(given) == [("cut_off", "sql", world.settings().builder.sql_hash("cut_off"), 1)]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[World]:
+    """A world in a store of its own: a backfill takes whatever a store holds."""
+    settings = store_settings(tmp_path / "store")
+    with running_store(settings, tmp_path / "store.log"):
+        yield World(settings)
+
+
+def test_a_backfill_makes_a_new_revision_and_leaves_the_old_alone(alone: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = alone
+    loop.build_once(world.settings())
+    before = world.transitions(f"{world.run}@1")
+    assert before == [("A", [RUNNER]), ("B", [RUNNER])]
+    (tmp_path / "brevity.sql").write_text((EXAMPLES / "brevity.sql").read_text())
+    command = ["backfill", "--since", "1d", "--reward", "brevity", *flags(world, tmp_path)]
+    call(command)
+    said = capsys.readouterr().out
+    assert f"{world.run}@2: 2 rollouts: 2 transitions, 0 drops, 4 rewards" in said
+    after = [("A", [RUNNER, ("brevity", -0.02, "sql")]), ("B", [RUNNER, ("brevity", -0.04, "sql")])]
+    assert (world.transitions(f"{world.run}@1"), world.transitions(f"{world.run}@2"), world.transitions(world.run)) == (
+        before,
+        after,
+        after,
+    )
+
+    call(command)
+    assert f"{world.run}@2: nothing new" in capsys.readouterr().out
+    loop.build_once(world.settings())
+    call(command)
+    assert [str(one) for one in datasets.known(world.client, world.store.url) if one.name == world.run] == [
+        f"{world.run}@1",
+        f"{world.run}@2",
+    ]
+    revisions = "SELECT uniqExact(BuildSpec), max(Revision), count() FROM otel.builds FINAL WHERE RunId = %(run)s"
+    assert world.rows(revisions) == [(2, 0, 4)]
+
+    # Another version of the file is another revision.
+    (tmp_path / "brevity.sql").write_text("SELECT DISTINCT RolloutKey AS RolloutId, 7 AS Value FROM otel.v_calls")
+    call(command)
+    assert world.transitions(f"{world.run}@3") == [(name, [RUNNER, ("brevity", 7.0, "sql")]) for name in "AB"]
+    assert world.transitions(f"{world.run}@2") == after
+
+
+def test_a_rollout_that_a_file_leaves_out_is_not_trained(world: World, tmp_path: Path) -> None:
+    some = (
+        "SELECT RolloutKey AS RolloutId, any(if(length(ResponseIds) = 2, 1., nan)) AS Value FROM otel.v_calls WHERE {} GROUP BY RolloutId"
+    )
+    (tmp_path / "some.sql").write_text(some.format("length(ResponseIds) = 2"))
+    (tmp_path / "nan.sql").write_text(some.format("true"))
+    loop.build_once(world.settings(sql_rewards=("some", "nan"), rewards_directory=tmp_path))
+    assert [name for name, _ in world.transitions(world.run)] == ["A"]
+    drops = "SELECT right(RolloutId, 1), Reason, Detail FROM otel.v_drops WHERE RunId = %(run)s"
+    assert world.rows(drops) == [("B", "no_reward", "no value by SQL: some; not a finite number, by SQL: nan")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("SELECT RolloutKey AS RolloutId FROM otel.v_calls", "selects RolloutId: a reward lacks Value. It selects RolloutId and Value"),
+        ("SELECT 'r' AS RolloutId, 1 AS Value, 2 AS Valeu", "a reward knows no Valeu"),
+        ("SELECT 'r' AS RolloutId, 'high' AS Value", "gives Value the type String, which is no number"),
+        ("SELECT RolloutId, 1 AS Value FROM otel.nowhere", "does not take"),
+        ("DROP TABLE otel.calls", "is not one SELECT: it begins with 'DROP TABLE otel.call'"),
+        ("-- only a comment", "is not one SELECT"),
+    ],
+)
+def test_a_file_that_is_no_reward_is_refused_before_anything_is_built(world: World, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "odd.sql").write_text(text)
+    with pytest.raises(BuilderError) as error:
+        loop.build_once(world.settings(sql_rewards=("odd",), rewards_directory=tmp_path))
+    assert str(tmp_path / "odd.sql") in str(error.value)
+    assert message in str(error.value)
+    assert world.rows("SELECT count() FROM otel.builds WHERE RunId = %(run)s") == [(0,)]
+
+
+def test_two_values_for_one_thing_are_refused(world: World, tmp_path: Path) -> None:
+    (tmp_path / "twice.sql").write_text(
+        "SELECT RolloutKey AS RolloutId, 1 AS Value FROM otel.v_spans WHERE RolloutKey IN {rollouts:Array(String)}"
+    )
+    with pytest.raises(BuilderError, match=r"twice.sql gives \d values for RunId .*Give one: aggregate, with GROUP BY."):
+        loop.build_once(world.settings(sql_rewards=("twice",), rewards_directory=tmp_path))
+
+
+def test_more_rollouts_than_fit_a_statement_are_asked_for_in_portions(world: World, tmp_path: Path) -> None:
+    (tmp_path / "one.sql").write_text(
+        "SELECT arrayJoin({rollouts:Array(String)}) AS RolloutId, 1 AS Value WHERE {since:DateTime64(6)} <= {until:DateTime64(6)};  "
+    )
+    spec = BuilderSettings(sql_rewards=("one",), rewards_directory=tmp_path)
+    frames = world.spans.frames()
+    names = [f"{'é' * 100}-{at}" for at in range(1000)]
+    rollouts = frames.rollouts.head(1).select("RunId", "Attempt").join(_names(names), how="cross").select("RunId", "RolloutId", "Attempt")
+    read = sql.read(world.client, world.store.url, spec, rollouts, frames.spans, frames.calls)
+    assert read["RolloutId"].to_list() == names
+    assert read["Value"].sum() == 1000
+
+
+def test_the_list_shows_rewards_and_files(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.build_once(world.settings(sql_rewards=("brevity",)))
+    call(["list", *flags(world, EXAMPLES)])
+    said = capsys.readouterr().out
+    words = [line.split() for line in said.splitlines()]
+    assert any(line[:2] == ["brevity", "sql"] for line in words)
+    (file,) = (line for line in words if line[:1] == ["brevity.sql"])
+    assert file[1] == world.settings().builder.sql_hash("brevity")
+    assert f"{world.run}@1" in said
+
+
+def _names(names: Sequence[str]) -> Any:
+    import polars as pl
+
+    return pl.DataFrame({"RolloutId": names})
+
+
+def flags(world: World, directory: Path) -> list[str]:
+    """Options that lead a command to the store and the files."""
+    chosen = {"store.url": world.store.url, "builder.dataset": world.run, "builder.rewards_directory": directory}
+    return [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
+
+
+def call(words: list[str]) -> None:
+    """Run `spangrad rewards ...` in this process."""
+    rewards(words, result_action="return_value")

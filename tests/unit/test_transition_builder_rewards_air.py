@@ -1,0 +1,288 @@
+"""What each kind of rule finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import fakes
+from spangrad.errors import BuilderError, SettingsError
+from spangrad.settings import AirRule, BuilderSettings
+from spangrad.settings_sources import load_settings
+from spangrad.types import call_id
+from transition_builder.build import build
+from transition_builder.frames import RESPONSES, SQL_REWARDS, Built
+from transition_builder.rewards import check, rule_hash
+
+Answer = tuple[str, str, list[tuple[str, str]]]
+"""The span of a call, what it said, and the tool calls that it asked for."""
+
+
+def spec_of(*rules: AirRule, **changes: Any) -> BuilderSettings:
+    return BuilderSettings(rules=rules, **changes)
+
+
+def built(spans: fakes.SpanFactory, *rules: AirRule, answers: Sequence[Answer] = (), sql: Sequence[dict[str, Any]] = ()) -> Built:
+    trace = {str(row["SpanId"]): str(row["TraceId"]) for row in spans.spans}
+    rows = [
+        {"TraceId": trace[span], "SpanId": span, "Choice": 0, "Text": text, "ToolCalls": [{"Name": n, "Arguments": a} for n, a in calls]}
+        for span, text, calls in answers
+    ]
+    frames = replace(
+        spans.frames(), responses=pl.DataFrame(rows, schema=dict(RESPONSES)), sql_rewards=pl.DataFrame(list(sql), schema=dict(SQL_REWARDS))
+    )
+    return build(frames, spec_of(*rules))
+
+
+def air(made: Built) -> list[tuple[str, str, float]]:
+    """Span of the call, name and value of each AIR reward, in the order of the calls."""
+    names = {call_id(trace, span, choice): span for trace, span, choice in made.transitions.select("TraceId", "SpanId", "Choice").rows()}
+    rows = made.rewards.filter(pl.col("Source") == "air").select("CallId", "Name", "Value").rows()
+    return sorted((names[call], name, value) for call, name, value in rows)
+
+
+def agent_of_two_tools() -> tuple[fakes.SpanFactory, list[str]]:
+    """An agent whose first call reads, whose second writes well, whose third writes in vain."""
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    calls = list[str]()
+    for name, status in (("read", "Ok"), ("write", "Ok"), ("write", "Error")):
+        calls.append(spans.call(spans.span("POST", agent)))
+        spans.span(name, agent, kind="TOOL", status=status, Attributes={"tool.name": name})
+    return spans, calls
+
+
+def test_an_always_ok_read_only_tool_earns_nothing_unless_it_is_named() -> None:
+    """The gaming of docs/rewards.md: paid for every ok, a policy calls the tool that is always ok and never advances."""
+    spans, (read, write, _) = agent_of_two_tools()
+    named = AirRule(name="progress", kind="tool_ok", reward=0.1, tools=("write",))
+    assert air(built(spans, named)) == [(write, "progress", 0.1)]
+    assert air(built(spans, named.model_copy(update={"tools": ("*",)}))) == [(read, "progress", 0.1), (write, "progress", 0.1)]
+
+
+def test_rules_of_several_kinds_and_names_stand_beside_each_other() -> None:
+    spans, (_, write, failed) = agent_of_two_tools()
+    rules = (
+        AirRule(name="tool", kind="tool_ok", reward=0.25, tools=("write",)),
+        AirRule(name="tool", kind="tool_error", reward=-0.5, tools=("write",)),
+        AirRule(name="tool", kind="tool_error", reward=-1, tools=("*",)),
+    )
+    made = built(spans, *rules)
+    assert air(made) == [(write, "tool", 0.25), (failed, "tool", -1.0), (failed, "tool", -0.5)]
+    assert set(made.rewards.filter(pl.col("Source") == "air")["RuleHash"]) == {rule_hash(rule, spec_of(rule)) for rule in rules}
+    assert sorted(made.transitions["Rewards.Value"].to_list()[-1]) == [-1.0, -0.5, 1.0]
+
+
+def test_only_the_agents_that_a_rule_names_count() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    calls = {name: spans.call(spans.span(name, root, kind="AGENT"), Duration=3 * 10**9) for name in ("planner", "writer", "writer-2")}
+    slow = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
+    assert [span for span, *_ in air(built(spans, slow))] == sorted(calls.values())
+    assert [span for span, *_ in air(built(spans, slow.model_copy(update={"agents": "writer"})))] == [calls["writer"]]
+
+
+def test_latency_counts_a_call_once_and_leaves_failed_tries_alone() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    spans.call(root, HttpStatus=500, Duration=9 * 10**9)
+    slow = spans.call(root, choices=2, Duration=2 * 10**9 + 1)
+    spans.call(root, Duration=2 * 10**9)
+    assert air(built(spans, AirRule(name="slow", kind="latency", reward=-1, seconds=2))) == [(slow, "slow", -1.0)]
+
+
+def test_an_empty_result_is_one_that_says_so() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    empty = list[str]()
+    for result, status, counts in (
+        ("[]", "Ok", True),
+        (" ", "Ok", True),
+        ("[1]", "Ok", False),
+        (None, "Ok", False),
+        ("[]", "Error", False),
+    ):
+        call = spans.call(spans.span("POST", agent))
+        said = {} if result is None else {"output.value": result}
+        spans.span("search", agent, kind="TOOL", status=status, Attributes={"tool.name": "search", **said})
+        empty += [call] * counts
+    assert [span for span, *_ in air(built(spans, AirRule(name="empty", kind="empty_result", reward=-1, tools=("search",))))] == empty
+
+
+def test_malformed_arguments_are_those_that_are_no_json_object() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    calls = [spans.call(spans.span("POST", root)) for _ in range(5)]
+    answers: list[Answer] = [
+        (calls[0], "", [("search", '{"q": 1}'), ("search", "{}")]),
+        (calls[1], "", [("search", '{"q": 1'), ("search", ""), ("search", "[1]")]),
+        (calls[2], "", [("other", "{")]),
+        (calls[3], "text", []),
+    ]  # nobody recorded what the last one answered
+    rule = AirRule(name="malformed", kind="malformed_arguments", reward=-0.5, tools=("search",))
+    assert air(built(spans, rule, answers=answers)) == [(calls[1], "malformed", -1.5)]
+
+
+def test_a_repeated_call_is_the_same_tool_call_right_after_by_the_same_agent() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    calls = [spans.call(spans.span("POST", agent)) for _ in range(6)]
+    same, other = ("search", '{"a": 1, "b": 2}'), ("search", '{"a": 2}')
+    answers: list[Answer] = [
+        (calls[0], "", [same]),
+        (calls[1], "", [("search", '{"b":2,"a":1}'), other]),
+        (calls[2], "", [("read", "{}")]),
+        (calls[3], "", [same]),
+        (calls[4], "", [("read", "{}")]),
+        (calls[5], "", [same, same]),
+    ]
+    rule = AirRule(name="again", kind="repeated_call", reward=-1, tools=("search",))
+    assert air(built(spans, rule, answers=answers)) == [(calls[1], "again", -1.0), (calls[5], "again", -1.0)]
+
+
+def test_two_workers_who_ask_alike_at_the_same_time_repeat_nothing() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    workers = [spans.span("worker", root, kind="AGENT") for _ in range(2)]
+    calls = [spans.call(spans.span("POST", worker, Duration=10**11)) for worker in workers]
+    answers: list[Answer] = [(call, "", [("search", "{}")]) for call in calls]
+    assert air(built(spans, AirRule(name="again", kind="repeated_call", reward=-1, tools=("*",)), answers=answers)) == []
+
+
+def test_where_no_answer_was_recorded_the_tools_that_ran_tell_of_a_repetition() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    calls = list[str]()
+    for arguments in ('{"q": 1}', '{"q":1}', '{"q": 2}'):
+        calls.append(spans.call(spans.span("POST", agent)))
+        spans.span("search", agent, kind="TOOL", Attributes={"tool.name": "search", "input.value": arguments})
+    assert air(built(spans, AirRule(name="again", kind="repeated_call", reward=-1, tools=("*",)))) == [(calls[1], "again", -1.0)]
+
+
+@pytest.mark.parametrize(("form", "wrong"), [("json", [1, 2]), (r"(?s)Answer: .*", [0, 2]), (r"\{.*\}", [1, 2])])
+def test_an_unparsable_output_is_a_text_that_is_not_of_the_form(form: str, wrong: list[int]) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    calls = [spans.call(spans.span("POST", root)) for _ in range(5)]
+    answers: list[Answer] = [
+        (calls[0], '{"a": 1}', []),
+        (calls[1], "Answer: 7\n8", []),
+        (calls[2], "", []),
+        (calls[3], "", [("search", "{}")]),
+    ]
+    rule = AirRule(name="form", kind="unparsable_output", reward=-1, form=form)
+    assert air(built(spans, rule, answers=answers)) == [(calls[at], "form", -1.0) for at in wrong]
+
+
+@pytest.mark.parametrize(
+    ("where", "values"),
+    [
+        ("ResponseTokens - 3", [-1, 1]),
+        ("Seconds > 1", [0, 1]),
+        ("CASE WHEN FinishReason = 'length' THEN -1 END", [0, -1]),
+        ("FailedTools", [1, 0]),
+        ("ARRAY_LENGTH(Tools) * 2 + Place", [2, 1]),
+        ("Seconds - AVG(Seconds)", [-1, 1]),
+        ("Calls + Version + PromptTokens", [8, 8]),
+        ("LENGTH(Text)", [5, 0]),
+        ("ARRAY_CONTAINS(AskedTools, 'search')", [1, 0]),
+    ],
+)
+def test_an_expression_speaks_of_the_columns_of_a_call(where: str, values: list[float]) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    first = spans.call(spans.span("POST", root), Duration=5 * 10**8)
+    spans.span("broken", root, kind="TOOL", status="Error")
+    second = spans.call(spans.span("POST", root), Duration=25 * 10**8, FinishReason="length", ResponseIds=[1] * 4, Logprobs=[-1.0] * 4)
+    made = built(spans, AirRule(name="e", kind="expression", reward=2, where=where), answers=[(first, "hello", [("search", "{}")])])
+    found = {span: value for span, _, value in air(made)}
+    assert [found.get(span, 0) for span in (first, second)] == [2 * value for value in values]
+
+
+def test_an_expression_that_is_no_finite_number_keeps_the_rollout_from_training() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    spans.call(spans.span("POST", root), Duration=10**9)
+    made = built(spans, AirRule(name="e", kind="expression", reward=1, where="Seconds / 0"))
+    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: e")]
+    assert made.rewards["Name"].to_list() == ["reward"]
+
+
+def test_what_a_file_says_of_calls_is_multiplied(tmp_path: Path) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    call = spans.call(spans.span("POST", root))
+    (tmp_path / "long.sql").write_text("SELECT 1")
+    rule = AirRule(name="length", kind="sql", reward=-2, where="long")
+    row = {"Name": "long", "RuleHash": "h", "PerCall": True, "RunId": "run", "RolloutId": "r", "Attempt": 0, "TraceId": "", "SpanId": ""}
+    named = row | {"CallId": call_id(str(spans.calls[0]["TraceId"]), call, 0), "Value": 0.5}
+    frames = replace(spans.frames(), sql_rewards=pl.DataFrame([named], schema=dict(SQL_REWARDS)))
+    made = build(frames, spec_of(rule, rewards_directory=tmp_path))
+    assert made.rewards.select("Name", "Value", "Source").rows() == [("reward", 1.0, "runner"), ("length", -1.0, "air")]
+
+
+def test_air_alone_is_no_final_reward() -> None:
+    spans = fakes.SpanFactory()
+    spans.call(spans.span("POST", spans.root()), Duration=9 * 10**9)
+    made = built(spans, AirRule(name="slow", kind="latency", reward=-1, seconds=2))
+    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "no evaluation result with a score arrived")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"kind": "tool_ok", "reward": 1}, 'names no tools. Name those that count, or tools = ["*"] for all'),
+        ({"kind": "repeated_call", "reward": 1}, "names no tools"),
+        ({"kind": "latency", "reward": -1}, "needs seconds. Give it."),
+        ({"kind": "latency", "reward": -1, "seconds": 0}, "greater than 0"),
+        ({"kind": "latency", "reward": -1, "seconds": 1, "tools": ["a"]}, "looks at calls, not at tools. Leave out tools"),
+        ({"kind": "unparsable_output", "reward": -1}, "needs form. Give it."),
+        ({"kind": "expression", "reward": -1}, "needs where. Give it."),
+        ({"kind": "sql", "reward": -1}, "needs where. Give it."),
+        ({"kind": "tool_ok", "reward": 1, "tools": ["a"], "seconds": 2}, "does not look at seconds. Leave it out."),
+        ({"kind": "tool_ok", "tools": ["a"]}, "its reward is 0"),
+        ({"kind": "tool_ok", "tools": ["a"], "reward": float("nan")}, "finite number"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_refused(rule: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_settings({"builder.rules": [{"name": "r", **rule}]}, env={})
+    assert str(error.value).startswith("setting builder.rules.0")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (AirRule(name="r", kind="latency", reward=1, seconds=1, agents="("), "has agents = '(', which is no regular expression"),
+        (AirRule(name="r", kind="unparsable_output", reward=1, form="["), "has form = '[', which is no regular expression"),
+        (AirRule(name="r", kind="expression", reward=1, where="Second > 1"), "no number over the columns of a call"),
+        (AirRule(name="r", kind="expression", reward=1, where="SELECT"), "no number over the columns of a call"),
+        (AirRule(name="r", kind="expression", reward=1, where="Tools"), "no number over the columns of a call"),
+    ],
+)
+def test_a_rule_that_cannot_be_evaluated_is_refused_before_anything_is_built(rule: AirRule, message: str) -> None:
+    with pytest.raises(BuilderError) as error:
+        check(spec_of(rule))
+    assert message in str(error.value)

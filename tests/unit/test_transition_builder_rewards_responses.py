@@ -1,0 +1,70 @@
+"""What calls answered, out of what real engines and conventions wrote down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spangrad.settings import AirRule, BuilderSettings
+from transition_builder.rewards.responses import Response, asked_for, parse
+
+GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
+
+
+def golden(name: str) -> str:
+    """The body that a real vLLM answered with."""
+    return json.loads((GOLDEN / f"{name}.json").read_text())["bare"]["body"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chat", [(0, "rzv}]5]j6|]r", [])]),
+        ("chat-two", [(0, "rzv}]5]j6|]r", []), (1, "rzv}]5]j6|]r", [])]),
+        ("chat-named", [(0, "", [("weather", '{"city": "lima"}')])]),
+        ("completions-many", [(at, text, []) for at, text in enumerate(["Jv,R["] * 2 + ["*,5Jv"] * 2 + ["aC7O1"] * 2)]),
+        ("messages", [(0, "*S\\06Jvv.", [])]),
+        ("messages-named", [(0, "", [("weather", '{"city":"lima"}')])]),
+        ("responses", [(0, "*S\\06Jvv.", [])]),
+        ("responses-named", [(0, "", [("weather", '{"city": "lima"}')])]),
+    ],
+)
+def test_every_dialect_of_the_gateway_is_read(name: str, expected: list[Response]) -> None:
+    assert parse(golden(name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"choices":[{"message":{"content":null,"function_call":{"name":"f","arguments":"{"}}}]}', [(0, "", [("f", "{")])]),
+        ('{"choices":[{"index":1,"message":{"content":[{"type":"text","text":"a"},{"type":"image"}]}}]}', [(1, "a", [])]),
+        (
+            '[{"role":"assistant","parts":[{"type":"text","content":"hi"},{"type":"tool_call","name":"f","arguments":{"a":1}}]}]',
+            [(0, "hi", [("f", '{"a":1}')])],
+        ),
+        ('{"output":[{"type":"reasoning","content":[{"type":"text","text":"hm"}]},{"type":"message","content":"a"}]}', [(0, "a", [])]),
+    ],
+)
+def test_older_and_other_forms_are_read(text: str, expected: list[Response]) -> None:
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "{", "[]", "null", '{"choices":1}', '{"choices":[1]}', '{"choices":[{"message":{"tool_calls":[{}]}}]}']
+)
+def test_what_is_no_answer_has_no_rows(text: str) -> None:
+    assert parse(text) == []
+
+
+def test_answers_are_read_only_when_a_rule_looks_at_them() -> None:
+    def asks(**rule: object) -> bool:
+        return asked_for(BuilderSettings(rules=(AirRule(name="r", reward=-1, **rule),)))  # type: ignore[arg-type]
+
+    assert not asked_for(BuilderSettings())
+    assert not asks(kind="tool_error", tools=("*",))
+    assert not asks(kind="expression", where="Seconds > 1")
+    assert asks(kind="expression", where="LENGTH(Text) > 10")
+    assert asks(kind="repeated_call", tools=("*",))
+    assert asks(kind="unparsable_output", form="json")

@@ -1,0 +1,69 @@
+"""What a rollout and its calls are worth, from every source, each reward once and with its source.
+
+In: evaluations, spans' own scores, SQL rewards, placed calls with the tools that they caused. Out: rows of otel.rewards, and the rollouts
+whose rewards cannot be trusted. Invariant: a missing or non-finite reward is never read as 0.
+
+`evaluations` says what each source says and of which call it speaks, `sql` asks the store what files define, `air` finds what rules find,
+`precedence` decides who is believed, and `spread` gives every reward to a kept call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from spangrad.settings import BuilderSettings
+from transition_builder.frames import REWARDS, Frames, concat, conform
+from transition_builder.rewards import air, evaluations, precedence
+from transition_builder.rewards.air import check, rule_hash
+from transition_builder.rewards.precedence import SAID
+from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.spread import spread
+
+__all__ = ["Gathered", "check", "gather", "rule_hash", "spread"]
+
+_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The rewards of some rollouts."""
+
+    rewards: pl.DataFrame
+    """REWARDS, in order."""
+    faults: pl.DataFrame
+    """Rollouts that must not be trained for want of a reward: RunId, RolloutId, fault."""
+
+
+def gather(
+    frames: Frames,
+    rows: pl.DataFrame,
+    nodes: pl.DataFrame,
+    calls: pl.DataFrame,
+    caused: pl.DataFrame,
+    rollouts: pl.DataFrame,
+    spec: BuilderSettings,
+) -> Gathered:
+    """Gather rewards.
+
+    Args:
+        frames: SQL_REWARDS and RESPONSES are taken from here.
+        rows: resolved evaluation rows of the attempts of `rollouts`.
+        nodes: described, resolved spans, of any attempts.
+        calls: placed canonical calls of final attempts, with Order, ParentCallId, Retried and DuplicateOf.
+        caused: tools and the calls that caused them (`causes`).
+        rollouts: ROLLOUTS of those that may have rewards: complete, and not failed.
+        spec: the rules, and the names of SQL rewards.
+    """
+    by_sql = evaluations.aim(evaluations.of_sql(frames.sql_rewards, nodes, rollouts), calls, nodes, caused)
+    said = concat([evaluations.events(rows, rollouts), evaluations.scores(nodes, rollouts)], SAID)
+    found = [evaluations.aim(said, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
+    if spec.rules:
+        rewarded = calls.join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT, maintain_order="left")
+        found.append(air.earned(spec, Seen(rewarded, caused, frames.responses, by_sql)))
+    winning = precedence.winners(concat(found, SAID))
+    rewards = conform(winning.filter(pl.col("Value").is_not_null()), REWARDS)
+    return Gathered(
+        rewards.sort(*_ATTEMPT, "CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId"), precedence.faults(rollouts, winning)
+    )

@@ -1,0 +1,102 @@
+"""AIR, automatic intermediate rewards: what is seen of calls and of their tools is worth something (docs/rewards.md).
+
+In: the rules of a specification, and what is seen. Out: rewards of calls, as SAID. Invariant: a rule gives the calls of the agents and the
+tools that it names, and nobody else; each reward says by which rule, as its hash, and on which span it was seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+
+import polars as pl
+
+from spangrad.errors import BuilderError
+from spangrad.settings import AirRule, BuilderSettings
+from spangrad.types import RewardSource
+from transition_builder.frames import concat
+from transition_builder.rewards.precedence import NOT_FINITE, SAID
+from transition_builder.rewards.rules import asked, calls, tools
+from transition_builder.rewards.rules.seen import COLUMNS, Seen
+
+RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
+    "tool_ok": tools.ok,
+    "tool_error": tools.error,
+    "empty_result": tools.empty_result,
+    "malformed_arguments": asked.malformed_arguments,
+    "repeated_call": asked.repeated_call,
+    "unparsable_output": calls.unparsable_output,
+    "latency": calls.latency,
+    "expression": calls.expression,
+    "sql": calls.sql,
+}
+"""Kinds of rules -> what they find."""
+_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
+
+
+def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
+    """What the rules of a specification give, as SAID."""
+    whose = seen.placed.select("RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName")
+    found = list[pl.DataFrame]()
+    for rule in spec.rules:
+        rows = RULES[rule.kind](rule, seen).join(whose, on="CallId", maintain_order="left")
+        if rule.agents is not None:
+            rows = rows.filter(pl.col("AgentName").str.contains(calls.whole(rule.agents)))
+        if rows.height:
+            found.append(
+                rows.with_columns(
+                    Value=pl.when(pl.col("Value").is_finite()).then("Value"),
+                    Name=pl.lit(rule.name),
+                    Source=pl.lit(RewardSource.AIR.value),
+                    RuleHash=pl.lit(rule_hash(rule, spec)),
+                    ResponseId=pl.lit(None, pl.String),
+                    Fault=pl.lit(NOT_FINITE),
+                    Timestamp=pl.lit(None, SAID["Timestamp"]),
+                    Choice=pl.lit(None, SAID["Choice"]),
+                )
+            )
+    return concat(found, SAID)
+
+
+def rule_hash(rule: AirRule, spec: BuilderSettings) -> str:
+    """Hash of a rule, and of the file that it names: the first 16 hex digits of SHA-256 of its canonical JSON."""
+    decides = rule.model_dump(mode="json") | ({"file": spec.sql_hash(rule.where)} if rule.kind == "sql" and rule.where else {})
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check(spec: BuilderSettings) -> None:
+    """See, before anything is built, that every rule can be evaluated.
+
+    Raises:
+        BuilderError: a pattern is no regular expression, or an expression is not one over the columns of a call.
+    """
+    for rule in spec.rules:
+        for name, pattern in (("agents", rule.agents), ("form", rule.form if rule.form != calls.JSON else None)):
+            if pattern is not None:
+                _check_pattern(rule, name, pattern)
+        if rule.kind == "expression":
+            _check_expression(rule)
+
+
+def _check_pattern(rule: AirRule, name: str, pattern: str) -> None:
+    try:
+        pl.select(pl.lit("").str.contains(calls.whole(pattern)))
+    except pl.exceptions.ComputeError as error:
+        said = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
+        reason = said[0] if said else "Polars refuses it"
+        raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Mend it.") from None
+
+
+def _check_expression(rule: AirRule) -> None:
+    row = pl.DataFrame({name: [None] for name in (*_ATTEMPT, *COLUMNS)}, schema={**dict.fromkeys(_ATTEMPT, pl.String()), **COLUMNS})
+    try:
+        dtype = row.select(pl.sql_expr(rule.where or "").over(_ATTEMPT).alias("value")).schema["value"]
+        reason = "" if dtype.is_numeric() or dtype in (pl.Boolean(), pl.Null()) else f"it gives {dtype}"
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).strip().splitlines()[0]
+    if reason:
+        raise BuilderError(
+            f"the rule {rule.name!r} has where = {rule.where!r}, which is no number over the columns of a call: {reason}. "
+            f"The columns are {', '.join(COLUMNS)}."
+        )

@@ -1,0 +1,155 @@
+"""Final rewards, and those of single calls, as evaluators give them.
+
+In: events and logs `gen_ai.evaluation.result`, scores in spans' own attributes, placed calls. Out: what they say (SAID), and of which
+call. Invariant: a score that is missing or no finite number is never read as 0.
+
+Targets. An evaluation on a call's own span (the gateway's, or the client's span of the same call: then the last call below it, its first
+choice), or one that names a response id, is that call's. Any other is the rollout's. A SQL reward may name a tool's span as well: it is
+the reward of the call that caused the tool.
+
+Sources. `runner`: an event on the attempt's root. `evaluation_event`: an event on any other span. `evaluation_log`: a log record.
+`span_attribute`: a score among a span's attributes, in a convention that knows one.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad import semconv
+from spangrad.types import RewardSource
+from transition_builder.dialects.reading import attribute
+from transition_builder.frames import concat, conform, empty
+from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, SAID
+
+_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
+_SPAN = ["TraceId", "SpanId"]
+
+
+def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+    """What events and logs say, as SAID.
+
+    Args:
+        rows: resolved evaluation rows of final attempts.
+        rollouts: ROLLOUTS.
+    """
+    if rows.is_empty():
+        return empty(SAID)
+    root = rollouts.select("RunId", "RolloutId", *_SPAN).with_columns(is_root=pl.lit(True))
+    said = (
+        rows.join(root, on=["RunId", "RolloutId", *_SPAN], how="left")
+        .drop("Mode")
+        .join(rollouts.select("RunId", "RolloutId", "Mode"), on=["RunId", "RolloutId"])
+        .with_columns(
+            Name=attribute(semconv.EVALUATION_NAME).fill_null(semconv.REWARD_NAME),
+            score=attribute(semconv.EVALUATION_SCORE),
+            ResponseId=attribute(semconv.GEN_AI_RESPONSE_ID),
+            Source=pl.when(pl.col("RowKind") == "evaluation_log")
+            .then(pl.lit(RewardSource.EVALUATION_LOG.value))
+            .when(pl.col("is_root"))
+            .then(pl.lit(RewardSource.RUNNER.value))
+            .otherwise(pl.lit(RewardSource.EVALUATION_EVENT.value)),
+        )
+        .filter(pl.col("score").is_not_null())
+        .with_columns(Value=pl.col("score").cast(pl.Float64, strict=False))
+    )
+    return _as_said(said)
+
+
+def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+    """What spans' own attributes say, as SAID.
+
+    Args:
+        nodes: described spans; `Scores` holds names and values.
+        rollouts: ROLLOUTS; other attempts' spans count for nothing.
+    """
+    having = nodes.filter(pl.col("Scores").list.len() > 0)
+    if having.is_empty():
+        return empty(SAID)
+    said = (
+        having.select(*_ATTEMPT, *_SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"))
+        .join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
+        .explode("score")
+        .unnest("score")
+        .with_columns(Source=pl.lit(RewardSource.SPAN_ATTRIBUTE.value))
+    )
+    return _as_said(said)
+
+
+def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+    """What SQL files say, as SAID; a row of a call without a value says nothing, nor does one of a span of another attempt.
+
+    Args:
+        rows: SQL_REWARDS.
+        nodes: described spans.
+        rollouts: ROLLOUTS.
+    """
+    if rows.is_empty():
+        return empty(SAID)
+    said = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
+    of_span = said.filter(pl.col("SpanId") != "")
+    if of_span.height:
+        spans = nodes.select(*_ATTEMPT, *_SPAN).rename({"TraceId": "trace"})
+        found = of_span.join(spans, on=[*_ATTEMPT, "SpanId"]).filter((pl.col("TraceId") == "") | (pl.col("TraceId") == pl.col("trace")))
+        said = pl.concat([said.filter(pl.col("SpanId") == ""), found.with_columns(TraceId="trace").select(said.columns)])
+    fault = pl.when(pl.col("Value").is_null()).then(pl.lit(f"{NO_VALUE} by SQL")).otherwise(pl.lit(f"{NOT_FINITE}, by SQL"))
+    named = said.with_columns(Source=pl.lit(RewardSource.SQL.value), Fault=fault, CallId=pl.col("CallId").replace("", None))
+    return _as_said(named)
+
+
+def aim(said: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
+    """Fill in CallId: empty where the reward is the rollout's. Rows that name another attempt's call are left out.
+
+    Args:
+        said: SAID.
+        calls: placed canonical calls (Order) of final attempts.
+        nodes: the spans that `calls` refer to by Node and ClientNode.
+        caused: tools and the calls that caused them (`causes`).
+    """
+    of_sql = pl.col("Source") == RewardSource.SQL.value
+    # Usually all of them stand on roots, and nothing has to be looked up.
+    on_root = (pl.col("Source") == RewardSource.RUNNER.value) & pl.col("ResponseId").is_null()
+    elsewhere = said.filter(~on_root)
+    if elsewhere.is_empty():
+        return said.with_columns(CallId=pl.lit(""))
+    by_span, by_response = _targets(calls, nodes)
+    by_tool = caused.filter(pl.col("CallId") != "").select(*_ATTEMPT, *_SPAN, pl.col("CallId").alias("by_tool"))
+    known = calls.select(*_ATTEMPT, "CallId", known=pl.lit(True))
+    aimed = (
+        elsewhere.join(known, on=[*_ATTEMPT, "CallId"], how="left")
+        .filter(pl.col("CallId").is_null() | pl.col("known"))
+        .join(by_span, on=[*_ATTEMPT, *_SPAN], how="left")
+        .join(by_response, on=[*_ATTEMPT, "ResponseId"], how="left")
+        .join(by_tool, on=[*_ATTEMPT, *_SPAN], how="left")
+        .with_columns(CallId=pl.coalesce("CallId", "by_span", "by_response", pl.when(of_sql).then("by_tool"), pl.lit("")))
+    )
+    return concat([said.filter(on_root).with_columns(CallId=pl.lit("")), aimed], SAID)
+
+
+def _as_said(rows: pl.DataFrame) -> pl.DataFrame:
+    """SAID rows of rows with Value: no longer a value where it is not finite."""
+    lacking = {
+        "RuleHash": pl.lit(""),
+        "ResponseId": pl.lit(None, pl.String),
+        "CallId": pl.lit(None, pl.String),
+        "Fault": pl.lit(NOT_FINITE),
+        "Timestamp": pl.lit(None, SAID["Timestamp"]),
+        "Choice": pl.lit(None, SAID["Choice"]),
+    }
+    whole = rows.with_columns(value.alias(name) for name, value in lacking.items() if name not in rows.columns)
+    return conform(whole.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value")), SAID)
+
+
+def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Calls by the spans that are theirs, and by their response ids: the latest call, its first choice."""
+    slim = calls.select(*_ATTEMPT, *_SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
+    latest = slim.sort("Order", "Choice", descending=[True, False])
+    client = nodes.select(*_SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
+    own = latest.select(*_ATTEMPT, *_SPAN, pl.col("CallId").alias("by_span"))
+    through = latest.select(*_ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")
+    by_span = pl.concat([own, through.select(own.columns)]).unique([*_ATTEMPT, *_SPAN], keep="first", maintain_order=True)
+    by_response = (
+        latest.filter(pl.col("ResponseId") != "")
+        .select(*_ATTEMPT, "ResponseId", pl.col("CallId").alias("by_response"))
+        .unique([*_ATTEMPT, "ResponseId"], keep="first", maintain_order=True)
+    )
+    return by_span, by_response

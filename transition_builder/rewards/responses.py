@@ -1,0 +1,152 @@
+"""What calls answered, as text: read where it lies, and only when a rule asks for it.
+
+In: the answers of the calls' spans as they were recorded: `spangrad.response.json` of the gateway's spans, `output.value` or
+`gen_ai.output.messages` of a client's. Out: RESPONSES. Invariant: an answer that nobody recorded, or that is of no known form, has no row;
+it is never taken for an empty one. Reasoning is no part of the text.
+
+Forms: OpenAI's chat, completions and responses, Anthropic's messages, and OpenTelemetry's output messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import polars as pl
+
+from spangrad import semconv
+from spangrad.clickhouse import store_errors
+from spangrad.settings import BuilderSettings
+from transition_builder.dialects.gateway import IS_GATEWAY
+from transition_builder.frames import RESPONSES, empty
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_SPANS_A_QUERY = 500
+_SPAN = ["TraceId", "SpanId"]
+_KINDS = frozenset({"malformed_arguments", "repeated_call", "unparsable_output"})
+_COLUMNS = frozenset({"Text", "AskedTools"})
+"""Columns of an `expression` that come from answers."""
+_PLACES = (semconv.RESPONSE_JSON, semconv.OPENINFERENCE_OUTPUT, "gen_ai.output.messages")
+"""Attributes that may hold a whole answer."""
+_SQL = f"""
+SELECT TraceId, SpanId, {", ".join(f"SpanAttributes['{place}'] AS place_{at}" for at, place in enumerate(_PLACES))}
+FROM otel.otel_traces
+WHERE ServiceName IN %(services)s AND SpanName IN %(names)s AND TraceId IN %(traces)s AND SpanId IN %(spans)s
+    AND Timestamp BETWEEN fromUnixTimestamp64Nano(%(first)s) AND fromUnixTimestamp64Nano(%(last)s)
+LIMIT 1 BY TraceId, SpanId
+"""
+
+ToolCall = tuple[str, str]
+"""Name and arguments of a tool call that an answer asked for."""
+Response = tuple[int, str, list[ToolCall]]
+"""A choice: its number, its text, and the tool calls that it asked for."""
+
+
+def asked_for(spec: BuilderSettings) -> bool:
+    """Whether a rule of a specification looks at what calls answered."""
+    return any(
+        rule.kind in _KINDS or (rule.kind == "expression" and _COLUMNS & set(pl.sql_expr(rule.where or "").meta.root_names()))
+        for rule in spec.rules
+    )
+
+
+def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
+    """Read what the calls among some spans answered.
+
+    Args:
+        client: of the store.
+        url: the store's, for errors.
+        spec: nothing is read where none of its rules asks for it.
+        spans: SPANS.
+        answers: ANSWERS: the spans of calls that the gateway did not record.
+
+    Returns:
+        RESPONSES.
+
+    Raises:
+        StoreError: the store does not answer, or refuses.
+    """
+    if not asked_for(spec):
+        return empty(RESPONSES)
+    wanted = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(_SPAN, maintain_order=True)
+    rows = list[dict[str, Any]]()
+    for some in wanted.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
+        times = some["Timestamp"].dt.epoch("ns")
+        parameters = {
+            "services": tuple(some["ServiceName"].unique()),
+            "names": tuple(some["SpanName"].unique()),
+            "traces": tuple(some["TraceId"].unique()),
+            "spans": tuple(some["SpanId"]),
+            "first": times[0],
+            "last": times[-1],
+        }
+        with store_errors(url):
+            found = client.query(_SQL, parameters=parameters).result_rows
+        for trace, span, *texts in found:
+            response = next(filter(None, (parse(text) for text in texts if text)), [])
+            rows += ({"TraceId": trace, "SpanId": span, **_row(one)} for one in response)
+    return pl.DataFrame(rows, schema=dict(RESPONSES))
+
+
+def parse(text: str) -> list[Response]:
+    """Take a recorded answer apart: a row a choice. Empty where it is of no known form.
+
+    Args:
+        text: an answer's JSON.
+    """
+    try:
+        answer: Any = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return []
+    try:
+        return list(_choices(answer))
+    except (TypeError, AttributeError, ValueError, KeyError):
+        return []  # whoever wrote it meant something else
+
+
+def _choices(answer: Any) -> Iterator[Response]:
+    match answer:
+        case {"choices": [*choices]}:
+            for at, choice in enumerate(choices):
+                message = choice.get("message") or {"content": choice.get("text")}
+                calls = [one["function"] for one in message.get("tool_calls") or ()]
+                calls += [message["function_call"]] if message.get("function_call") else []
+                yield int(choice.get("index", at)), _text(message.get("content")), [_call(one, "arguments") for one in calls]
+        case {"output": [*items]}:
+            texts = [_text(item.get("content")) for item in items if item.get("type") == "message"]
+            yield 0, "".join(texts), [_call(item, "arguments") for item in items if item.get("type") == "function_call"]
+        case {"content": [*blocks]}:
+            # The gateway keeps the unread input of a call that was cut.
+            calls = [_call(one, "partial_json" if "partial_json" in one else "input") for one in blocks if one.get("type") == "tool_use"]
+            yield 0, _text(blocks), calls
+        case [{"parts": [*_]}, *_]:
+            for at, message in enumerate(answer):
+                parts = message["parts"]
+                yield at, _text(parts), [_call(part, "arguments") for part in parts if part.get("type") == "tool_call"]
+        case _:
+            return
+
+
+def _text(content: object) -> str:
+    """A message's content: a text, or parts of which some are text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = cast("Sequence[Mapping[str, Any]]", content)
+    return "".join(part.get("text") or part.get("content") or "" for part in parts if part.get("type") in ("text", "output_text"))
+
+
+def _call(call: Mapping[str, Any], field: str) -> ToolCall:
+    arguments = call.get(field)
+    return str(call["name"]), arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+
+
+def _row(response: Response) -> dict[str, object]:
+    choice, text, calls = response
+    return {"Choice": choice, "Text": text, "ToolCalls": [{"Name": name, "Arguments": arguments} for name, arguments in calls]}
+
+
+def _among(answers: pl.DataFrame) -> pl.Expr:
+    return pl.struct(_SPAN).is_in(answers.select(pl.struct(_SPAN)).to_series().implode())

@@ -1,0 +1,59 @@
+"""Rules about calls themselves: `latency`, `unparsable_output`, `expression`, `sql`.
+
+In: what is seen of calls. Out: FOUND: the call, and its own span.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import polars as pl
+
+from spangrad.settings import AirRule
+from transition_builder.rewards.rules.seen import Seen
+
+JSON = "json"
+"""The form of a text that is JSON."""
+_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
+_SPAN = ["TraceId", "SpanId"]
+
+
+def latency(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """Calls that took longer than rule.seconds; all choices of a call count once."""
+    return seen.first.filter(pl.col("Seconds") > rule.seconds).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
+
+
+def unparsable_output(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """Calls whose text is not of rule.form. One that only asks for tools is not judged, nor is one whose text nobody recorded."""
+    speaks = (pl.col("Text") != "") | (pl.col("ToolCalls").list.len() == 0)
+    answered = seen.answered.filter(speaks)
+    if rule.form == JSON:
+        wrong = pl.Series([not _is_json(text) for text in answered["Text"]], dtype=pl.Boolean)
+        return answered.filter(wrong).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
+    return answered.filter(~pl.col("Text").str.contains(whole(rule.form or ""))).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
+
+
+def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """The value of rule.where for each call, times the reward; calls for which it is null get nothing.
+
+    Aggregates are over the calls of the attempt, so that nothing depends on what else is built at the same time.
+    """
+    value = pl.sql_expr(rule.where or "").cast(pl.Float64).over(_ATTEMPT)
+    return seen.columns.select("CallId", *_SPAN, Value=value * rule.reward).filter(pl.col("Value").is_not_null() & (pl.col("Value") != 0))
+
+
+def sql(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """What the file rule.where says of calls, times the reward."""
+    return seen.sql.filter(pl.col("Name") == rule.where).select("CallId", *_SPAN, Value=pl.col("Value") * rule.reward)
+
+
+def whole(pattern: str) -> str:
+    """A regular expression that a text must match from its beginning to its end."""
+    return rf"\A(?:{pattern})\z"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True

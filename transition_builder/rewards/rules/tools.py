@@ -1,0 +1,39 @@
+"""Rules about tools that ran: `tool_ok`, `tool_error`, `empty_result`.
+
+In: tools and the calls that caused them. Out: FOUND: the call that caused the tool, for each tool that the rule names.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad.settings import AirRule
+from transition_builder.rewards.rules.seen import Seen
+
+EVERY = ("*",)
+_EMPTY = ("", "[]", "{}", "()", "null", "None", '""', "''")
+"""Results that hold nothing, as JSON and as Python write them."""
+
+
+def ok(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """Tools that ran without an error."""
+    return _found(rule, seen, ~pl.col("ToolFailed"))
+
+
+def error(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """Tools that failed."""
+    return _found(rule, seen, pl.col("ToolFailed"))
+
+
+def empty_result(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """Tools that ran without an error and gave back nothing. One whose span holds no result is not judged."""
+    return _found(rule, seen, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
+
+
+def named(rule: AirRule, column: str) -> pl.Expr:
+    """Whether a tool is among those that a rule names."""
+    return pl.lit(True) if rule.tools == EVERY else pl.col(column).is_in(rule.tools)
+
+
+def _found(rule: AirRule, seen: Seen, holds: pl.Expr) -> pl.DataFrame:
+    return seen.tools.filter(named(rule, "ToolName") & holds).select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))

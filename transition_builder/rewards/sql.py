@@ -1,0 +1,206 @@
+"""Rewards that a SQL file defines, over whatever the span store holds, and after the fact as well.
+
+In: the files `NAME.sql` that a specification names, and the rollouts to evaluate them for. Out: SQL_REWARDS. Invariant: a file is a
+SELECT and nothing else, its version is the hash of its content, and what it leaves out is never read as 0.
+
+A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the one that counts), and, where its rows are of
+calls, `CallId`, or `SpanId` with or without `TraceId`. It may use these parameters, as ClickHouse writes them:
+
+    {rollouts:Array(String)}   ids of the rollouts that are asked for
+    {since:DateTime64(6)}      the earliest and the latest start of a span of theirs
+    {until:DateTime64(6)}
+
+They are put in as text, as constants: so the index is used, and no list of rollouts is too long for a URL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from spangrad.clickhouse import store_errors
+from spangrad.errors import BuilderError, StoreError
+from spangrad.settings import BuilderSettings
+from transition_builder.frames import SQL_REWARDS, concat, conform, empty
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from clickhouse_connect.driver.client import Client
+
+NEEDED = ("RolloutId", "Value")
+OPTIONAL = ("RunId", "Attempt", "CallId", "TraceId", "SpanId")
+_OF_CALLS = ("CallId", "SpanId")
+_SPAN_NAMES = ["CallId", "TraceId", "SpanId"]
+_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
+_PARAMETER = re.compile(r"\{\s*(rollouts|since|until)\s*:[^{}]*\}")
+_COMMENT = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
+_STATEMENT_BYTES = 128 * 1024
+"""Of ids in a statement; the engine parses at most 256 KiB."""
+_NUMBER = re.compile(r"^(Nullable\()?(LowCardinality\()?(U?Int\d+|Float\d+|Decimal|Bool)")
+
+
+def files_of(spec: BuilderSettings) -> tuple[str, ...]:
+    """Names of the files that a specification uses: for rewards of its own, and for rules."""
+    return tuple(dict.fromkeys((*spec.sql_rewards, *(rule.where for rule in spec.rules if rule.kind == "sql" and rule.where))))
+
+
+def statement(path: Path) -> str:
+    """The SELECT in a file, without its semicolon.
+
+    Raises:
+        BuilderError: it is not one SELECT.
+    """
+    text = path.read_text().strip().rstrip(";").rstrip()
+    bare = _COMMENT.sub(" ", text).lstrip(" \n\t\r(")
+    if not re.match(r"(select|with)\b", bare, re.IGNORECASE):
+        raise BuilderError(f"{path} is not one SELECT: it begins with {bare[:20].strip()!r}. A reward only reads; write a SELECT.")
+    return text
+
+
+def check(client: Client, url: str, spec: BuilderSettings) -> None:
+    """See that the store understands every file of a specification, and that its columns are those of a reward.
+
+    Raises:
+        BuilderError: a file is not a SELECT, the store refuses it, or its columns are wrong.
+        SettingsError: there is no such file.
+        StoreError: the store does not answer.
+    """
+    from clickhouse_connect.driver.exceptions import DatabaseError
+
+    for name in files_of(spec):
+        path = _path(spec, name)
+        sql = f"DESCRIBE (\n{_filled(statement(path), [], 0, 0)}\n)"
+        with store_errors(url):
+            try:
+                rows = client.query(sql).result_rows
+            except DatabaseError as error:
+                reason = str(error).strip().splitlines()[0][:500]
+                raise BuilderError(f"the span store at {url} does not take {path}: {reason}. Mend the file.") from None
+        _require_columns(path, {str(row[0]): str(row[1]) for row in rows})
+
+
+def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Evaluate a specification's files for some rollouts.
+
+    Args:
+        client: of the store.
+        url: the store's, for errors.
+        spec: names the files.
+        rollouts: RunId, RolloutId and Attempt, of the attempts that count.
+        spans: SPANS of theirs: their times bound what a file looks at.
+        calls: CALLS of theirs.
+
+    Returns:
+        SQL_REWARDS; of a file without rows of calls, at least one row a rollout: its Value is null where the file gives none.
+
+    Raises:
+        BuilderError: a file's columns are wrong, or it gives one thing two values.
+        StoreError: the store does not answer, or refuses.
+    """
+    names = files_of(spec)
+    if not names or rollouts.is_empty():
+        return empty(SQL_REWARDS)
+    times = pl.concat([frame.select(pl.col("Timestamp").dt.epoch("ns")) for frame in (spans, calls)])["Timestamp"]
+    first, last = (times.min(), times.max()) if times.len() else (0, 0)
+    asked = rollouts.select(pl.col(name).cast(SQL_REWARDS[name]) for name in _ATTEMPT).unique(maintain_order=True)
+    found = list[pl.DataFrame]()
+    for name in names:
+        path = _path(spec, name)
+        text, version = statement(path), spec.sql_hash(name)
+        bounds = int(first) // 1000, -(-int(last) // 1000)  # type: ignore[arg-type]
+        portions = _portions(asked["RolloutId"].unique(maintain_order=True).to_list(), text)
+        said = [_ask(client, url, path, f"SELECT * FROM (\n{_filled(text, some, *bounds)}\n)") for some in portions]
+        found.append(_rows(pl.concat(said, how="vertical_relaxed"), asked, path, version))
+    return concat(found, SQL_REWARDS)
+
+
+def _path(spec: BuilderSettings, name: str) -> Path:
+    spec.sql_hash(name)  # raises where there is no file
+    return spec.rewards_directory / f"{name}.sql"
+
+
+def _portions(rollouts: list[str], sql: str) -> Iterator[list[str]]:
+    """As many rollouts at a time as fit a statement; all of them where it does not ask for them."""
+    places = sum(found[1] == "rollouts" for found in _PARAMETER.finditer(sql))
+    some, size = list[str](), 0
+    for rollout in rollouts:
+        size += places * (2 * len(json.dumps(rollout)) + 4)
+        if some and size > _STATEMENT_BYTES:
+            yield some
+            some, size = [], places * (2 * len(json.dumps(rollout)) + 4)
+        some.append(rollout)
+    if some:
+        yield some
+
+
+def _filled(sql: str, rollouts: list[str], since: int, until: int) -> str:
+    """A statement with its parameters put in; times in microseconds."""
+    values = {
+        # In hexadecimal, because the store refuses statements with certain words in them.
+        "rollouts": f"JSONExtract(unhex('{json.dumps(rollouts).encode().hex()}'), 'Array(String)')",
+        "since": f"fromUnixTimestamp64Micro({since})",
+        "until": f"fromUnixTimestamp64Micro({until})",
+    }
+    return _PARAMETER.sub(lambda found: values[found[1]], sql)
+
+
+def _ask(client: Client, url: str, path: Path, sql: str) -> pl.DataFrame:
+    try:
+        with store_errors(url):
+            table = client.query_arrow(sql, use_strings=True)
+    except StoreError as error:
+        raise StoreError(f"{path}: {error}") from error
+    rows = pl.from_arrow(table)
+    assert isinstance(rows, pl.DataFrame)
+    return rows
+
+
+def _require_columns(path: Path, columns: Mapping[str, str]) -> None:
+    missing = [name for name in NEEDED if name not in columns]
+    unknown = [name for name in columns if name not in (*NEEDED, *OPTIONAL)]
+    if missing or unknown:
+        what = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"knows no {', '.join(unknown)}"] * bool(unknown)
+        raise BuilderError(
+            f"{path} selects {', '.join(columns)}: a reward {' and '.join(what)}. It selects {' and '.join(NEEDED)}, and may select "
+            f"{', '.join(OPTIONAL)}."
+        )
+    if columns["Value"] and not _NUMBER.match(columns["Value"]):
+        raise BuilderError(f"{path} gives Value the type {columns['Value']}, which is no number. Write toFloat64(...).")
+
+
+def _rows(rows: pl.DataFrame, asked: pl.DataFrame, path: Path, version: str) -> pl.DataFrame:
+    """What a file says of the attempts that were asked for, as SQL_REWARDS."""
+    _require_columns(path, dict.fromkeys(rows.columns, ""))
+    if not (rows.schema["Value"].is_numeric() or rows.schema["Value"] in (pl.Boolean(), pl.Null())):
+        raise BuilderError(f"{path} gives Value the type {rows.schema['Value']}, which is no number. Write toFloat64(...).")
+    on = [name for name in _ATTEMPT if name in rows.columns]
+    if "RunId" not in on:
+        _require_one_run(rows, asked, path)
+    said = rows.select(pl.col(name).cast(SQL_REWARDS[name]) for name in rows.columns).join(asked, on=on, maintain_order="left")
+    _require_one_value(said, path)
+    of_calls = any(name in rows.columns for name in _OF_CALLS)
+    found = [said] if of_calls else [said, asked.join(said, on=_ATTEMPT, how="anti", maintain_order="left")]
+    named = pl.concat(found, how="diagonal").with_columns(Name=pl.lit(path.stem), RuleHash=pl.lit(version), PerCall=pl.lit(of_calls))
+    return conform(
+        named.with_columns(pl.lit("").alias(name) for name in _SPAN_NAMES if name not in named.columns), SQL_REWARDS
+    ).with_columns(pl.col(_SPAN_NAMES).fill_null(""))
+
+
+def _require_one_value(rows: pl.DataFrame, path: Path) -> None:
+    of = [name for name in (*_ATTEMPT, *_SPAN_NAMES) if name in rows.columns]
+    twice = rows.group_by(of, maintain_order=True).len().filter(pl.col("len") > 1)
+    if twice.height:
+        row = twice.row(0, named=True)
+        what = ", ".join(f"{name} {row[name]!r}" for name in of)
+        raise BuilderError(f"{path} gives {row['len']} values for {what}. Give one: aggregate, with GROUP BY.")
+
+
+def _require_one_run(rows: pl.DataFrame, asked: pl.DataFrame, path: Path) -> None:
+    unclear = asked.filter(pl.col("RolloutId").is_duplicated()).join(rows.select(pl.col("RolloutId").cast(pl.String)), on="RolloutId")
+    if unclear.height:
+        raise BuilderError(f"{path} does not say which run's rollout {unclear['RolloutId'][0]!r} it means: several have one. Select RunId.")
