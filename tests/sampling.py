@@ -14,22 +14,28 @@ PROMPT = (1, 4, 7, 11, 2, 1, 5)
 
 def sampled_rows(model: Path, count: int, *, temperature: float, seed: int, length: int = 3, **changes: object) -> list[dict[str, object]]:
     """Rows of transitions with responses of 1 to `length` tokens."""
-    import torch
-
-    dice = torch.Generator().manual_seed(seed)
     rows: list[dict[str, object]] = []
     for i in range(count):
         prompt = [*PROMPT[:3], PROMPT[3] + i % 4, *PROMPT[4:]]
-        response: list[int] = []
-        logprobs: list[float] = []
-        for _ in range(1 + i % length):
-            distribution = _distribution(model, [*prompt, *response], temperature)
-            token = int(torch.multinomial(distribution.exp(), 1, generator=dice))
-            response.append(token)
-            logprobs.append(float(distribution[token]))
+        response, logprobs = sample(model, prompt, 1 + i % length, temperature, seed=1000 * seed + i)
         facts = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": temperature}
         rows.append(transition_row(f"{seed}-{i}", **{**facts, **changes}))
     return rows
+
+
+def sample(model: Path, prompt: list[int], length: int, temperature: float, *, seed: int) -> tuple[list[int], list[float]]:
+    """A response of `length` tokens, and the logprob of each."""
+    import torch
+
+    dice = torch.Generator().manual_seed(seed)
+    response: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(length):
+        distribution = _distribution(model, [*prompt, *response], temperature)
+        token = int(torch.multinomial(distribution.exp(), 1, generator=dice))
+        response.append(token)
+        logprobs.append(float(distribution[token]))
+    return response, logprobs
 
 
 def logprobs_of(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:

@@ -43,6 +43,7 @@ class FakeSource:
     version: int | Callable[[], int] = 0
     rewards: tuple[float, float] = (1.0, 0.0)
     changes: dict[str, dict[str, object]] = field(default_factory=dict)
+    build_spec: str = SPEC
 
     def ready(self) -> list[Group]:
         return [group(name) for name in self.names]
@@ -52,7 +53,9 @@ class FakeSource:
         rollouts = [(one, f"{one.group_id}-{i}", self.rewards[i]) for one in groups for i in range(2)]
         rows = [
             transition_row(
-                rollout, rewards=(reward,), GroupId=one.group_id, BuildSpec=SPEC, Version=version, **self.changes.get(one.group_id, {})
+                rollout,
+                rewards=(reward,),
+                **{"GroupId": one.group_id, "BuildSpec": SPEC, "Version": version, **self.changes.get(one.group_id, {})},  # type: ignore[arg-type]
             )
             for one, rollout, reward in rollouts
         ]

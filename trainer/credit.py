@@ -1,17 +1,20 @@
 """Credit assignment: from the raw rewards of transitions to one advantage a transition.
 
-In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId` and `Rewards.Value`, and the
-function that compares values within a group (verl's GRPO, from `trainer.engine`). Out: frames with one number a row, in the order of the
-rows given. Invariant: pure functions; nothing here knows of the store, of PyTorch or of tokens.
+In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `Rewards.Name` and `Rewards.Value`, which of
+them are trained, a `CreditRule`, and the function that compares values within a group (verl's GRPO, from `trainer.engine`). Out: one
+number a trained row, in the order of the rows given. Invariant: pure functions of whole columns; nothing here knows of the store or of
+PyTorch, nothing is stored, and the order of rows changes nothing.
 
-Two levels, as in Agent Lightning (https://arxiv.org/abs/2508.03680): first a rollout's return is spread over its calls
-(`identical`, `reward_to_go`), then a baseline turns each call's value into an advantage (`advantages`), which the loss applies to
-every token of the response.
+Two levels, as in Agent Lightning (https://arxiv.org/abs/2508.03680): first a rollout's rewards become values of its calls, then a
+baseline turns values into advantages, which the loss applies to every token of a response. `SCHEMES` has one function a scheme; all
+are called the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -19,12 +22,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
 
 KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
 """What names a rollout's attempt; its first three name the group."""
 GROUP = KEY[:3]
 
-Credit = Literal["identical", "reward_to_go"]
+Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
 Baseline = Literal["rollout", "turn"]
 Normalise = Callable[[NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
 """Values and the group of each -> how far each lies above its group's mean, in standard deviations."""
@@ -33,89 +37,199 @@ _EQUAL = 1e-9
 """Values of a group that differ by less than this part of their size are equal: what is left is rounding."""
 
 
-def call_rewards(transitions: pl.DataFrame) -> pl.Series:
-    """r_t: the sum of the raw rewards of each call, 0 where a call has none."""
-    return transitions["Rewards.Value"].list.sum().cast(pl.Float64).alias("Reward")
+@dataclass(frozen=True, slots=True)
+class CreditRule:
+    """How rewards become advantages."""
+
+    credit: Credit = "identical"
+    baseline: Baseline = "rollout"
+    gamma: float = 1.0
+    """Discount of a reward for each turn before it."""
+    step_weight: float = 1.0
+    """GiGPO's omega."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What rewards of a name are multiplied by; 1 for a name that is not here."""
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> CreditRule:
+        """The trainer's."""
+        return cls(settings.credit, settings.baseline, settings.gamma, settings.step_weight, settings.reward_weights)
+
+    def check(self) -> None:
+        """Refuse what has no meaning.
+
+        Raises:
+            SettingsError: credit and baseline do not go together, or a weight is not finite.
+        """
+        require_baseline(self.credit, self.baseline)
+        weights = {"step_weight": self.step_weight, **{f"reward_weights.{name}": weight for name, weight in self.reward_weights.items()}}
+        for name, weight in weights.items():
+            if not math.isfinite(weight):
+                raise SettingsError(f"trainer.{name} = {weight} is not finite. Give a number.")
 
 
-def returns(transitions: pl.DataFrame) -> pl.DataFrame:
-    """R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row a rollout, in order of first appearance."""
-    return (
-        transitions.select(*KEY)
-        .with_columns(call_rewards(transitions))
-        .group_by(*KEY, maintain_order=True)
-        .agg(Return=pl.col("Reward").sum())
-    )
-
-
-def identical(transitions: pl.DataFrame) -> pl.Series:
-    """Value of each call: its rollout's return, V_t = R (Agent Lightning's base rule)."""
-    return transitions.select(*KEY).join(returns(transitions), on=KEY, how="left", maintain_order="left")["Return"].alias("Value")
-
-
-def reward_to_go(transitions: pl.DataFrame, gamma: float) -> pl.Series:
-    """Value of each call: what came from it on, V_t = sum_{k >= t} gamma^(k - t) r_k.
-
-    Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
-    """
-    rows = transitions.select(*KEY, "Turn", "CallId").with_columns(call_rewards(transitions), pl.int_range(pl.len()).alias("Row"))
-    ordered = rows.sort(*KEY, "Turn", "CallId")
-    values = np.zeros(len(rows))
-    following, rollout = 0.0, None
-    for row in ordered.reverse().select(*KEY, "Reward", "Row").iter_rows():
-        *key, reward, index = row
-        following = reward + gamma * (following if key == rollout else 0.0)
-        rollout = key
-        values[index] = following
-    return pl.Series("Value", values)
-
-
-def advantages(
-    transitions: pl.DataFrame, own: pl.Series, *, credit: Credit, baseline: Baseline, gamma: float, normalise: Normalise
-) -> pl.Series:
-    """Advantage of each of a policy's own calls: A_i = (V_i - mean(V)) / (std(V) + 1e-6) over the values that share its baseline.
-
-    Source: group relative policy optimisation, https://arxiv.org/abs/2402.03300, section 4.1.2, as verl computes it (sample
-    standard deviation). The baseline says which values are compared:
-
-    - `rollout`: one value a rollout, all rollouts of the group; every call of a rollout has the rollout's advantage. A
-      rollout counts once, however many calls it has.
-    - `turn`: one value a call, the calls at the same turn of the group's rollouts.
-
-    A value that has nothing to be compared with, and values that are all equal, have advantage 0.
+def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise) -> pl.Series:
+    """Advantage of each of a policy's own calls, by the rule's scheme.
 
     Args:
         transitions: all calls of whole rollouts, other policies' too: their rewards count in the values.
-        own: which of them are the policy's; only those are compared, and get an advantage each, in their order.
-        credit: how rewards become values.
-        baseline: which values are compared.
-        gamma: discount of a call's reward for each call before it.
+        own: which of them are trained; only those are compared, and get an advantage each, in their order.
+        rule: the scheme and its parameters; None: the defaults.
         normalise: how values are compared within a group.
 
     Raises:
-        SettingsError: the rollout baseline is asked of values that differ within a rollout.
+        SettingsError: the rule has no meaning.
     """
-    require_baseline(credit, baseline)
-    if baseline == "rollout":
-        asked = transitions.filter(own)
-        rollouts = returns(transitions).join(asked.select(*KEY).unique(), on=KEY, how="semi", maintain_order="left")
-        spread = rollouts.select(*KEY).with_columns(group_relative(rollouts.select(*GROUP), rollouts["Return"], normalise))
-        return asked.select(*KEY).join(spread, on=KEY, how="left", maintain_order="left")["Advantage"]
-    values = identical(transitions) if credit == "identical" else reward_to_go(transitions, gamma)
-    return group_relative(transitions.select(*GROUP, "Turn").filter(own), values.filter(own), normalise)
+    rule = rule or CreditRule()
+    rule.check()
+    columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
+    calls = transitions.select(*columns).with_columns(call_rewards(transitions, rule.reward_weights), own.alias("Own"))
+    return SCHEMES[rule.credit](calls, rule, normalise).filter(own).alias("Advantage")
 
 
-def require_baseline(credit: str, baseline: str) -> None:
-    """Refuse the pair that has no meaning.
+def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Every call has its rollout's return: V_t = R = sum_k r_k.
+
+    With baseline `rollout` A_t = (R - mean(R)) / (std(R) + 1e-6) over the group's rollouts, each of which counts once however many calls
+    it has; with `turn` over the calls at the same turn.
+
+    Source: Agent Lightning (https://arxiv.org/abs/2508.03680), section 3.3, its base rule; the group's comparison is GRPO's
+    (https://arxiv.org/abs/2402.03300, section 4.1.2) with verl's sample standard deviation.
+    """
+    if rule.baseline == "turn":
+        return _by_turn(calls, _spread(calls, _returns(calls), "Return"), normalise)
+    return _spread(calls, _rollout_advantages(calls, normalise), "Advantage")
+
+
+def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Only the last of a rollout's trained calls has the return: V_T = R, V_t = 0 before it; so A_T = A(R) and A_t = 0.
+
+    A(R) is compared as by `identical` with baseline `rollout`. Calls that share the last turn (choices of one request) all have it.
+
+    Source: the plainest reading of a terminal reward (Sutton and Barto, Reinforcement Learning, 2018, section 3.3) without any
+    spreading; a control for the other schemes (docs/credit.md: it learns nothing where earlier calls matter).
+    """
+    last = (pl.col("Turn") == pl.col("Turn").filter("Own").max()).over(*KEY).fill_null(value=False)
+    spread = _spread(calls, _rollout_advantages(calls, normalise), "Advantage")
+    return calls.select(pl.when(last).then(spread).otherwise(0.0).alias("Advantage")).to_series()
+
+
+def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k, compared over the calls at the same turn of the group.
+
+    Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
+    """
+    return _by_turn(calls, discounted(calls, rule.gamma), normalise)
+
+
+def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """A call's own reward and nothing of what followed: V_t = r_t, compared over the calls at the same turn of the group.
+
+    Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
+    every call is graded on its own (docs/credit.md, inbox).
+    """
+    return _by_turn(calls, calls["Reward"], normalise)
+
+
+def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Group-in-group policy optimisation: A_t = A^E + omega A^S_t.
+
+    A^E: the return against the returns of the group's rollouts, each of which counts once. A^S: the step's discounted reward-to-go,
+    sum_{k >= t} gamma^(k - t) r_k, against those of all steps of the group that were taken in the same state; 0 in a state that came up
+    once. Two calls are in the same state when their prompts' token ids are equal (told by a 64-bit hash, within the group).
+
+    Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.step_weight.
+    """
+    steps = calls.select(*GROUP, State=pl.col("PromptIds").hash())
+    step = _among_own(calls, steps, discounted(calls, rule.gamma), normalise)
+    return _spread(calls, _rollout_advantages(calls, normalise), "Advantage") + rule.step_weight * step
+
+
+Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
+"""Calls (KEY, Turn, CallId, Reward, Own; PromptIds for gigpo) -> an advantage a row; what it says of rows that are not Own is not used."""
+
+SCHEMES: Mapping[Credit, Scheme] = {
+    "identical": identical,
+    "final_only": final_only,
+    "reward_to_go": reward_to_go,
+    "own": own,
+    "gigpo": gigpo,
+}
+
+BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
+    "identical": ("rollout", "turn"),
+    "final_only": ("rollout",),
+    "reward_to_go": ("turn",),
+    "own": ("turn",),
+    "gigpo": ("rollout",),
+}
+"""Which baselines have a meaning: values that differ from call to call are no one value of a rollout, and where calls of the same turn
+have values of different kinds (final_only), or the scheme compares states (gigpo), turns are nothing to compare by."""
+
+
+def require_baseline(credit: Credit, baseline: Baseline) -> None:
+    """Refuse the pairs that have no meaning.
 
     Raises:
-        SettingsError: reward-to-go differs from call to call, so a rollout has no one value to compare with other rollouts'.
+        SettingsError: naming the baseline that the scheme takes, and what takes the baseline.
     """
-    if (credit, baseline) == ("reward_to_go", "rollout"):
+    takes = BASELINES[credit]
+    if baseline not in takes:
+        others = ", ".join(repr(one) for one, which in BASELINES.items() if baseline in which)
         raise SettingsError(
-            "trainer.credit = 'reward_to_go' gives each call a value of its own, and trainer.baseline = 'rollout' compares one value a "
-            "rollout. Set trainer.baseline = 'turn', or trainer.credit = 'identical'."
+            f"trainer.credit = {credit!r} does not go with trainer.baseline = {baseline!r}, which compares "
+            f"{'one value a rollout' if baseline == 'rollout' else 'the calls at the same turn'}. Set trainer.baseline = {takes[0]!r}, or "
+            f"trainer.credit to one of {others}."
         )
+
+
+def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.Series:
+    """r_t = sum_n w_n r_{t,n}: the weighted sum of the raw rewards of each call, 0 where a call has none."""
+    if not weights:
+        return transitions["Rewards.Value"].list.sum().cast(pl.Float64).alias("Reward")
+    names, values = transitions["Rewards.Name"].explode(empty_as_null=False), transitions["Rewards.Value"].explode(empty_as_null=False)
+    weighted = names.replace_strict(dict(weights), default=1.0, return_dtype=pl.Float64) * values.cast(pl.Float64)
+    rows = np.repeat(np.arange(len(transitions)), transitions["Rewards.Value"].list.len().to_numpy())
+    return pl.Series("Reward", np.bincount(rows, weighted.to_numpy(), len(transitions)).astype(np.float64))
+
+
+def returns(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
+    """R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row a rollout, in order of first appearance."""
+    return _returns(transitions.select(*KEY).with_columns(call_rewards(transitions, weights)))
+
+
+def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
+    """For each reward's name, the mean over rollouts of the sum of its raw values: what the return is made of, before weights."""
+    rollouts = max(transitions.select(*KEY).unique().height, 1)
+    rewards = transitions.select(Name="Rewards.Name", Value="Rewards.Value").explode("Name", "Value", empty_as_null=False)
+    sums = rewards.group_by("Name").agg(pl.col("Value").sum()).sort("Name")
+    return {str(name): value / rollouts for name, value in sums.rows()}
+
+
+def discounted(calls: pl.DataFrame, gamma: float) -> pl.Series:
+    """G_t = r_t + sum_{k > t} gamma^(k - t) r_k of each call: k and t are turns, so that calls that were dropped count as time.
+
+    Calls that share a turn (choices of one request) do not see each other's rewards, and what comes after sees both.
+
+    Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; summed in log2(turns) passes over whole columns (Hillis and Steele,
+    Data parallel algorithms, 1986).
+    """
+    turns = calls.group_by(*KEY, "Turn").agg(pl.col("Reward").sum()).sort(*KEY, "Turn")
+    rollout = turns.select(pl.struct(*KEY).rle_id()).to_series().to_numpy()
+    turn = turns["Turn"].cast(pl.Float64).to_numpy()
+    size = len(turns)
+    # What follows of row i lies in row i + 1, if that is of the same rollout; its weight is gamma to the power of the turns between.
+    linked = np.append(rollout[1:] == rollout[:-1], [False]) if size else np.zeros(0, bool)
+    weight = np.where(linked, np.power(gamma, np.append(turn[1:] - turn[:-1], [1.0])[:size] * linked), 0.0)
+    total, reach = turns["Reward"].to_numpy().copy(), 1
+    link = weight.copy()
+    while reach < size and link.any():
+        total[:-reach] += link[:-reach] * total[reach:].copy()
+        link = np.append(link[:-reach] * link[reach:], np.zeros(reach))
+        reach *= 2
+    after = np.append(total[1:], [0.0])[:size] * weight
+    following = turns.select(*KEY, "Turn").with_columns(After=after)
+    return (calls["Reward"] + calls.join(following, on=[*KEY, "Turn"], how="left", maintain_order="left")["After"]).alias("Value")
 
 
 def group_relative(groups: pl.DataFrame, values: pl.Series, normalise: Normalise) -> pl.Series:
@@ -135,4 +249,31 @@ def group_relative(groups: pl.DataFrame, values: pl.Series, normalise: Normalise
     result = np.zeros(len(rows))
     if len(live):
         result[live["Row"].to_numpy()] = normalise(live["Value"].to_numpy(), live["Group"].to_numpy())
+    return pl.Series("Advantage", result)
+
+
+def _returns(calls: pl.DataFrame) -> pl.DataFrame:
+    return calls.group_by(*KEY, maintain_order=True).agg(Return=pl.col("Reward").sum())
+
+
+def _rollout_advantages(calls: pl.DataFrame, normalise: Normalise) -> pl.DataFrame:
+    """KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
+    rollouts = _returns(calls).join(calls.filter("Own").select(*KEY).unique(), on=KEY, how="semi", maintain_order="left")
+    return rollouts.select(*KEY).with_columns(group_relative(rollouts.select(*GROUP), rollouts["Return"], normalise))
+
+
+def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, what: str) -> pl.Series:
+    """A number a rollout, at each of its calls."""
+    return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[what]
+
+
+def _by_turn(calls: pl.DataFrame, values: pl.Series, normalise: Normalise) -> pl.Series:
+    return _among_own(calls, calls.select(*GROUP, "Turn"), values, normalise)
+
+
+def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, normalise: Normalise) -> pl.Series:
+    """Compare trained calls with trained calls; the others have 0."""
+    mine = calls["Own"]
+    result = np.zeros(len(calls))
+    result[mine.to_numpy()] = group_relative(groups.filter(mine), values.filter(mine), normalise).to_numpy()
     return pl.Series("Advantage", result)

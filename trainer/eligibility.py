@@ -19,39 +19,49 @@ class ExpiryReason(StrEnum):
     """Why a ready group is never trained."""
 
     NO_TRANSITIONS = "no_transitions"
-    """Every call of this policy in it was dropped."""
+    """Every call of this policy in it was dropped, or is not selected."""
     ONE_ROLLOUT = "one_rollout"
     """Only one of its rollouts left transitions, so there is nothing to compare it with."""
     UNKNOWN_VERSION = "unknown_version"
-    """A call was sampled by a version that this branch never committed."""
+    """A call was sampled by a version that is none of this branch's past."""
     STALE = "stale"
     """A call was sampled by weights too many versions behind (trainer.max_staleness)."""
     OTHER_TOKENIZER = "other_tokenizer"
     """A call was sampled with another tokenizer or chat template than the policy's."""
     GREEDY = "greedy"
     """A call was sampled at temperature 0: its distribution has no logprobs to compare."""
+    TOO_LONG = "too_long"
+    """Every call of this policy in it is longer than a device takes (trainer.max_tokens_per_device)."""
 
 
 def expiry_reasons(
-    groups: Sequence[Group], transitions: pl.DataFrame, *, committed: Sequence[int], max_staleness: int, tokenizer_hash: str
+    groups: Sequence[Group],
+    transitions: pl.DataFrame,
+    *,
+    lineage: Sequence[int],
+    max_staleness: int,
+    tokenizer_hash: str,
+    max_tokens: int,
 ) -> dict[Group, ExpiryReason]:
     """Find the groups that must be put aside; the first reason in the order of `ExpiryReason` that holds is given.
 
     Args:
         groups: ready groups.
-        transitions: theirs; newest revisions only.
-        committed: the branch's committed versions, oldest first; the last one is about to be trained.
+        transitions: those of theirs that would be trained; newest revisions only.
+        lineage: the committed versions that led to the one about to be trained, which is last.
         max_staleness: how many committed versions may lie between a call's and the weights that will be trained.
         tokenizer_hash: the policy's.
+        max_tokens: the longest call that fits a device.
     """
-    fresh = committed[-1 - max_staleness :]
+    fresh = lineage[-1 - max_staleness :]
     version, tokenizer = pl.col("Version"), pl.col("TokenizerHash")
     facts = transitions.group_by(*GROUP_COLUMNS).agg(
         rollouts=pl.col("RolloutId").n_unique(),
-        unknown_version=~version.is_in(list(committed)).all(),
+        unknown_version=~version.is_in(list(lineage)).all(),
         stale=~version.is_in(list(fresh)).all(),
         other_tokenizer=((tokenizer != "") & (tokenizer != tokenizer_hash)).any(),
         greedy=(pl.col("Temperature") <= 0).any(),
+        too_long=(~fits(max_tokens)).all(),
     )
     found = {Group(*(row[name] for name in GROUP_COLUMNS)): row for row in facts.iter_rows(named=True)}
     reasons: dict[Group, ExpiryReason] = {}
@@ -66,3 +76,8 @@ def expiry_reasons(
             if holds:
                 reasons[group] = holds[0]
     return reasons
+
+
+def fits(max_tokens: int) -> pl.Expr:
+    """Whether a call's prompt and response fit a device together."""
+    return pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len() <= max_tokens

@@ -2,8 +2,13 @@
 
 In: groups of rollouts that are about to be trained. Out: a lease with a new version's number, and the committed frontier. Invariant:
 a rollout's attempt belongs to one batch of a policy's branch at most (the primary key of `batch_rollouts`), each change is one
-SQLite transaction, and a version's number is never handed out twice. A crash leaves either nothing, or a lease that
-`recover` undoes: its rollouts are free again, its number is marked orphaned.
+SQLite transaction, and a version's number is never handed out twice, in no branch of the policy: a call that names a version
+names its weights. A crash leaves either nothing, or a lease that `recover` undoes: its rollouts are free again, its number is marked
+orphaned.
+
+A branch that begins with weights which another branch of the policy committed begins as that version: it has its number, and names it as
+its parent. What came before it counts as the new branch's past (`lineage`), so that rollouts which the old branch sampled are no staler
+here than there.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ _VERSIONS = sa.Table(
     *_branch_key(),
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("parent", sa.Integer, comment="NULL: training began with these weights"),
+    sa.Column("parent_branch", sa.String, nullable=False, server_default="", comment="the parent's; empty where there is none"),
     sa.Column("batch_id", sa.String, unique=True, comment="NULL: training began with these weights"),
     sa.Column("run_id", sa.String, nullable=False),
     sa.Column("modes", sa.String, nullable=False, comment="of the rollouts that trained it, comma-separated"),
@@ -97,6 +103,8 @@ class LedgerVersion:
 
     policy_version: PolicyVersion
     branch: str
+    parent_branch: str
+    """Its own, or the one that this branch comes from; empty for the weights that training began with."""
     run_id: str
     modes: str
     """Comma-separated; empty for the weights that training began with."""
@@ -134,24 +142,37 @@ class Ledger:
         self._engine.dispose()
         os.close(self._lock)
 
-    def register_initial(self, version: PolicyVersion, tokenizer_hash: str, run_id: str) -> None:
-        """Enter the weights that training begins with.
+    def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
+        """Enter the weights that this branch begins with.
+
+        Weights (and a tokenizer) that another branch of the policy has committed keep that version's number, which becomes their parent; of
+        several, the version whose path it is, else the newest. Others get 0, or the policy's next free number.
 
         Raises:
             LedgerError: there is a version already.
         """
         with self._engine.begin() as transaction:
             if self._newest_number(transaction) is not None:
-                raise LedgerError(f"the ledger of {version.policy} already has versions; weights to begin with come first.")
+                raise LedgerError(f"the ledger of {self._branch['policy']} already has versions; weights to begin with come first.")
+            same = sa.select(_VERSIONS.c.version, _VERSIONS.c.branch).where(
+                self._policy(),
+                _VERSIONS.c.status == VersionStatus.COMMITTED,
+                _VERSIONS.c.checksum == checksum,
+                _VERSIONS.c.tokenizer_hash == tokenizer_hash,
+            )
+            order = ((_VERSIONS.c.path == path).desc(), _VERSIONS.c.version.desc(), _VERSIONS.c.branch)
+            known = transaction.execute(same.order_by(*order)).first()
             transaction.execute(
                 _VERSIONS.insert().values(
                     **self._branch,
-                    version=version.version,
+                    version=known.version if known else self._free_number(transaction),
+                    parent=known.version if known else None,
+                    parent_branch=known.branch if known else "",
                     run_id=run_id,
                     modes="",
                     status=VersionStatus.COMMITTED,
-                    checksum=version.checksum,
-                    path=version.path,
+                    checksum=checksum,
+                    path=path,
                     tokenizer_hash=tokenizer_hash,
                 )
             )
@@ -164,15 +185,13 @@ class Ledger:
         """
         with self._engine.begin() as transaction:
             parent = self._newest_number(transaction, VersionStatus.COMMITTED)
-            newest = self._newest_number(transaction)
-            if parent is None or newest is None:
+            if parent is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
-            lease = Lease(uuid.uuid4().hex, newest + 1, parent)
+            lease = Lease(uuid.uuid4().hex, self._free_number(transaction), parent)
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             runs, modes = {one.group.run_id for one in rollouts}, {one.group.mode for one in rollouts}
-            transaction.execute(
-                _VERSIONS.insert().values(**values, parent=parent, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes)))
-            )
+            row = {**values, "parent": parent, "parent_branch": self._branch["branch"]}
+            transaction.execute(_VERSIONS.insert().values(**row, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
             transaction.execute(_BATCHES.insert().values(**values, committed=False))
             try:
                 transaction.execute(_BATCH_ROLLOUTS.insert(), [self._row(one, lease.batch_id) for one in rollouts])
@@ -262,6 +281,32 @@ class Ledger:
         """Numbers of the committed versions, oldest first."""
         return [one.version for one in self.versions() if one.status is VersionStatus.COMMITTED]
 
+    def lineage(self) -> list[int]:
+        """Numbers of the committed versions that led to the newest one, oldest first: the branch's, and those it comes from."""
+        branches = self._branches()
+        found: set[int] = set()
+        branch, until = self._branch["branch"], None
+        while branch:
+            own = [(version, before) for version, before in branches.get(branch, []) if until is None or version <= until]
+            found |= {version for version, _ in own}
+            branch, until = (own[0][1], own[0][0]) if own else ("", None)
+        return sorted(found)
+
+    def lent(self) -> set[int]:
+        """Versions of this branch that other branches have begun with and not trained further: their files are still needed."""
+        others = [rows for branch, rows in self._branches().items() if branch != self._branch["branch"]]
+        return {rows[0][0] for rows in others if len(rows) == 1 and rows[0][1] == self._branch["branch"]}
+
+    def _branches(self) -> dict[str, list[tuple[int, str]]]:
+        """The policy's committed versions by branch, oldest first, each with its parent's branch."""
+        with self._engine.begin() as transaction:
+            query = sa.select(_VERSIONS.c.branch, _VERSIONS.c.version, _VERSIONS.c.parent_branch)
+            committed = query.where(self._policy(), _VERSIONS.c.status == VersionStatus.COMMITTED).order_by(_VERSIONS.c.version)
+            found: dict[str, list[tuple[int, str]]] = {}
+            for branch, version, parent_branch in transaction.execute(committed):
+                found.setdefault(branch, []).append((version, parent_branch))
+        return found
+
     def frontier(self) -> LedgerVersion | None:
         """The newest committed version. None: training has not begun."""
         committed = [one for one in self.versions() if one.status is VersionStatus.COMMITTED]
@@ -281,6 +326,14 @@ class Ledger:
     def _newest_number(self, transaction: sa.Connection, status: VersionStatus | None = None) -> int | None:
         query = sa.select(sa.func.max(_VERSIONS.c.version)).where(*self._mine(_VERSIONS))
         return transaction.execute(query if status is None else query.where(_VERSIONS.c.status == status)).scalar()
+
+    def _policy(self) -> sa.ColumnElement[bool]:
+        return _VERSIONS.c.policy == self._branch["policy"]
+
+    def _free_number(self, transaction: sa.Connection) -> int:
+        """The policy's next, over all its branches."""
+        newest = transaction.execute(sa.select(sa.func.max(_VERSIONS.c.version)).where(self._policy())).scalar()
+        return 0 if newest is None else newest + 1
 
     def _row(self, one: BatchRollout, batch_id: str) -> dict[str, object]:
         return {
@@ -304,7 +357,16 @@ def _group(row: sa.RowMapping) -> Group:
 def _version(row: sa.RowMapping) -> LedgerVersion:
     facts = PolicyVersion(row["policy"], row["version"], row["parent"], row["batch_id"], row["checksum"], row["path"])
     status = VersionStatus(row["status"]) if row["status"] else None
-    return LedgerVersion(facts, row["branch"], row["run_id"], row["modes"], row["tokenizer_hash"], status, json.loads(row["metrics"]))
+    return LedgerVersion(
+        facts,
+        row["branch"],
+        row["parent_branch"],
+        row["run_id"],
+        row["modes"],
+        row["tokenizer_hash"],
+        status,
+        json.loads(row["metrics"]),
+    )
 
 
 def _configure(connection: Any, _: object) -> None:

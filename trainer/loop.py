@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from spangrad.clickhouse import connect
 from spangrad.errors import GatewayError, LedgerError, SettingsError
+from spangrad.selection import expression
 from spangrad.settings import Settings
-from spangrad.types import PolicyVersion
 from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
-from trainer.batch import Batch, layout
-from trainer.credit import Normalise, advantages, require_baseline, returns
+from trainer.assemble import assemble
+from trainer.batch import Batch
+from trainer.credit import CreditRule, Normalise
 from trainer.eligibility import ExpiryReason, expiry_reasons
 from trainer.ledger import FILE as LEDGER_FILE
 from trainer.ledger import Ledger, LedgerVersion
@@ -47,6 +48,11 @@ _LOOK_SECONDS = 1.0
 
 class GroupSource(Protocol):
     """Where groups come from."""
+
+    @property
+    def build_spec(self) -> str:
+        """The build specification of all of them."""
+        ...
 
     def ready(self) -> list[Group]:
         """Groups whose last rollout was built, oldest first."""
@@ -154,7 +160,7 @@ class Trainer:
         """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
         settings = self.settings.trainer
         while True:
-            finished = self.ledger.finished_groups(settings.run_id, self.settings.builder.spec)
+            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec)
             ready = [group for group in self.source.ready() if (group.mode, group.group_id) not in finished]
             if len(ready) < settings.groups_per_batch:
                 return None
@@ -162,10 +168,11 @@ class Trainer:
             loaded = self.source.load(chosen)
             reasons = expiry_reasons(
                 chosen,
-                loaded.own(settings.policy),
-                committed=self.ledger.committed_versions(),
+                loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
+                lineage=self.ledger.lineage(),
                 max_staleness=settings.max_staleness,
                 tokenizer_hash=newest_version(self.ledger).tokenizer_hash,
+                max_tokens=settings.max_tokens_per_device,
             )
             if not reasons:
                 return loaded
@@ -179,9 +186,10 @@ class Trainer:
     def step(self, loaded: Loaded) -> None:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease."""
         parent = newest_version(self.ledger)
-        batch = self._batch(loaded, parent.version)
+        settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
+        batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
         try:
-            made = self._commit(loaded, batch, parent)
+            made = self._commit(loaded, batch, facts, parent)
         except BaseException:
             self.shutdown.end()
             undo_leases(self.ledger, self.settings)
@@ -193,32 +201,11 @@ class Trainer:
             made = newest_version(self.ledger)
             self.mirror.write(made)
         committed = self.ledger.committed_versions()
-        checkpoint.prune(self.settings.trainer.directory, *self._names, committed=committed, keep=self.settings.trainer.keep_checkpoints)
+        mine = set(committed) - self.ledger.lent()
+        checkpoint.prune(settings.directory, settings.policy, settings.branch, committed=mine, keep=settings.keep_checkpoints)
         logger.info("%s", describe(made, len(committed) - 1))
 
-    @property
-    def _names(self) -> tuple[str, str]:
-        return self.settings.trainer.policy, self.settings.trainer.branch
-
-    def _batch(self, loaded: Loaded, version: int) -> Batch:
-        settings = self.settings.trainer
-        values = advantages(
-            loaded.transitions,
-            loaded.transitions["Policy"] == settings.policy,
-            credit=settings.credit,
-            baseline=settings.baseline,
-            gamma=settings.gamma,
-            normalise=self.normalise,
-        )
-        return layout(
-            loaded.own(settings.policy),
-            values,
-            version=version,
-            max_tokens=settings.max_tokens_per_device,
-            divisor=self.optimiser.data_parallel_size,
-        )
-
-    def _commit(self, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> LedgerVersion:
+    def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion:
         settings, began = self.settings.trainer, time.monotonic()
         with self.shutdown.shielded():
             lease = self.ledger.begin(loaded.rollouts)
@@ -235,14 +222,7 @@ class Trainer:
             weights=self.optimiser.weights(),
             save_state=self.optimiser.save_state,
         )
-        metrics |= {
-            "seconds_train": trained - began,
-            "seconds_checkpoint": time.monotonic() - trained,
-            "transitions": float(batch.real_rows),
-            "rollouts": float(len({(one.group, one.rollout_id) for one in loaded.rollouts})),
-            "groups": float(len({one.group for one in loaded.rollouts})),
-            "mean_return": float(returns(loaded.transitions)["Return"].to_numpy().mean()),
-        }
+        metrics |= {"seconds_train": trained - began, "seconds_checkpoint": time.monotonic() - trained, **facts}
         with self.shutdown.shielded():
             self.ledger.commit(
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
@@ -261,7 +241,8 @@ def train(settings: Settings, *, follow: bool) -> None:
         SpangradError: a setting, the store, the gateway, a checkpoint or a batch is not as it must be; the ledger is left so that the
             next call goes on.
     """
-    require_baseline(settings.trainer.credit, settings.trainer.baseline)
+    CreditRule.of(settings.trainer).check()
+    expression(settings.trainer.selection)
     shutdown = Shutdown()
     try:
         with shutdown.listening():
@@ -334,8 +315,12 @@ def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
                 " Give the directory of the weights that training begins with: `spangrad train --model DIR`."
             )
         path = model.absolute()
-        initial = PolicyVersion(settings.trainer.policy, 0, None, None, checksum_directory(path), str(path))
-        ledger.register_initial(initial, tokenizer_hash(path), settings.trainer.run_id)
+        ledger.register_initial(
+            checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer_hash(path), run_id=settings.trainer.run_id
+        )
+        begun = newest_version(ledger)
+        if begun.parent_branch:
+            logger.info("branch %s begins with version %d of branch %s", begun.branch, begun.version, begun.parent_branch)
     newest = newest_version(ledger)
     checkpoint.verify(Path(newest.policy_version.path), newest.policy_version.checksum)
     return newest
@@ -371,6 +356,8 @@ def describe(version: LedgerVersion, step: int) -> str:
         f"{m['groups']:.0f} groups",
         f"{m['rollouts']:.0f} rollouts",
         f"{m['transitions']:.0f} transitions",
+        *([f"{m['merge_ratio']:.1f}x fewer tokens in {m['sequences']:.0f} sequences"] if m["merge_ratio"] > 1 else []),
+        *([f"{m['too_long']:.0f} calls too long"] if m["too_long"] else []),
         f"return {m['mean_return']:+.2f}",
         f"gap {gap}",
         f"train {m['seconds_train']:.2f} s",

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _VERSION_COLUMNS = (
-    "Policy", "Branch", "Version", "RunId", "Mode", "Parent", "BatchId", "Checksum", "Path", "TokenizerHash", "Status", "Metrics"
+    "Policy", "Branch", "Version", "RunId", "Mode", "Parent", "ParentBranch", "BatchId", "Checksum", "Path", "TokenizerHash", "Status",
+    "Metrics",
 )  # fmt: skip
 _BATCH_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
 _THERE = """
@@ -91,6 +92,7 @@ def _version_row(version: LedgerVersion) -> list[object]:
         version.run_id,
         version.modes,
         facts.parent,
+        version.parent_branch,
         facts.batch_id or "",
         facts.checksum,
         facts.path,

@@ -1,48 +1,53 @@
 """Finished groups of rollouts, and their transitions, out of the span store.
 
-In: `otel.v_builds` and `otel.transitions`. Out: `Group`s whose last rollout was built, oldest first, and their transitions as Polars
-frames. Invariant: only the run, modes and build specification that the trainer was told; a rollout's newest revision, each row
-once. What the ledger has used is the caller's to leave out.
+In: `otel.builds` and `otel.transitions`, as `spangrad.datasets` reads them. Out: `Group`s whose last rollout was built, oldest first,
+and their transitions as Polars frames. Invariant: only the run, modes and dataset that the trainer was told, as of the time that it was
+told; a rollout's newest revision, each row once. What the ledger has used is the caller's to leave out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from spangrad.clickhouse import store_errors
-from spangrad.settings import Settings
+from spangrad.datasets import ROWS_OF, builds_sql, resolve
+from spangrad.selection import expression
+from spangrad.settings import Selection, Settings
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 GROUP_COLUMNS = ("RunId", "Mode", "BuildSpec", "GroupId")
 
+_MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
+_IN_GROUPS = "(Mode, GroupId) IN %(groups)s"
+
 _READY = """
 SELECT Mode, GroupId
-FROM otel.v_builds
-WHERE RunId = %(run)s AND Mode IN %(modes)s AND BuildSpec = %(spec)s AND GroupSize > 0
+FROM {builds} AS v
+WHERE Mode IN %(modes)s AND GroupSize > 0
 GROUP BY Mode, GroupId
 HAVING uniqExact(RolloutId) >= max(GroupSize)
 ORDER BY max(FirstBuiltAt), Mode, GroupId
 """
 
 _BUILDS = """
-SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, max(Revision) AS Revision
-FROM otel.v_builds
-WHERE RunId = %(run)s AND BuildSpec = %(spec)s AND (Mode, GroupId) IN %(groups)s
-GROUP BY RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content
+FROM {builds} AS v
+WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
 """
 
 _TRANSITIONS = """
-SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Turn, CallId, TransitionId, Version, TokenizerHash, Temperature,
-    Policy, PromptIds, ResponseIds, Logprobs, `Rewards.Value`
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Turn, CallId, TransitionId, AgentName, Components, Tools,
+    Policy, Version, Model, TokenizerHash, Temperature, PromptIds, ResponseIds, Logprobs, `Rewards.Name`, `Rewards.Value`
 FROM otel.transitions FINAL
-WHERE RunId = %(run)s AND BuildSpec = %(spec)s AND (Mode, GroupId) IN %(groups)s
+WHERE {mine} AND {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt, Turn, CallId
 """
 
@@ -77,40 +82,59 @@ class Loaded:
     """Every policy's, of the newest revisions; ordered by group, rollout, attempt and turn. A final reward stands on a rollout's
     last call, whoever made it, so a policy's values are not known from its own rows alone."""
 
-    def own(self, policy: str) -> pl.DataFrame:
-        """One policy's transitions: those that it can be trained on."""
-        return self.transitions.filter(pl.col("Policy") == policy)
+    def own(self, policy: str, selection: Selection) -> pl.Series:
+        """Which transitions one policy can be trained on: those that it answered and that are selected.
+
+        Raises:
+            SettingsError: a pattern of the selection is no regular expression.
+        """
+        return self.transitions.select(Own=(pl.col("Policy") == policy) & expression(selection))["Own"]
 
 
 class Source:
     """Reads one run's groups."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        """Read with `client`; the trainer's and the builder's settings say what."""
+        """Read with `client`; the trainer's settings say what: a dataset, else what the builder's settings make.
+
+        A name without a revision means the newest one now: training does not change over to another under way.
+
+        Raises:
+            StoreError: the store has no such dataset.
+        """
+        trainer = settings.trainer
         self._client = client
         self._url = settings.store.url
-        self._run = settings.trainer.run_id
-        self._spec = settings.builder.spec
-        self._modes = settings.trainer.modes
+        self._run = trainer.run_id
+        self._modes = trainer.modes
+        as_of = trainer.as_of
+        self._as_of = as_of.replace(tzinfo=UTC) if as_of and not as_of.tzinfo else as_of
+        self.build_spec = (
+            settings.builder.spec if trainer.dataset is None else resolve(client, self._url, trainer.dataset, self._as_of).build_spec
+        )
 
     def ready(self) -> list[Group]:
         """All groups with as many built rollouts as their size, in the order in which they became ready.
 
         Groups of unknown size (0) are never ready.
         """
+        query = _READY.format(builds=builds_sql(self._as_of, _MINE))
+        parameters = {"run": self._run, "modes": tuple(self._modes), "spec": self.build_spec}
         with store_errors(self._url):
-            rows = self._client.query(_READY, parameters={"run": self._run, "modes": tuple(self._modes), "spec": self._spec}).result_rows
-        return [Group(self._run, mode, self._spec, group) for mode, group in rows]
+            rows = self._client.query(query, parameters=parameters).result_rows
+        return [Group(self._run, mode, self.build_spec, group) for mode, group in rows]
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""
-        where: dict[str, object] = {
+        parameters: dict[str, object] = {
             "run": self._run,
-            "spec": self._spec,
+            "spec": self.build_spec,
             "groups": tuple((one.mode, one.group_id) for one in groups),
         }
-        builds = self._frame(_BUILDS, where)
-        newest = self._frame(_TRANSITIONS, where).join(builds, on=builds.columns, how="semi", maintain_order="left")
+        theirs = f"{_MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {_MINE} AND {_IN_GROUPS})"
+        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=_IN_GROUPS), parameters)
+        rows = self._frame(_TRANSITIONS.format(mine=_MINE, in_groups=_IN_GROUPS), parameters)
+        newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*group), rollout, attempt, revision)
             for *group, rollout, attempt, revision in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision").iter_rows()

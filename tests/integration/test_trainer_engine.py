@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from sampling import logprobs_of, sampled_rows
+from sampling import PROMPT, logprobs_of, sample, sampled_rows
 
 from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
@@ -15,6 +15,7 @@ from spangrad.settings import TrainerSettings
 from trainer import checkpoint, credit
 from trainer.batch import Batch, layout
 from trainer.engine import STATE_FILE, Engine, group_relative
+from trainer.merge import merge, separate
 
 SETTINGS = TrainerSettings(learning_rate=1e-3)
 
@@ -33,8 +34,8 @@ def rows(tiny_model: Path) -> pl.DataFrame:
 ADVANTAGES = pl.Series(np.linspace(-1, 1, 24))
 
 
-def batch(rows: pl.DataFrame, advantages: pl.Series = ADVANTAGES, **changes: int) -> Batch:
-    return layout(rows, advantages, **{"version": 0, "max_tokens": 64, **changes})
+def batch(rows: pl.DataFrame, advantages: pl.Series = ADVANTAGES, *, version: int = 0, divisor: int = 1) -> Batch:
+    return layout(separate(rows, advantages), version=version, divisor=divisor)
 
 
 def weights(engine: Engine) -> dict[str, np.ndarray]:
@@ -165,8 +166,76 @@ def test_verl_normalises_the_rollouts_of_a_group():
         transition_row("loss", rewards=(0.0,))
     ]
     frame = pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64)})
-    found = credit.advantages(frame, frame["Policy"] == "policy", credit="identical", baseline="rollout", gamma=1, normalise=group_relative)
+    found = credit.advantages(frame, frame["Policy"] == "policy", normalise=group_relative)
     assert found.to_list() == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
+
+
+def conversations(model: Path, *, version: int = 0) -> pl.DataFrame:
+    """24 rollouts of up to 5 turns: histories that grow, one break in five, two choices a call here and there, two temperatures."""
+    dice = np.random.default_rng(3)
+    rows: list[dict[str, object]] = []
+    for i in range(24):
+        history = [*PROMPT[:3], PROMPT[3] + i % 4, *PROMPT[4:]]
+        temperature = 1.0 if i % 3 else 0.7
+        for turn in range(1 + i % 5):
+            for choice in range(2 if (i + turn) % 4 == 0 else 1):
+                response, logprobs = sample(model, history, 1 + (i + turn) % 3, temperature, seed=100 * i + 10 * turn + choice)
+                facts = {
+                    "PromptIds": history,
+                    "ResponseIds": response,
+                    "Logprobs": logprobs,
+                    "Temperature": temperature,
+                    "Version": version,
+                }
+                rows.append(transition_row(f"r{i:02}", turn, **{**facts, "CallId": f"{i}-{turn}-{choice}"}))
+            observation = dice.integers(1, 12, dice.integers(0, 6)).tolist()
+            history = [*history, *response, *observation]
+            if dice.random() < 0.2:
+                history = [*history[:2], *history[3:]]  # the agent rewrote its history
+    return pl.DataFrame(rows)
+
+
+def test_merged_calls_train_as_they_do_one_by_one(tiny_model: Path):
+    rows = conversations(tiny_model)
+    worth = pl.Series(np.linspace(-1, 1, len(rows)))
+    alone, together = separate(rows, worth), merge(rows, worth)
+    assert together.trained_tokens == alone.trained_tokens
+    assert len(alone) == len(rows) > len(together) > 24, "calls were merged, and breaks and choices forked"
+    assert together.merge_ratio > 1.5
+    one, other = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
+    found = [one.step(layout(alone, version=0)), other.step(layout(together, version=0, divisor=8))]
+    for metrics in found:
+        assert metrics["logprob_gap"] < 1e-4, "merged, each token still has the logprob that it was sampled with"
+        assert (metrics["clip_fraction"], metrics["updated"]) == (0, 1)
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
+    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
+    # AdamW's first step is the gradient's sign: a last bit may turn where the gradient is all but 0.
+    assert differences(weights(one), weights(other)) < 1e-4
+
+
+def test_merged_calls_of_older_weights_train_as_they_do_one_by_one(tiny_model: Path):
+    """Off-policy: ratios other than 1, some of them clipped."""
+    rows = conversations(tiny_model)
+    off = np.random.default_rng(5)
+    rows = rows.with_columns(pl.Series("Logprobs", [[one + off.normal(0, 0.3) for one in row] for row in rows["Logprobs"].to_list()]))
+    worth = pl.Series(np.linspace(-1, 1, len(rows)))
+    found = [Engine(tiny_model, SETTINGS).step(layout(make(rows, worth), version=1)) for make in (separate, merge)]
+    assert found[0]["clip_fraction"] > 0.1
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
+    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
+    assert found[1]["clip_fraction"] == pytest.approx(found[0]["clip_fraction"], abs=1e-6)
+    assert found[1]["ppo_kl"] == pytest.approx(found[0]["ppo_kl"], abs=1e-6)
+
+
+def test_a_wrong_logprob_in_a_merged_sequence_raises_the_alarm(engine: Engine, tiny_model: Path):
+    rows = conversations(tiny_model)
+    wrong = rows["Logprobs"].to_list()
+    last = max(range(len(rows)), key=lambda i: (rows["Turn"][i], i))
+    wrong[last] = [wrong[last][0] - 0.02, *wrong[last][1:]]
+    sequences = merge(rows.with_columns(pl.Series("Logprobs", wrong)), pl.Series(np.ones(len(rows))))
+    assert len(next(one for one in sequences.calls.to_list() if rows["CallId"][last] in one)) > 1
+    with pytest.raises(TrainerError, match=r"by up to 0\.02 nats"):
+        engine.step(layout(sequences, version=0))
 
 
 def test_training_starts_no_ray_cluster_and_says_nothing(engine: Engine, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):

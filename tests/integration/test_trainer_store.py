@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 from sampling import sampled_rows
 
+from spangrad import datasets
 from spangrad.clickhouse import connect
-from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.errors import StoreError
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer.ledger import Ledger
 from trainer.loop import train
@@ -56,21 +59,35 @@ class World:
         self.tokenizer = tokenizer_hash(model)
         self.seed = 0
 
-    def group(self, name: str, rewards: list[float | None], *, size: int | None = None, temperature: float = 1.0, **changes: Any) -> None:
-        """A group whose rollouts have one call each; a reward of None is a rollout that left only a drop."""
+    def group(
+        self,
+        name: str,
+        rewards: list[float | None],
+        *,
+        size: int | None = None,
+        temperature: float = 1.0,
+        calls: Sequence[dict[str, Any]] = ({},),
+        **changes: Any,
+    ) -> None:
+        """A group of rollouts, whose calls are told apart by `calls`; a reward of None is a rollout that left only a drop."""
         facts = {"RunId": self.run, "GroupId": name, "GroupSize": size or len(rewards), **changes}
         self.seed += 1
         for i, reward in enumerate(rewards):
-            rollout = {**facts, "RolloutId": f"{name}-{i}"}
+            rollout = {**facts, "RolloutId": f"{name}-{i}", **changes}
+            for turn, call in enumerate(calls if reward is not None else ()):
+                row = self.call(rollout, turn, call, temperature, 1000 * self.seed + 10 * i + turn)
+                final = turn == len(calls) - 1
+                given = {"Rewards.Name": ["reward"], "Rewards.Value": [reward], "Rewards.Source": ["runner"]} if final else {}
+                self.insert("transitions", [{**row, **given}])
             if reward is None:
                 self.insert("drops", [_drop({**CALL, **rollout})])
-                continue
-            (row,) = sampled_rows(self.model, 1, temperature=temperature, seed=1000 * self.seed + i, TokenizerHash=self.tokenizer)
-            values = row.pop("Rewards.Value")
-            assert values == []
-            names = {name: f"{name}-{self.run}-{rollout['RolloutId']}" for name in ("CallId", "TransitionId", "TraceId", "SpanId")}
-            reward_columns = {"Rewards.Name": ["reward"], "Rewards.Value": [reward], "Rewards.Source": ["runner"]}
-            self.insert("transitions", [{**row, **CALL, **names, **reward_columns, **rollout}])
+            self.insert("builds", [_build({**CALL, **rollout})])
+
+    def call(self, rollout: dict[str, Any], turn: int, call: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
+        *_, row = sampled_rows(self.model, turn + 1, temperature=temperature, seed=seed, TokenizerHash=self.tokenizer)
+        place = f"{rollout['RolloutId']}-{turn}" if turn else rollout["RolloutId"]
+        names = {name: f"{name}-{self.run}-{place}" for name in ("CallId", "TransitionId", "TraceId", "SpanId")}
+        return {**row, **CALL, **names, "Turn": turn, **rollout, **call}
 
     def insert(self, table: str, rows: list[dict[str, Any]]) -> None:
         self.client.insert(f"otel.{table}", [list(row.values()) for row in rows], column_names=list(rows[0]))
@@ -84,6 +101,13 @@ def _drop(row: dict[str, Any]) -> dict[str, Any]:
     columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Choice", "Policy"}
     kept = {name: value for name, value in row.items() if name in columns}
     return {"Mode": "train", "Attempt": 0, "Revision": 0, **kept, "CallId": "", "TraceId": "t", "SpanId": "s", "Reason": "no_calls"}
+
+
+def _build(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without which a rollout's others do not exist."""
+    columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Content"}
+    kept = {name: value for name, value in row.items() if name in columns}
+    return {"Mode": "train", "Attempt": 0, "Revision": 0, "Content": 0, **kept}
 
 
 @pytest.fixture
@@ -102,8 +126,7 @@ def test_only_whole_groups_of_this_run_mode_and_specification_are_ready(settings
     world.group("probe", [1.0, 0.0], Mode="probe")
     world.group("other-spec", [1.0, 0.0], BuildSpec="another")
     world.group("other-run", [1.0, 0.0], RunId=f"{run}-other")
-    world.group("unknown-size", [1.0])
-    world.client.command("ALTER TABLE otel.transitions UPDATE GroupSize = 0 WHERE GroupId = 'unknown-size' SETTINGS mutations_sync = 1")
+    world.group("unknown-size", [1.0], GroupSize=0)
     world.group("early", [1.0, None, 0.0])
     expected = [Group(run, "train", SPEC, "late"), Group(run, "train", SPEC, "early")]
     assert source(settings, world).ready() == expected
@@ -122,7 +145,7 @@ def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Setting
     group = Group(run, "train", SPEC, "g")
     loaded = source(settings, world).load([group])
     assert loaded.rollouts == [BatchRollout(group, "g-0", 0, 1), BatchRollout(group, "g-1", 0, 0)]
-    own = loaded.own(settings.trainer.policy)
+    own = loaded.transitions.filter(loaded.own(settings.trainer.policy, Selection()))
     assert own.select("RolloutId", "Revision", "Rewards.Value").rows() == [("g-0", 1, [0.5]), ("g-1", 0, [0.25])]
     # Another policy's calls are read as well: rewards of the same rollouts stand on them.
     assert loaded.transitions.select("RolloutId", "Policy", "Rewards.Value").rows()[1] == ("g-0", "another", [8.0])
@@ -134,6 +157,79 @@ def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings
     loaded = source(settings, world).load([Group(run, "train", SPEC, "g")])
     assert loaded.transitions["RolloutId"].to_list() == ["g-1"]
     assert [(one.rollout_id, one.revision) for one in loaded.rollouts] == [("g-0", 1), ("g-1", 0)]
+
+
+def told(settings: Settings, **changes: Any) -> Settings:
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+
+
+def test_rows_of_a_build_that_was_never_concluded_are_not_read(settings: Settings, world: World, run: str):
+    world.group("g", [1.0, 0.25], Content=5)
+    world.insert(
+        "transitions", [{**world.call({"RunId": run, "GroupId": "g", "GroupSize": 2, "RolloutId": "g-0"}, 3, {}, 1.0, 1), "Content": 6}]
+    )
+    group = Group(run, "train", SPEC, "g")
+    assert source(settings, world).load([group]).transitions.select("RolloutId", "Turn", "Content").rows() == [("g-0", 0, 5), ("g-1", 0, 5)]
+
+
+def test_a_dataset_is_read_at_its_revision_and_as_of_a_time(settings: Settings, world: World, run: str):
+    world.group("g", [1.0, 0.0])
+    world.group("g", [1.0, 0.0], BuildSpec="with brevity")
+    name = f"data-{run}"
+    for spec in (SPEC, "with brevity"):
+        datasets.register(world.client, settings.store.url, name, spec, {}, "a test")
+    for text, spec in ((name, "with brevity"), (f"{name}@1", SPEC), (f"{name}@2", "with brevity")):
+        reader = source(told(settings, dataset=text), world)
+        assert (reader.build_spec, reader.ready()) == (spec, [Group(run, "train", spec, "g")])
+    with pytest.raises(StoreError, match=f"has no dataset '{name}@3'.*{name}@1, {name}@2"):
+        source(told(settings, dataset=f"{name}@3"), world)
+
+    ((before,),) = world.rows("SELECT now64(6, 'UTC')")
+    world.group("g", [0.5], size=2, Revision=1)
+    world.group("later", [1.0, 0.0])
+    group = Group(run, "train", SPEC, "g")
+    reader = source(told(settings, as_of=before), world)
+    assert reader.ready() == [group]
+    assert [(one.rollout_id, one.revision) for one in reader.load([group]).rollouts] == [("g-0", 0), ("g-1", 0)]
+    assert reader.load([group]).transitions["Rewards.Value"].to_list() == [[1.0], [0.0]]
+    now = source(settings, world)
+    assert now.load([group]).transitions["Rewards.Value"].to_list() == [[0.5], [0.0]]
+    assert now.ready() == [Group(run, "train", SPEC, "g"), Group(run, "train", SPEC, "later")]
+
+
+def test_several_selections_feed_several_policies_from_the_same_spans(settings: Settings, world: World, run: str, tiny_model: Path):
+    """Two policies answer in the same rollouts; of one of them, two agents' calls go to two branches."""
+    calls = [
+        {"AgentName": "planner", "Policy": "large", "Components": ["crew", "planner"]},
+        {"AgentName": "coder", "Policy": "small", "Components": ["crew", "coder"], "Tools": ["search", "run"]},
+        {"AgentName": "critic", "Policy": "small", "Components": ["crew", "critic"]},
+    ]
+    for name in ("a", "b"):
+        world.group(name, [1.0, 0.0], calls=calls)
+    trainers = {
+        "planning": told(settings, policy="large", branch=f"{run}-planning", selection=Selection(agents="plan.*")),
+        "coding": told(settings, policy="small", branch=f"{run}-coding", selection=Selection(tools="run", components="crew")),
+        "critic": told(settings, policy="small", branch=f"{run}-critic", selection=Selection(agents="critic")),
+    }
+    for one in trainers.values():
+        train(one, follow=False)
+    versions = """
+    SELECT Policy, Branch, Version, Parent, ParentBranch, Metrics['transitions'], Metrics['mean_return'], Metrics['logprob_gap'] < 1e-4
+    FROM otel.v_policy_versions WHERE startsWith(Branch, %(run)s) ORDER BY Policy, Branch, Version"""
+    coding, planning, critic = f"{run}-coding", f"{run}-planning", f"{run}-critic"
+    assert world.rows(versions) == [
+        ("large", planning, 0, None, "", 0, 0, True),
+        ("large", planning, 1, 0, planning, 4, 0.5, True),
+        ("small", coding, 0, None, "", 0, 0, True),
+        ("small", coding, 1, 0, coding, 4, 0.5, True),
+        # It begins with the very weights that the other branch began with; number 1 is that one's.
+        ("small", critic, 0, 0, coding, 0, 0, True),
+        ("small", critic, 2, 0, critic, 4, 0.5, True),
+    ]
+    checksums = world.rows("SELECT DISTINCT Checksum FROM otel.v_policy_versions WHERE startsWith(Branch, %(run)s) AND BatchId != ''")
+    assert len(checksums) == 3
+    spans = "SELECT Branch, uniqExact(RolloutId) FROM otel.v_lineage WHERE startsWith(Branch, %(run)s) GROUP BY Branch ORDER BY Branch"
+    assert world.rows(spans) == [(coding, 4), (critic, 4), (planning, 4)]
 
 
 def test_once_end_to_end(settings: Settings, world: World, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-import pytest
 
 from fakes import transition_row
-from spangrad.errors import TrainerError
 from trainer.batch import layout
+from trainer.merge import merge, separate
 
 ROWS = pl.DataFrame(
     [
@@ -19,7 +18,7 @@ ROWS = pl.DataFrame(
 
 
 def test_whole_layout_with_no_op_rows():
-    batch = layout(ROWS, pl.Series([1.5, -0.5]), version=3, max_tokens=4, divisor=3)
+    batch = layout(separate(ROWS, pl.Series([1.5, -0.5])), version=3, divisor=3)
     assert batch.prompts.tolist() == [[0, 0, 7], [4, 5, 6], [0, 0, 0]]
     assert batch.responses.tolist() == [[8, 9, 10], [2, 0, 0], [0, 0, 0]]
     assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0]]
@@ -31,28 +30,33 @@ def test_whole_layout_with_no_op_rows():
     assert (batch.real_rows, batch.trainable, batch.token_counts) == (2, True, [4, 4, 1])
 
 
+def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
+    rows = pl.DataFrame(
+        [
+            transition_row("a", 0, PromptIds=[7, 8], ResponseIds=[9], Logprobs=[-1.0]),
+            transition_row("a", 1, PromptIds=[7, 8, 9, 5, 6], ResponseIds=[4, 3], Logprobs=[-2.0, -3.0]),
+            transition_row("b", 0, PromptIds=[1], ResponseIds=[2], Logprobs=[-4.0]),
+        ]
+    )
+    batch = layout(merge(rows, pl.Series([0.5, -0.5, 2.0])), version=0)
+    assert batch.prompts.tolist() == [[7, 8], [0, 1]]
+    assert batch.responses.tolist() == [[9, 5, 6, 4, 3], [2, 0, 0, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
+    assert batch.response_mask.tolist() == [[1, 0, 0, 1, 1], [1, 0, 0, 0, 0]]
+    assert batch.logprobs.tolist() == [[-1.0, 0, 0, -2.0, -3.0], [-4.0, 0, 0, 0, 0]]
+    assert batch.advantages.tolist() == [[0.5, 0, 0, -0.5, -0.5], [2.0, 0, 0, 0, 0]]
+    assert (batch.real_rows, batch.token_counts, batch.current.tolist()) == (2, [7, 2], [True, True])
+
+
 def test_zero_advantages_are_not_trainable():
-    batch = layout(ROWS, pl.Series([0.0, 0.0]), version=3, max_tokens=4)
+    batch = layout(separate(ROWS, pl.Series([0.0, 0.0])), version=3)
     assert (batch.real_rows, len(batch.prompts), batch.trainable) == (2, 2, False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"PromptIds": []}, "transition-a-0 has 0 prompt and 2 response tokens"),
-        ({"ResponseIds": [], "Logprobs": []}, "transition-a-0 has 3 prompt and 0 response tokens"),
-        ({"Logprobs": [-1.0]}, "transition-a-0 has 2 response tokens and 1 logprobs"),
-        ({"PromptIds": [1] * 9}, "has 11 tokens and trainer.max_tokens_per_device = 10"),
-    ],
-)
-def test_rows_that_cannot_be_trained_are_named(changes: dict[str, object], says: str):
-    with pytest.raises(TrainerError, match=says):
-        layout(pl.DataFrame([transition_row("a", **changes)]), pl.Series([1.0]), version=0, max_tokens=10)
 
 
 def test_ids_and_logprobs_keep_their_bits():
     rows = pl.DataFrame([transition_row("a", PromptIds=[2**31 + 5], ResponseIds=[2**32 - 1], Logprobs=[np.float32(-0.1).item()])])
-    batch = layout(rows, pl.Series([1.0]), version=0, max_tokens=10)
-    assert (batch.prompts.tolist(), batch.responses.tolist()) == ([[2**31 + 5]], [[2**32 - 1]])
-    assert batch.logprobs.dtype == np.float32
-    assert batch.logprobs.tolist() == [[np.float32(-0.1).item()]]
+    for make in (separate, merge):
+        batch = layout(make(rows, pl.Series([1.0])), version=0)
+        assert (batch.prompts.tolist(), batch.responses.tolist()) == ([[2**31 + 5]], [[2**32 - 1]])
+        assert batch.logprobs.dtype == np.float32
+        assert batch.logprobs.tolist() == [[np.float32(-0.1).item()]]

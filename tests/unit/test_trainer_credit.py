@@ -1,4 +1,4 @@
-"""Credit assignment: whole values, and the laws that hold for all of them."""
+"""Credit assignment: each formula against numbers worked out by hand, and the laws that hold for all of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from fakes import transition_row
 from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
 from trainer import credit
+from trainer.credit import Baseline, Credit, CreditRule
 
-SCHEMA = {"Rewards.Value": pl.List(pl.Float64)}
+SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
+PAIRS = [(how, baseline) for how, takes in credit.BASELINES.items() for baseline in takes]
+HALF = 0.5**0.5  # of two values each lies this many standard deviations off the mean
 
 
 def normalise(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -29,12 +33,20 @@ def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema_overrides=SCHEMA)
 
 
-def advantages(rows: pl.DataFrame, how: str, baseline: str, gamma: float = 1.0) -> list[float]:
-    return credit.advantages(rows, rows["Policy"] == "policy", credit=how, baseline=baseline, gamma=gamma, normalise=normalise).to_list()
+def advantages(rows: pl.DataFrame, how: Credit, baseline: Baseline, **facts: object) -> list[float]:
+    rule = CreditRule(how, baseline, **facts)  # type: ignore[arg-type]
+    return credit.advantages(rows, rows["Policy"] == "policy", rule, normalise=normalise).to_list()
 
 
 NINE_TURN_WIN = [transition_row("win", turn, rewards=(1.0,) if turn == 8 else ()) for turn in range(9)]
 ONE_TURN_LOSS = [transition_row("loss", rewards=(0.0,))]
+TWO_TURNS = [
+    transition_row("a", 0, rewards=(1.0,)),
+    transition_row("a", 1, rewards=(0.0,)),
+    transition_row("b", 0, rewards=(0.0,)),
+    transition_row("b", 1, rewards=(4.0,)),
+]
+"""Returns 1 and 4."""
 
 
 def test_the_return_is_the_sum_of_all_rewards_of_all_calls():
@@ -51,7 +63,69 @@ def test_the_return_is_the_sum_of_all_rewards_of_all_calls():
         ("group", "b", 0.0),
         ("other", "a", 8.0),
     ]
-    assert credit.identical(rows).to_list() == [1.25, 0.0, 1.25, 8.0]
+
+
+def test_weights_multiply_rewards_by_their_names():
+    names = pl.Series([["reward", "brevity"], [], ["other", "brevity", "brevity"]])
+    rows = frame([transition_row("a", 0, rewards=(1.0, 0.5)), transition_row("a", 1), transition_row("b", 0, rewards=(2.0, 4.0, 8.0))])
+    rows = rows.with_columns(names.alias("Rewards.Name"))
+    assert credit.call_rewards(rows, {"brevity": -0.5, "nobody": 7.0}).to_list() == [0.75, 0.0, -4.0]
+    assert credit.call_rewards(rows, {"reward": 0.0, "other": 0.0}).to_list() == [0.5, 0.0, 12.0]
+    assert credit.call_rewards(rows).to_list() == [1.5, 0.0, 14.0]
+    assert credit.returns(rows, {"brevity": 0.0})["Return"].to_list() == [1.0, 2.0]
+    # Without brevity a is worth 1 and b 0: the weight decides who won.
+    rows = frame([transition_row("a", rewards=(1.0,)), transition_row("b", rewards=(3.0,))])
+    rows = rows.with_columns(pl.Series([["reward"], ["brevity"]]).alias("Rewards.Name"))
+    assert advantages(rows, "identical", "rollout") == pytest.approx([-HALF, HALF], abs=1e-4)
+    assert advantages(rows, "identical", "rollout", reward_weights={"brevity": 0.0}) == pytest.approx([HALF, -HALF], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "baseline", "facts", "by_hand"),
+    [
+        # Returns 1 and 4: b is above a at each of its calls.
+        ("identical", "rollout", {}, [-HALF, -HALF, HALF, HALF]),
+        ("identical", "turn", {}, [-HALF, -HALF, HALF, HALF]),
+        ("final_only", "rollout", {}, [0, -HALF, 0, HALF]),
+        # Values 1, 0 and 4, 4; with gamma 1/8: 1, 0 and 1/2, 4.
+        ("reward_to_go", "turn", {}, [-HALF, -HALF, HALF, HALF]),
+        ("reward_to_go", "turn", {"gamma": 0.125}, [HALF, -HALF, -HALF, HALF]),
+        ("own", "turn", {}, [HALF, -HALF, -HALF, HALF]),
+        # All four prompts are equal: one state. Steps 1, 0, 4, 4 with gamma 1: mean 9/4, standard deviation sqrt(51/12).
+        ("gigpo", "rollout", {}, [-HALF - 1.25 / 2.061553, -HALF - 2.25 / 2.061553, HALF + 1.75 / 2.061553, HALF + 1.75 / 2.061553]),
+        ("gigpo", "rollout", {"step_weight": 0.0}, [-HALF, -HALF, HALF, HALF]),
+    ],
+)
+def test_each_formula_by_hand(how: Credit, baseline: Baseline, facts: dict[str, float], by_hand: list[float]):
+    assert advantages(frame(TWO_TURNS), how, baseline, **facts) == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_gigpo_compares_steps_of_equal_prompts_within_the_group():
+    home, item, cart = [1, 2], [1, 2, 3], [3, 2, 1]
+    rows = frame(
+        [
+            transition_row("a", 0, PromptIds=home),
+            transition_row("a", 1, PromptIds=item, rewards=(1.0,)),
+            transition_row("b", 0, PromptIds=home),
+            transition_row("b", 1, PromptIds=home),
+            transition_row("b", 2, PromptIds=item),
+            transition_row("c", 0, PromptIds=cart, rewards=(1.0,)),
+            transition_row("d", 0, PromptIds=item, rewards=(0.5,), GroupId="other"),
+        ]
+    )
+    episode = normalise(np.array([1.0, 0.0, 1.0]), np.zeros(3))
+    at_home = normalise(np.array([0.5, 0.0, 0.0]), np.zeros(3))  # a came to 1 a step later, at gamma 1/2; b was there twice
+    at_item = normalise(np.array([1.0, 0.0]), np.zeros(2))
+    by_hand = [
+        episode[0] + 2 * at_home[0],
+        episode[0] + 2 * at_item[0],
+        episode[1] + 2 * at_home[1],
+        episode[1] + 2 * at_home[2],
+        episode[1] + 2 * at_item[1],
+        episode[2],
+        0,
+    ]
+    assert advantages(rows, "gigpo", "rollout", gamma=0.5, step_weight=2.0) == pytest.approx(by_hand, abs=1e-4)
 
 
 def test_reward_to_go_counts_what_follows_whatever_the_order_of_rows():
@@ -62,14 +136,22 @@ def test_reward_to_go_counts_what_follows_whatever_the_order_of_rows():
             transition_row("a", 0, rewards=(1.0,)),
             transition_row("a", 1, rewards=(2.0,)),
         ]
-    )
-    assert credit.reward_to_go(rows, 0.5).to_list() == [4.0, 16.0, 3.0, 4.0]
-    assert credit.reward_to_go(rows, 0.0).to_list() == [4.0, 16.0, 1.0, 2.0]
+    ).with_columns(Reward=pl.Series([4.0, 16.0, 1.0, 2.0]))
+    assert credit.discounted(rows, 0.5).to_list() == [4.0, 16.0, 3.0, 4.0]
+    assert credit.discounted(rows, 0.0).to_list() == [4.0, 16.0, 1.0, 2.0]
 
 
-def test_a_rollout_counts_once_however_many_turns_it_has():
-    found = advantages(frame(NINE_TURN_WIN + ONE_TURN_LOSS), "identical", "rollout")
-    assert found == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
+def test_a_dropped_call_counts_as_time_and_choices_of_one_call_do_not():
+    rows = frame([transition_row("a", turn) for turn in (0, 0, 3)]).with_columns(Reward=pl.Series([1.0, 2.0, 8.0]))
+    assert credit.discounted(rows, 0.5).to_list() == [2.0, 3.0, 8.0]
+
+
+@pytest.mark.parametrize(("how", "baseline"), [(how, baseline) for how, baseline in PAIRS if baseline == "rollout"])
+def test_a_rollout_counts_once_however_many_turns_it_has(how: Credit, baseline: Baseline):
+    """By rows a 9-turn win and a 1-turn loss would be +0.32 and -2.85 (facts of verl's own grouping)."""
+    prompts = [{**row, "PromptIds": [i + 1]} for i, row in enumerate(NINE_TURN_WIN + ONE_TURN_LOSS)]
+    earlier = 0.0 if how == "final_only" else HALF
+    assert advantages(frame(prompts), how, baseline) == pytest.approx([earlier] * 8 + [HALF, -HALF], abs=1e-4)
 
 
 def test_turn_groups_compare_calls_of_the_same_turn_only():
@@ -83,19 +165,19 @@ def test_turn_groups_compare_calls_of_the_same_turn_only():
         ]
     )
     first = normalise(np.array([1.0, 0.0, 0.0]), np.zeros(3))
-    assert advantages(rows, "reward_to_go", "turn") == pytest.approx([first[0], 0.7071, first[1], -0.7071, first[2]], abs=1e-4)
-    assert advantages(rows, "reward_to_go", "turn", gamma=0.0) == pytest.approx([0, 0.7071, 0, -0.7071, 0], abs=1e-4)
+    assert advantages(rows, "reward_to_go", "turn") == pytest.approx([first[0], HALF, first[1], -HALF, first[2]], abs=1e-4)
+    assert advantages(rows, "own", "turn") == pytest.approx([0, HALF, 0, -HALF, 0], abs=1e-4)
 
 
-def test_one_value_alone_and_equal_values_have_no_advantage():
-    assert advantages(frame(ONE_TURN_LOSS), "identical", "rollout") == [0.0]
+@pytest.mark.parametrize(("how", "baseline"), PAIRS)
+def test_one_value_alone_and_equal_values_have_no_advantage(how: Credit, baseline: Baseline):
+    assert advantages(frame(ONE_TURN_LOSS), how, baseline) == [0.0]
     third = 0.1 + 0.2  # 0.30000000000000004
-    rows = frame([transition_row("a", rewards=(third,)), transition_row("b", rewards=(0.3,)), transition_row("c", 1, rewards=(7.0,))])
-    assert advantages(rows.head(2), "identical", "rollout") == [0.0, 0.0]
-    assert advantages(rows, "identical", "turn") == [0.0, 0.0, 0.0]
+    assert advantages(frame([transition_row("a", rewards=(third,)), transition_row("b", rewards=(0.3,))]), how, baseline) == [0.0, 0.0]
 
 
-def test_groups_and_modes_are_never_compared_with_each_other():
+@pytest.mark.parametrize(("how", "baseline"), PAIRS)
+def test_groups_and_modes_are_never_compared_with_each_other(how: Credit, baseline: Baseline):
     rows = frame(
         [
             transition_row("a", rewards=(1.0,)),
@@ -103,46 +185,101 @@ def test_groups_and_modes_are_never_compared_with_each_other():
             transition_row("c", rewards=(0.0,), Mode="production"),
         ]
     )
-    assert advantages(rows, "identical", "rollout") == [0.0, 0.0, 0.0]
+    assert advantages(rows, how, baseline) == [0.0, 0.0, 0.0]
 
 
-def test_reward_to_go_has_no_one_value_a_rollout():
-    with pytest.raises(SettingsError, match=r"trainer\.baseline = 'turn'"):
-        advantages(frame(NINE_TURN_WIN), "reward_to_go", "rollout")
+@pytest.mark.parametrize(
+    ("how", "baseline", "says"),
+    [
+        (
+            "reward_to_go",
+            "rollout",
+            r"'reward_to_go' does not go with .*Set trainer.baseline = 'turn', or .*'identical', 'final_only', 'gigpo'",
+        ),
+        ("own", "rollout", "Set trainer.baseline = 'turn'"),
+        ("final_only", "turn", "Set trainer.baseline = 'rollout', or .*'identical', 'reward_to_go', 'own'"),
+        ("gigpo", "turn", "Set trainer.baseline = 'rollout'"),
+    ],
+)
+def test_pairs_without_a_meaning_are_refused(how: Credit, baseline: Baseline, says: str):
+    with pytest.raises(SettingsError, match=says):
+        advantages(frame(NINE_TURN_WIN), how, baseline)
+    assert (how, baseline) not in PAIRS
 
 
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"reward_weights": {"speed": float("nan")}}, r"trainer\.reward_weights\.speed = nan is not finite"),
+        ({"step_weight": float("inf")}, r"trainer\.step_weight = inf is not finite"),
+    ],
+)
+def test_weights_are_numbers(facts: dict[str, object], says: str):
+    with pytest.raises(SettingsError, match=says):
+        CreditRule.of(TrainerSettings(**facts)).check()  # type: ignore[arg-type]
+
+
+def test_the_rule_is_the_settings():
+    settings = TrainerSettings(credit="gigpo", gamma=0.5, step_weight=3.0, reward_weights={"a": 2.0})
+    assert CreditRule.of(settings) == CreditRule("gigpo", "rollout", 0.5, 3.0, {"a": 2.0})
+
+
+POLICIES = st.sampled_from(["policy", "policy", "other"])
 ROLLOUTS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=4), min_size=1, max_size=6)
 
 
-@given(rollouts=ROLLOUTS, data=st.data())
-def test_laws(rollouts: list[list[float]], data: st.DataObject):
+@given(rollouts=ROLLOUTS, pair=st.sampled_from(PAIRS), gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]), data=st.data())
+def test_laws(rollouts: list[list[float]], pair: tuple[Credit, Baseline], gamma: float, data: st.DataObject):
     rows = [
-        transition_row(str(i), turn, rewards=(reward,), GroupId=str(i % 2))
+        transition_row(
+            str(i), turn, rewards=(reward,), GroupId=str(i % 2), PromptIds=[data.draw(st.integers(1, 2))], Policy=data.draw(POLICIES)
+        )
         for i, rewards in enumerate(rollouts)
         for turn, reward in enumerate(rewards)
     ]
     whole = frame(rows)
-    by_rollout = np.array(advantages(whole, "identical", "rollout"))
     shuffled = data.draw(st.permutations(range(len(rows))))
+    own = whole["Policy"] == "policy"
+    named = whole.with_columns(N=pl.int_range(pl.len()))
+    mine = [one.filter(pl.col("Policy") == "policy")["N"].to_list() for one in (named, named[shuffled])]
 
-    assert credit.reward_to_go(whole, 1.0).filter(whole["Turn"] == 0).to_list() == pytest.approx([sum(one) for one in rollouts], abs=1e-9)
-    assert np.array(advantages(whole[shuffled], "identical", "rollout")) == pytest.approx(by_rollout[shuffled], abs=1e-6)
-    per_rollout = whole.with_columns(Advantage=pl.Series(by_rollout)).group_by("GroupId", "RolloutId").agg(pl.col("Advantage").unique())
-    assert per_rollout["Advantage"].list.len().to_list() == [1] * len(rollouts), "every call of a rollout has the rollout's advantage"
-    sums = per_rollout.group_by("GroupId").agg(pl.col("Advantage").list.first().sum())["Advantage"].to_numpy()
+    found = dict(zip(mine[0], advantages(whole, *pair, gamma=gamma), strict=True))
+    assert advantages(whole[shuffled], *pair, gamma=gamma) == pytest.approx([found[n] for n in mine[1]], abs=1e-6)
+
+    calls = whole.with_columns(credit.call_rewards(whole), own.alias("Own"))
+    assert credit.discounted(calls, 1.0).filter(whole["Turn"] == 0).to_list() == pytest.approx([sum(one) for one in rollouts], abs=1e-9)
+    by_hand = [sum(gamma**k * reward for k, reward in enumerate(rewards[turn:])) for rewards in rollouts for turn in range(len(rewards))]
+    assert credit.discounted(calls, gamma).to_list() == pytest.approx(by_hand, abs=1e-9)
+
+
+@given(rollouts=ROLLOUTS)
+def test_a_groups_rollouts_cancel_and_final_only_sums_to_the_rollouts_advantage(rollouts: list[list[float]]):
+    whole = frame(
+        [
+            transition_row(str(i), turn, rewards=(reward,), GroupId=str(i % 2))
+            for i, rewards in enumerate(rollouts)
+            for turn, reward in enumerate(rewards)
+        ]
+    )
+    whole = whole.with_columns(
+        Everywhere=pl.Series(advantages(whole, "identical", "rollout")), Last=pl.Series(advantages(whole, "final_only", "rollout"))
+    )
+    per_rollout = whole.group_by("GroupId", "RolloutId").agg(pl.col("Everywhere").unique(), pl.col("Last").sum())
+    assert per_rollout["Everywhere"].list.len().to_list() == [1] * len(rollouts), "every call of a rollout has the rollout's advantage"
+    assert per_rollout["Everywhere"].list.first().to_list() == pytest.approx(per_rollout["Last"].to_list(), abs=1e-9)
+    sums = per_rollout.group_by("GroupId").agg(pl.col("Last").sum())["Last"].to_numpy()
     assert sums == pytest.approx(np.zeros(len(sums)), abs=1e-3), "a group's advantages cancel, each rollout counting once"
 
 
-def test_rewards_on_another_policys_calls_count_and_only_own_calls_get_an_advantage():
+@pytest.mark.parametrize(("how", "baseline"), [pair for pair in PAIRS if pair[0] != "own"])
+def test_rewards_on_another_policys_calls_count_and_only_own_calls_get_an_advantage(how: Credit, baseline: Baseline):
     rows = frame(
         [
-            transition_row("won", 0, Policy="planner"),
+            transition_row("won", 0, Policy="planner", PromptIds=[1]),
             transition_row("won", 1, rewards=(1.0,)),
-            transition_row("lost", 0, Policy="planner"),
+            transition_row("lost", 0, Policy="planner", PromptIds=[2]),
             transition_row("lost", 1, rewards=(0.0,)),
         ]
     )
-    planner = rows["Policy"] == "planner"
-    for how, baseline in (("identical", "rollout"), ("identical", "turn"), ("reward_to_go", "turn")):
-        found = credit.advantages(rows, planner, credit=how, baseline=baseline, gamma=1.0, normalise=normalise)
-        assert found.to_list() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    found = credit.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
+    assert found.to_list() == pytest.approx([HALF, -HALF], abs=1e-4)

@@ -12,9 +12,9 @@ from trainer.source import Group
 GROUP = Group("run", "train", "spec", "group")
 
 
-def reasons(rows: list[dict[str, object]], committed: tuple[int, ...] = (0,), max_staleness: int = 0) -> dict[Group, ExpiryReason]:
+def reasons(rows: list[dict[str, object]], lineage: tuple[int, ...] = (0,), max_staleness: int = 0) -> dict[Group, ExpiryReason]:
     frame = pl.DataFrame(rows or [transition_row("elsewhere", GroupId="other")])
-    return expiry_reasons([GROUP], frame, committed=committed, max_staleness=max_staleness, tokenizer_hash="tokenizer")
+    return expiry_reasons([GROUP], frame, lineage=lineage, max_staleness=max_staleness, tokenizer_hash="tokenizer", max_tokens=5)
 
 
 PAIR = [transition_row("a"), transition_row("b")]
@@ -32,6 +32,7 @@ def test_two_rollouts_of_the_newest_version_may_be_trained():
         ([*PAIR, transition_row("c", Version=9)], ExpiryReason.UNKNOWN_VERSION),
         ([*PAIR, transition_row("c", TokenizerHash="other")], ExpiryReason.OTHER_TOKENIZER),
         ([*PAIR, transition_row("c", Temperature=0.0)], ExpiryReason.GREEDY),
+        ([transition_row(name, PromptIds=[1, 2, 3, 4]) for name in "ab"], ExpiryReason.TOO_LONG),
     ],
 )
 def test_one_call_is_enough_to_put_a_group_aside(rows: list[dict[str, object]], reason: ExpiryReason):
@@ -42,10 +43,14 @@ def test_a_call_without_a_tokenizer_hash_is_taken():
     assert reasons([*PAIR, transition_row("c", TokenizerHash="")]) == {}
 
 
+def test_a_group_of_which_some_calls_fit_is_taken():
+    assert reasons([*PAIR, transition_row("c", PromptIds=[1] * 9)]) == {}
+
+
 def test_staleness_counts_committed_versions():
     old = [transition_row("a", Version=4), transition_row("b", Version=6)]
     # 5 was orphaned: 4 is one version behind 6, not two.
-    assert reasons(old, committed=(0, 4, 6), max_staleness=0) == {GROUP: ExpiryReason.STALE}
-    assert reasons(old, committed=(0, 4, 6), max_staleness=1) == {}
-    assert reasons(old, committed=(0, 4, 6, 7), max_staleness=1) == {GROUP: ExpiryReason.STALE}
-    assert reasons(old, committed=(0, 4, 6, 7), max_staleness=9) == {}
+    assert reasons(old, lineage=(0, 4, 6), max_staleness=0) == {GROUP: ExpiryReason.STALE}
+    assert reasons(old, lineage=(0, 4, 6), max_staleness=1) == {}
+    assert reasons(old, lineage=(0, 4, 6, 7), max_staleness=1) == {GROUP: ExpiryReason.STALE}
+    assert reasons(old, lineage=(0, 4, 6, 7), max_staleness=9) == {}

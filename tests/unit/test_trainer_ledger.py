@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crash import crashes
@@ -14,7 +15,8 @@ from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
 from trainer.source import BatchRollout, Group
 
-FACTS = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {"loss": 0.5}}
+BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
+FACTS: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {"loss": 0.5}}
 
 
 def group(name: str, mode: str = "train", spec: str = "spec") -> Group:
@@ -31,7 +33,7 @@ def opened(directory: Path) -> Ledger:
 
 def begun(directory: Path) -> Ledger:
     ledger = opened(directory)
-    ledger.register_initial(PolicyVersion("policy", 0, None, None, "float32:00", "/v0"), "tokenizer", "run")
+    ledger.register_initial(**BASE)
     return ledger
 
 
@@ -86,7 +88,7 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(tmp_path: Pat
         ledger = opened(tmp_path / str(boundary))
         ledger.recover()
         if ledger.frontier() is None:
-            ledger.register_initial(PolicyVersion("policy", 0, None, None, "float32:00", "/v0"), "tokenizer", "run")
+            ledger.register_initial(**BASE)
         for name in groups:
             if ("train", name) not in ledger.finished_groups("run", "spec"):
                 ledger.commit(ledger.begin(rollouts(f"{name}-a", f"{name}-b", of=name)), **FACTS)
@@ -103,7 +105,7 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(tmp_path: Pat
             if one.status is VersionStatus.ORPHANED:
                 assert rows == []
             else:
-                assert one.policy_version.parent == parent
+                assert (one.policy_version.parent, one.parent_branch) == (parent, "" if parent is None else "main")
                 assert len(rows) == (0 if parent is None else 2)
                 parent = one.version
             found += rows
@@ -137,8 +139,8 @@ def test_branches_have_their_own_versions_and_leases(tmp_path: Path):
     main.begin(rollouts("a"))
     other = Ledger(tmp_path, "policy", "other")
     assert (other.recover(), other.versions(), other.finished_groups("run", "spec")) == ([], [], set())
-    other.register_initial(PolicyVersion("policy", 0, None, None, "float32:00", "/v0"), "tokenizer", "run")
-    assert other.begin(rollouts("a")).version == 1
+    other.register_initial(**BASE)
+    assert other.begin(rollouts("a")).version == 2, "1 is taken by main"
     assert main.recover() == [1]
     assert other.finished_groups("run", "spec") == {("train", "g")}
 
@@ -156,4 +158,57 @@ def test_weights_to_begin_with_come_first_and_once(tmp_path: Path):
         opened(tmp_path / "empty").begin(rollouts("a"))
     ledger = begun(tmp_path)
     with pytest.raises(LedgerError, match="already has versions"):
-        ledger.register_initial(PolicyVersion("policy", 0, None, None, "float32:00", "/v0"), "tokenizer", "run")
+        ledger.register_initial(**BASE)
+
+
+def test_a_branch_begins_as_the_version_whose_weights_it_takes(tmp_path: Path):
+    main = begun(tmp_path)
+    for number in (1, 2, 3):
+        facts = {**FACTS, "checksum": f"float32:0{number}", "path": f"/v{number}"}
+        main.commit(main.begin(rollouts(f"r{number}")), **facts)
+    brevity = Ledger(tmp_path, "policy", "brevity")
+    brevity.register_initial(checksum="float32:02", path="/a copy of v2", tokenizer_hash="tokenizer", run_id="run")
+    (first,) = brevity.versions()
+    assert first.policy_version == PolicyVersion("policy", 2, 2, None, "float32:02", "/a copy of v2")
+    assert (first.branch, first.parent_branch, first.modes, first.metrics) == ("brevity", "main", "", {})
+    assert (brevity.lineage(), brevity.committed_versions()) == ([0, 1, 2], [2]), "3 came after the fork"
+    assert (main.lent(), brevity.lent()) == ({2}, set())
+
+    lease = brevity.begin(rollouts("r1", "r2"))
+    assert (lease.version, lease.parent) == (4, 2), "3 is main's; what main trained on may be trained here"
+    brevity.commit(lease, **{**FACTS, "checksum": "float32:04", "path": "/v4"})
+    assert [(one.version, one.policy_version.parent, one.parent_branch) for one in brevity.versions()] == [
+        (2, 2, "main"), (4, 2, "brevity"),
+    ]  # fmt: skip
+    assert brevity.lineage() == [0, 1, 2, 4]
+    assert main.lent() == set(), "brevity has files of its own"
+    assert (main.begin(rollouts("r5")).version, main.lineage()) == (5, [0, 1, 2, 3])
+
+    again = Ledger(tmp_path, "policy", "a branch of a branch")
+    again.register_initial(checksum="float32:04", path="/v4", tokenizer_hash="tokenizer", run_id="run")
+    assert (again.lineage(), again.versions()[0].parent_branch) == ([0, 1, 2, 4], "brevity")
+
+
+def test_weights_that_nobody_committed_begin_a_past_of_their_own(tmp_path: Path):
+    main = begun(tmp_path)
+    main.commit(main.begin(rollouts("a")), **FACTS)
+    lost = main.begin(rollouts("b"))
+    for name, changes in {"other weights": {"checksum": "float32:99"}, "other tokenizer": {"tokenizer_hash": "t"}}.items():
+        branch = Ledger(tmp_path, "policy", name)
+        branch.register_initial(**{**BASE, **changes})
+        number = {"other weights": 3, "other tokenizer": 4}[name]
+        assert (branch.lineage(), branch.versions()[0].policy_version.parent, branch.versions()[0].parent_branch) == ([number], None, "")
+    assert lost.version == 2
+    policy = Ledger(tmp_path, "another policy", "main")
+    policy.register_initial(**BASE)
+    assert policy.lineage() == [0], "each policy counts from 0"
+
+
+def test_of_versions_with_equal_weights_the_one_in_that_place_is_meant(tmp_path: Path):
+    main = begun(tmp_path)
+    for number in (1, 2):  # steps in which every advantage was 0
+        main.commit(main.begin(rollouts(f"r{number}")), **{**FACTS, "checksum": BASE["checksum"], "path": f"/v{number}"})
+    for name, path, number in (("one", "/v1", 1), ("elsewhere", "/copy", 2)):
+        branch = Ledger(tmp_path, "policy", name)
+        branch.register_initial(**{**BASE, "path": path})
+        assert branch.lineage() == list(range(number + 1))

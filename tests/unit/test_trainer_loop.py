@@ -9,18 +9,43 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import polars as pl
 import pytest
 import trainer_world
 from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
 
+from fakes import transition_row
 from spangrad.errors import LedgerError, SettingsError, TrainerError
+from spangrad.settings import Selection
 from spangrad.types import VersionStatus
 from trainer import loop
 from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
 from trainer.shutdown import Shutdown, Stopped
+from trainer.source import Group, Loaded
+
+
+class Turns(FakeSource):
+    """Two groups of two rollouts, one of which won at its last call, with a call for each prompt."""
+
+    def __init__(self, prompts: list[list[int]], agents: list[str] | None = None) -> None:
+        super().__init__(["a", "b"])
+        self.prompts, self.agents = prompts, agents or ["agent"] * len(prompts)
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        loaded, last = super().load(groups), len(self.prompts) - 1
+        rows = [
+            transition_row(
+                row["RolloutId"], turn, rewards=tuple(row["Rewards.Value"]) if turn == last else (), PromptIds=prompt,
+                AgentName=agent, **{name: row[name] for name in ("GroupId", "BuildSpec", "TokenizerHash")},
+            )
+            for row in loaded.transitions.rows(named=True)
+            for turn, (prompt, agent) in enumerate(zip(self.prompts, self.agents, strict=True))
+        ]  # fmt: skip
+        return Loaded(loaded.rollouts, pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64)}))
 
 
 @pytest.fixture
@@ -39,7 +64,8 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     known = {name: value for name, value in newest.metrics.items() if name not in {"seconds_train", "seconds_checkpoint"}}
     assert known == {
         "loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": 1.0,
-        "transitions": 4.0, "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "seconds_publish": 0.25,
+        "transitions": 4.0, "too_long": 0.0, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
+        "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.
     assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
@@ -75,6 +101,95 @@ def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path,
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
     assert trainer.ledger.expired() == {group("a"): ExpiryReason.GREEDY}
+
+
+def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    long = Turns([[1, 2], [1, 2, 3, 4, 5, 6, 7, 8]])
+    optimiser = FakeOptimiser()
+    trainer = wired(settings(base, tmp_path, max_tokens_per_device=9), long, optimiser)
+    trainer.run(follow=False)
+    (batch,) = optimiser.batches
+    assert (batch.token_counts, batch.advantages[:, 0].tolist()) == ([4] * 4, [1.0, -1.0, 1.0, -1.0]), "rewards on the long calls count"
+    newest = loop.newest_version(trainer.ledger)
+    assert (newest.metrics["transitions"], newest.metrics["too_long"]) == (4, 4)
+    told = "4 calls are longer than trainer.max_tokens_per_device = 9 and are not trained, though their rewards count: transition-a-0-1, "
+    assert told in caplog.text
+    assert "4 transitions, 4 calls too long, return +0.50" in caplog.text
+
+
+def test_a_group_without_a_call_that_fits_is_put_aside(tmp_path: Path, base: Path):
+    trainer = wired(settings(base, tmp_path, max_tokens_per_device=4), FakeSource(["a", "b"]))
+    trainer.run(follow=False)
+    assert trainer.ledger.expired() == {group("a"): ExpiryReason.TOO_LONG, group("b"): ExpiryReason.TOO_LONG}
+
+
+def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    prompts = [[1, 2], [1, 2, 4, 5, 6], [9, 9]]
+    found = {}
+    for merged in (False, True):
+        optimiser = FakeOptimiser()
+        trainer = wired(settings(base, tmp_path / str(merged), merge=merged), Turns(prompts), optimiser)
+        trainer.run(follow=False)
+        metrics = loop.newest_version(trainer.ledger).metrics
+        found[merged] = {name: metrics[name] for name in ("transitions", "sequences", "tokens", "trained_tokens", "merge_ratio")}
+        assert int(optimiser.batches[0].response_mask.sum()) == 24
+    assert found == {
+        False: {"transitions": 12, "sequences": 12, "tokens": 60, "trained_tokens": 24, "merge_ratio": 1},
+        True: {"transitions": 12, "sequences": 8, "tokens": 44, "trained_tokens": 24, "merge_ratio": 60 / 44},
+    }
+    assert "12 transitions, return +0.50" in caplog.text
+    assert "12 transitions, 1.4x fewer tokens in 8 sequences, return +0.50" in caplog.text
+
+
+def test_only_selected_calls_are_trained_and_the_others_rewards_count(tmp_path: Path, base: Path):
+    optimiser = FakeOptimiser()
+    source = Turns([[1], [2], [3]], agents=["planner", "coder", "planner"])
+    trainer = wired(settings(base, tmp_path, selection=Selection(agents="cod.*")), source, optimiser)
+    trainer.run(follow=False)
+    (batch,) = optimiser.batches
+    assert (batch.prompts.tolist(), batch.advantages[:, 0].tolist()) == ([[2]] * 4, [1.0, -1.0, 1.0, -1.0])
+    nobody = wired(settings(base, tmp_path / "nobody", selection=Selection(agents="cod")), source)
+    nobody.run(follow=False)
+    assert nobody.ledger.expired() == {group("a"): ExpiryReason.NO_TRANSITIONS, group("b"): ExpiryReason.NO_TRANSITIONS}
+
+
+def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    names = ["a", "b", "c", "d"]
+    main = wired(settings(base, tmp_path / "policies"), FakeSource(names))
+    main.run(follow=False)
+    assert list(committed(main)) == [0, 1, 2]
+    of_main = loop.newest_version(main.ledger).policy_version
+    # Sampled by versions 0 and 1 of main; branch brevity begins with version 2.
+    source = FakeSource(names, changes={"a": {"Version": 1}, "b": {"Version": 1}})
+    fork = settings(Path(of_main.path), tmp_path / "policies", branch="brevity", max_staleness=1)
+    brevity = wired(fork, source, FakeOptimiser(2.0))
+    brevity.run(follow=False)
+    assert committed(brevity) == {2: [], 3: ["a-0", "a-1", "b-0", "b-1"]}
+    assert brevity.ledger.expired() == {group("c"): ExpiryReason.STALE, group("d"): ExpiryReason.STALE}
+    assert "branch brevity begins with version 2 of branch main" in caplog.text
+    first, second = brevity.ledger.versions()
+    assert (first.parent_branch, first.policy_version.checksum) == ("main", of_main.checksum)
+    assert (second.policy_version.parent, second.parent_branch) == (2, "brevity")
+    stranger = wired(settings(base, tmp_path / "elsewhere", branch="brevity"), source)
+    stranger.run(follow=False)
+    assert stranger.ledger.expired()[group("a")] is ExpiryReason.UNKNOWN_VERSION, "without main's past its versions mean nothing"
+
+
+def test_a_checkpoint_that_another_branch_begins_with_is_kept(tmp_path: Path, base: Path):
+    main = wired(settings(base, tmp_path, keep_checkpoints=1), FakeSource(["a", "b"]))
+    main.run(follow=False)
+    path = Path(loop.newest_version(main.ledger).policy_version.path)
+    fork = wired(settings(path, tmp_path, branch="fork"), FakeSource([]))
+    more = FakeSource(["c", "d"], changes=dict.fromkeys("cd", main.source.changes["a"]))  # type: ignore[attr-defined]
+    main.source = more
+    main.run(follow=False)
+    assert list(committed(main)) == [0, 1, 2]
+    assert path.is_dir()
+    fork.ledger.close()
+    loop.prepare(Ledger(tmp_path, "policy", "fork"), settings(path, tmp_path, branch="fork"))
 
 
 def test_a_batch_without_advantages_commits_the_parents_weights(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):

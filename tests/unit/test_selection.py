@@ -1,0 +1,61 @@
+"""Selections: which calls their patterns take."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from spangrad.errors import SettingsError
+from spangrad.selection import conditions, expression
+from spangrad.settings import Selection
+
+CALLS = pl.DataFrame(
+    {
+        "AgentName": ["planner", "planner2", "", "coder"],
+        "Model": ["gpt-4o", "gpt-4o", "policy", "policy"],
+        "Policy": ["policy", "", "", "large"],
+        "Tools": [["search", "run"], [], ["run_tests"], None],
+        "Components": [["crew", "planner"], ["crew"], [], ["coder"]],
+    },
+    schema_overrides={"Tools": pl.List(pl.String), "Components": pl.List(pl.String)},
+)
+
+
+@pytest.mark.parametrize(
+    ("selection", "taken"),
+    [
+        (Selection(), [0, 1, 2, 3]),
+        (Selection(agents="planner"), [0]),
+        (Selection(agents="plan.*|coder"), [0, 1, 3]),
+        (Selection(agents=""), [2]),
+        (Selection(models="gpt.*"), [0, 1]),
+        # What no policy answered was asked for by its model's name.
+        (Selection(policies="policy"), [0, 2]),
+        (Selection(policies="gpt-4o|large"), [1, 3]),
+        (Selection(tools="run"), [0]),
+        (Selection(tools="run.*"), [0, 2]),
+        (Selection(tools=".*"), [0, 2]),
+        (Selection(components="crew"), [0, 1]),
+        (Selection(components="crew|coder", models="policy"), [3]),
+        (Selection(agents="nobody"), []),
+    ],
+)
+def test_every_pattern_that_is_given_matches_a_name_in_full(selection: Selection, taken: list[int]):
+    assert CALLS.select(expression(selection)).to_series().to_list() == [i in taken for i in range(4)]
+    assert CALLS.clear().filter(expression(selection)).is_empty()
+
+
+def test_each_condition_says_what_it_was_held_against():
+    chosen = Selection(agents="a", policies="p", tools="t")
+    found = {one.what: CALLS.select(one.found).to_series().to_list() for one in conditions(chosen)}
+    assert found == {
+        "agent": ["planner", "planner2", "", "coder"],
+        "policy": ["policy", "gpt-4o", "policy", "large"],
+        "tool": ["search, run", "", "run_tests", None],
+    }
+
+
+@pytest.mark.parametrize(("field", "pattern"), [("policies", "("), ("tools", "[a"), ("components", "a{2,1}")])
+def test_what_is_no_regular_expression_is_refused_by_its_name(field: str, pattern: str):
+    with pytest.raises(SettingsError, match=rf"selection\.{field} = .* is no regular expression \(.+\)\. Mend it"):
+        expression(Selection(**{field: pattern}))

@@ -1,0 +1,167 @@
+"""Merging: which calls become one sequence, what is trained in it, and that nothing sampled is ever changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import transition_row
+from spangrad.errors import TrainerError
+from trainer.merge import Sequences, merge, separate
+
+
+def call(turn: int, prompt: list[int], response: list[int], rollout: str = "a", **changes: Any) -> dict[str, object]:
+    logprobs = [-token / 8 for token in response]
+    return transition_row(rollout, turn, PromptIds=prompt, ResponseIds=response, Logprobs=logprobs, **changes)
+
+
+def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
+    return pl.DataFrame(
+        rows, schema_overrides={name: pl.List(pl.UInt32) for name in ("PromptIds", "ResponseIds")} | {"Logprobs": pl.List(pl.Float32)}
+    )
+
+
+def told(sequences: Sequences) -> list[tuple[list[str], str]]:
+    """Each sequence's calls, by turn, and its tokens: the prompt | then sampled tokens in brackets."""
+    found = []
+    for i, calls in enumerate(sequences.calls.to_list()):
+        begin, end = sequences.offsets[i], sequences.offsets[i + 1]
+        words = [f"[{token}]" if on else str(token) for token, on in zip(sequences.ids[begin:end], sequences.mask[begin:end], strict=True)]
+        words.insert(int(sequences.prompts[i]), "|")
+        found.append(([name.removeprefix("call-") for name in calls], " ".join(words)))
+    return found
+
+
+def merged(*rows: dict[str, object]) -> list[tuple[list[str], str]]:
+    return told(merge(frame(list(rows)), pl.Series([1.0] * len(rows))))
+
+
+def test_a_growing_conversation_is_one_sequence():
+    rows = frame([call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 5], [6]), call(2, [1, 2, 3, 4, 5, 6], [7, 8])])
+    found = merge(rows, pl.Series([0.5, -1.0, 2.0]))
+    assert told(found) == [(["a-0", "a-1", "a-2"], "1 2 | [3] [4] 5 [6] [7] [8]")]
+    assert found.logprobs.tolist() == [0, 0, -0.375, -0.5, 0, -0.75, -0.875, -1.0]
+    assert found.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -1.0, 2.0, 2.0]
+    assert (found.offsets.tolist(), found.prompts.tolist(), found.temperature.tolist(), found.version.tolist()) == ([0, 8], [2], [1.0], [0])
+    assert (found.tokens, found.separate_tokens, found.trained_tokens, found.merge_ratio) == (8, 18, 5, 2.25)
+    assert (found.logprobs.dtype, found.ids.dtype) == (np.float32, np.uint32)
+
+
+def test_a_break_forks_and_mends_nothing():
+    first, rewritten = call(0, [1], [2, 3]), call(1, [1, 2, 9, 4], [5])
+    assert merged(first, rewritten) == [(["a-0"], "1 | [2] [3]"), (["a-1"], "1 2 9 4 | [5]")]
+    # What follows a break goes on from it, and what goes back to the first end goes on from there.
+    after, back = call(2, [1, 2, 9, 4, 5, 6], [7]), call(3, [1, 2, 3, 8], [9])
+    assert merged(first, rewritten, after, back) == [(["a-0", "a-3"], "1 | [2] [3] 8 [9]"), (["a-1", "a-2"], "1 2 9 4 | [5] 6 [7]")]
+
+
+def test_history_cut_in_the_middle_of_a_response_is_a_break():
+    assert merged(call(0, [1], [2, 3]), call(1, [1, 2], [3])) == [(["a-0"], "1 | [2] [3]"), (["a-1"], "1 2 | [3]")]
+
+
+def test_choices_of_one_call_fork_and_the_next_call_continues_the_one_that_it_tells_of():
+    left = call(0, [1], [2])
+    right = {**call(0, [1], [3]), "CallId": "call-a-0b"}
+    assert merged(left, right, call(1, [1, 3, 4], [5])) == [(["a-0"], "1 | [2]"), (["a-0b", "a-1"], "1 | [3] 4 [5]")]
+    equal = {**left, "CallId": "call-a-0b"}
+    assert merged(left, equal, call(1, [1, 2], [5])) == [(["a-0"], "1 | [2]"), (["a-0b", "a-1"], "1 | [2] [5]")]
+
+
+def test_of_two_calls_that_extend_the_same_end_the_first_continues_it():
+    assert merged(call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 5], [6])) == [
+        (["a-0", "a-1"], "1 | [2] 3 [4]"),
+        (["a-2"], "1 2 5 | [6]"),
+    ]
+
+
+def test_the_longest_end_is_continued():
+    assert merged(call(0, [1], [2]), call(1, [1, 2, 3, 4], [5]), call(2, [1], [2, 3]), call(3, [1, 2, 3, 9], [7])) == [
+        (["a-0", "a-1"], "1 | [2] 3 4 [5]"),
+        (["a-2", "a-3"], "1 | [2] [3] 9 [7]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"Version": 1}, {"Temperature": 0.5}, {"Policy": "q"}, {"TokenizerHash": "t"}, {"RolloutId": "b"}, {"Attempt": 1}, {"GroupId": "h"}],
+)
+def test_only_calls_of_one_rollout_policy_version_tokenizer_and_temperature_are_one_sequence(other: dict[str, Any]):
+    rows = [call(0, [1], [2]), {**call(1, [1, 2, 3], [4]), **other}]
+    assert sorted(told(merge(frame(rows), pl.Series([1.0, 1.0])))) == [(["a-0"], "1 | [2]"), (["a-1"], "1 2 3 | [4]")]
+
+
+def test_ids_are_compared_whole_not_by_their_bytes():
+    """513 is 1 and 2 in its first two bytes: a prefix of bytes must be one of tokens."""
+    assert merged(call(0, [1, 2], [3]), call(1, [513, 3, 3], [4])) == [(["a-0"], "1 2 | [3]"), (["a-1"], "513 3 3 | [4]")]
+    big = [2**31 + 5, 2**32 - 1]
+    assert merged(call(0, big, [7]), call(1, [*big, 7, 8], [9])) == [(["a-0", "a-1"], f"{big[0]} {big[1]} | [7] 8 [9]")]
+
+
+def test_separate_keeps_each_call_in_its_place():
+    rows = frame([call(1, [1, 2, 3], [4]), call(0, [1], [2, 2])])
+    found = separate(rows, pl.Series([1.0, -1.0]))
+    assert told(found) == [(["a-1"], "1 2 3 | [4]"), (["a-0"], "1 | [2] [2]")]
+    assert found.advantages.tolist() == [0, 0, 0, 1, 0, -1, -1]
+    assert (found.merge_ratio, found.trained_tokens) == (1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"PromptIds": []}, "transition-a-0 has 0 prompt and 2 response tokens"),
+        ({"ResponseIds": [], "Logprobs": []}, "transition-a-0 has 3 prompt and 0 response tokens"),
+        ({"Logprobs": [-1.0]}, "transition-a-0 has 2 response tokens and 1 logprobs"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_named(changes: dict[str, Any], says: str):
+    rows = frame([transition_row("b"), transition_row("a", **changes)])
+    for make in (separate, merge):
+        with pytest.raises(TrainerError, match=says):
+            make(rows, pl.Series([1.0, 1.0]))
+
+
+TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
+
+
+@given(data=st.data())
+def test_every_sampled_token_is_trained_once_in_its_own_context(data: st.DataObject):
+    """Of rollouts that grow, break, fork and repeat themselves, over an alphabet so small that prefixes meet by accident."""
+    rows: list[dict[str, object]] = []
+    for rollout in ("a", "b"):
+        ends: list[list[int]] = [[]]
+        for turn in range(data.draw(st.integers(0, 6))):
+            prompt = [*data.draw(st.sampled_from(ends)), *data.draw(TOKENS if ends == [[]] else st.one_of(st.just([]), TOKENS))] or [1]
+            response = data.draw(TOKENS)
+            rows.append(call(turn, prompt, response, rollout, Version=data.draw(st.sampled_from([0, 0, 0, 1]))))
+            ends.append(prompt + response)
+    advantages = pl.Series([float(i + 1) for i in range(len(rows))], dtype=pl.Float64)
+    whole = frame(rows) if rows else frame([call(0, [1], [1])]).clear()
+    found = merge(whole, advantages)
+
+    contexts = sorted((tuple(row["PromptIds"]), tuple(row["ResponseIds"]), i + 1.0) for i, row in enumerate(rows))  # type: ignore[arg-type]
+    seen = []
+    for i in range(len(found)):
+        ids, mask, worth = (
+            values[found.offsets[i] : found.offsets[i + 1]].tolist() for values in (found.ids, found.mask, found.advantages)
+        )
+        assert not any(mask[: found.prompts[i]])
+        for value in sorted({one for one, on in zip(worth, mask, strict=True) if on}):
+            places = [place for place, one in enumerate(worth) if one == value]
+            assert places == list(range(places[0], places[-1] + 1)), "a response is in one piece"
+            seen.append((tuple(ids[: places[0]]), tuple(ids[places[0] : places[-1] + 1]), value))
+    assert sorted(seen) == contexts
+    alone = separate(whole, advantages)
+    assert (found.trained_tokens, found.separate_tokens) == (alone.trained_tokens, alone.tokens)
+    assert found.tokens <= alone.tokens
+    longest = [len(row["PromptIds"]) + len(row["ResponseIds"]) for row in rows]  # type: ignore[arg-type]
+    assert max(np.diff(found.offsets), default=0) == max(longest, default=0), "no sequence is longer than the longest call"
+
+    order = data.draw(st.permutations(range(len(rows))))
+    again = merge(whole[order], advantages[order])
+    assert told(again) == told(found)
+    assert (again.advantages.tolist(), again.logprobs.tolist()) == (found.advantages.tolist(), found.logprobs.tolist())
