@@ -1,0 +1,474 @@
+"""Exports out of a real store, read back by those who read them: pyarrow, `datasets`, verl's own dataset classes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from export_world import START, World, chat, said, user
+
+import fakes
+from spangrad.clickhouse import connect
+from spangrad.errors import BuilderError, StoreError
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from spangrad.types import DropReason, transition_id
+from transition_builder.export.formats import FORMATS, Exported, export
+from transition_builder.export.reading import Wanted
+from transition_builder.export.tally import LeftOut
+from transition_builder.loop import build_once
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+ASKS = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "rome"}'}}],
+}
+ANSWERS = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+
+
+def write(world: World, name: str, out: Path, **wanted: Any) -> Exported:
+    options = {key: wanted.pop(key) for key in ("force", "min_margin") if key in wanted}
+    return export(world.client, world.store.url, name, Wanted(wanted.pop("dataset", world.name), **wanted), out, **options)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def two_turns(world: World, rollout: str, reward: float, reply: str = "sunny in rome", **where: Any) -> list[str]:
+    """A rollout of two calls, the second of which goes on where the first ended."""
+    first = world.call(rollout, *chat([SYSTEM, user("rome?")], ASKS, tools=[TOOL]), ids=([1, 2], [3, 4]), **where)
+    second = world.call(
+        rollout, *chat([SYSTEM, user("rome?"), ASKS, ANSWERS], reply, tools=[TOOL]), ids=([1, 2, 3, 4, 5], [6, 7]), reward=reward, **where
+    )
+    return [first, second]
+
+
+def test_parquet_holds_the_transitions_as_they_are(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-parquet")
+    calls = two_turns(world, "r0", 1.0) + two_turns(world, "r1", 0.5)
+    world.call("r1", dropped="call_failed")
+    world.commit()
+    done = write(world, "parquet", tmp_path / "out.parquet", reward_weights={"reward": 2.0})
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.schema.metadata == {
+        b"spangrad.dataset": b"ex-parquet@1",
+        b"spangrad.build_spec": world.spec.encode(),
+        b"spangrad.as_of": b"",
+        b"spangrad.reward_weights": b'{"reward": 2.0}',
+    }
+    assert table.column("CallId").to_pylist() == calls
+    assert table.slice(1, 1).to_pylist() == [
+        {
+            "RunId": "ex-parquet", "Mode": "train", "BuildSpec": world.spec, "GroupId": "g", "GroupSize": 2, "TaskId": "t",
+            "RolloutId": "r0", "Attempt": 0, "Revision": 0, "Turn": 1, "CallId": calls[1],
+            "TransitionId": transition_id(calls[1], world.spec, 0),
+            "TraceId": table.column("TraceId")[1].as_py(), "SpanId": f"{2:016x}", "Choice": 0, "Timestamp": START + timedelta(seconds=2),
+            "ParentCallId": "", "Branch": 0, "AgentName": "planner", "Components": ["planner"], "Tools": [], "Policy": "policy",
+            "Version": 3, "Model": "policy", "TokenizerHash": "tok",
+            "PromptIds": [1, 2, 3, 4, 5], "ResponseIds": [6, 7], "Logprobs": [-0.5, -0.5],
+            "Temperature": 1.0, "FinishReason": "stop", "Rewards": [{"Name": "reward", "Value": 1.0, "Source": "runner"}], "Return": 2.0,
+        }
+    ]  # fmt: skip
+    assert (done.tally.calls, done.tally.calls_written, dict(done.tally.left_out)) == (5, 4, {"dropped: call_failed": 1})
+
+
+def test_a_past_state_and_an_older_revision_can_be_exported(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-asof")
+    first = two_turns(world, "r0", 1.0)
+    then = world.commit()
+    second = two_turns(world, "r0", 0.0) + two_turns(world, "r1", 0.0)
+    world.commit(revision=1)
+    world.spec = "otherspec-ex-asof"
+    world.call("r0", *chat([user("x")], "y"), reward=3.0)
+    world.commit()
+
+    def calls(**wanted: Any) -> list[str]:
+        write(world, "parquet", tmp_path / "out.parquet", force=True, **wanted)
+        return pq.read_table(tmp_path / "out.parquet").column("CallId").to_pylist()
+
+    assert calls(as_of=then) == first
+    assert calls(dataset="ex-asof@1") == second
+    assert len(calls()) == 1
+    assert calls(dataset="ex-asof@1", since=then) == second[2:]
+    with pytest.raises(StoreError, match=r"has no dataset 'ex-asof@3'\. There are: .*ex-asof@1, ex-asof@2"):
+        calls(dataset="ex-asof@3")
+
+
+def test_rollouts_and_calls_are_chosen_and_the_rest_is_counted(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-chosen")
+    two_turns(world, "r0", 1.0)
+    two_turns(world, "r1", 0.25)
+    kept = world.call("r2", *chat([user("x")], "y"), reward=2.0, AgentName="critic")
+    world.call("r3", *chat([user("x")], "y"), reward=2.0, mode="validate")
+    world.commit()
+    done = write(world, "parquet", tmp_path / "out.parquet", modes=("train",), min_return=0.5, selection=Selection(agents="crit.*"))
+    assert pq.read_table(tmp_path / "out.parquet").column("CallId").to_pylist() == [kept]
+    assert (done.tally.calls, done.tally.rollouts) == (5, 3)
+    assert dict(done.tally.left_out) == {"below_return": 2, "not_selected": 2}
+
+
+def test_hugging_face_loads_the_directory(store: StoreSettings, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    world = World(store, "ex-hf")
+    calls = two_turns(world, "r0", 1.0)
+    held_out = world.call("r1", *chat([user("x")], "y"), reward=0.5, mode="validate")
+    world.commit()
+    write(world, "huggingface", tmp_path / "hf")
+    write(world, "parquet", tmp_path / "out.parquet")
+    loaded = datasets.load_dataset(str(tmp_path / "hf"), cache_dir=str(tmp_path / "cache"))
+    assert {name: split["CallId"] for name, split in loaded.items()} == {"train": calls, "validate": [held_out]}
+    assert [*loaded["train"], *loaded["validate"]] == pq.read_table(tmp_path / "out.parquet").to_pylist()
+    features = loaded["train"].features
+    assert features["PromptIds"] == datasets.List(datasets.Value("uint32"))
+    assert features["Timestamp"] == datasets.Value("timestamp[ns, tz=UTC]")
+    assert [path.name for path in sorted((tmp_path / "hf" / "data").iterdir())] == ["train-00000.parquet", "validate-00000.parquet"]
+
+
+def test_sft_trains_every_reply_once(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-sft")
+    merged = two_turns(world, "r0", 1.0)
+    few_shot = world.call("r1", *chat([user("a"), said("b"), user("c")], "d"), reward=0.0)
+    plain = world.call("r2", {"prompt": "once upon"}, {"choices": [{"index": 0, "text": " a time", "finish_reason": "stop"}]}, reward=0.0)
+    world.call("r3", *chat([user("x")], "cut"), reward=0.0, FinishReason="length")
+    world.call("r4", reward=0.0)
+    world.call("r5", *chat([user("x")], "[redacted]"), reward=0.0, attributes={"spangrad.redacted": True})
+    world.call("r6", {"model": "policy"}, {"what": 1}, reward=0.0)
+    world.commit()
+    done = write(world, "sft", tmp_path / "sft.jsonl")
+
+    def meta(rollout: str, value: float, *calls: str) -> dict[str, Any]:
+        about = {"dataset": "ex-sft@1", "run": "ex-sft", "mode": "train", "task": "t", "group": "g", "rollout": rollout, "attempt": 0}
+        return {**about, "return": value, "agents": ["planner"], "calls": list(calls)}
+
+    assert lines(tmp_path / "sft.jsonl") == [
+        {
+            "messages": [SYSTEM, user("rome?"), {**ASKS, "weight": 1}, ANSWERS, {**said("sunny in rome"), "weight": 1}],
+            "tools": [TOOL],
+            "meta": meta("r0", 1.0, *merged),
+        },
+        {"messages": [user("a"), {**said("b"), "weight": 0}, user("c"), {**said("d"), "weight": 1}], "meta": meta("r1", 0.0, few_shot)},
+        {"prompt": "once upon", "completion": " a time", "meta": meta("r2", 0.0, plain)},
+    ]
+    assert dict(done.tally.left_out) == {"cut_short": 1, "no_text": 1, "redacted_text": 1, "unreadable_text": 1}
+    assert (done.tally.calls, done.tally.calls_written, dict(done.tally.written)) == (8, 4, {"rows": 3, "trained_messages": 3})
+
+
+def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-noids")
+    asked = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "hi"}
+    told = {"llm.output_messages.0.message.role": "assistant", "llm.output_messages.0.message.content": "hello"}
+    first = world.call("r0", attributes={"openinference.span.kind": "LLM", **asked, **told}, dropped="no_token_ids")
+    second = world.call("r1", *chat([user("x")], "y"), dropped="no_token_ids")
+    world.call("r1", *chat([user("x")], "z"), dropped="call_failed")
+    world.client.insert(
+        "otel.rewards",
+        [
+            ["ex-noids", "train", "r0", 0, "", "reward", 0.75, "runner", "", "", ""],
+            ["ex-noids", "train", "r0", 0, "", "reward", 9.0, "air", "h", "", ""],
+        ],
+        column_names=["RunId", "Mode", "RolloutId", "Attempt", "CallId", "Name", "Value", "Source", "RuleHash", "TraceId", "SpanId"],
+    )
+    world.commit()
+    done = write(world, "sft", tmp_path / "a.jsonl")
+    assert (lines(tmp_path / "a.jsonl"), dict(done.tally.left_out)) == ([], {"dropped: no_token_ids": 2, "dropped: call_failed": 1})
+    done = write(world, "sft", tmp_path / "b.jsonl", dropped=(DropReason.NO_TOKEN_IDS,))
+    rows = [(row["messages"], row["meta"]["return"], row["meta"]["calls"]) for row in lines(tmp_path / "b.jsonl")]
+    assert rows == [
+        ([user("hi"), {**said("hello"), "weight": 1}], 0.75, [first]),
+        ([user("x"), {**said("y"), "weight": 1}], None, [second]),
+    ]
+    assert dict(done.tally.left_out) == {"dropped: call_failed": 1}
+    done = write(world, "sft", tmp_path / "c.jsonl", dropped=(DropReason.NO_TOKEN_IDS,), min_return=0.5)
+    assert (len(lines(tmp_path / "c.jsonl")), dict(done.tally.left_out)) == (1, {"no_return": 1, "dropped: call_failed": 1})
+    with pytest.raises(
+        BuilderError, match=r"sft-tokens has no place for calls that were dropped. Leave --dropped out, or take one of verl-sft, sft"
+    ):
+        write(world, "sft-tokens", tmp_path / "d.jsonl", dropped=(DropReason.NO_TOKEN_IDS,))
+    with pytest.raises(BuilderError, match="calls dropped as aborted cannot be exported"):
+        write(world, "sft", tmp_path / "d.jsonl", dropped=(DropReason.ABORTED,))
+
+
+def test_sft_tokens_are_the_engines_own(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-tokens")
+    two_turns(world, "r0", 1.0)
+    world.call("r0", *chat([user("new")], "y"), ids=([9], [8]))
+    world.commit()
+    done = write(world, "sft-tokens", tmp_path / "tokens.jsonl")
+    rows = [(row["input_ids"], row["loss_mask"]) for row in lines(tmp_path / "tokens.jsonl")]
+    assert rows == [([1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1, 0, 1, 1]), ([9, 8], [0, 1])]
+    assert dict(done.tally.written) == {"rows": 2, "tokens": 9, "trained_tokens": 5}
+
+
+def test_preferences_pair_best_and_worst(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-pairs")
+    best = two_turns(world, "a", 1.0)
+    worst = two_turns(world, "b", -1.0, "no idea")
+    two_turns(world, "c", 0.0)
+    world.call("d", *chat([user("other")], "y"), reward=-5.0)
+    for group, rollouts in {
+        "tie": [("e", "x", 1.0), ("f", "x", 1.0)],
+        "one": [("h", "x", 1.0)],
+        "apart": [("i", "x", 0.0), ("j", "z", 1.0)],
+    }.items():
+        for rollout, text, reward in rollouts:
+            world.call(rollout, *chat([user(text)], "y"), reward=reward, group=group)
+    world.call("k", dropped="call_failed", group="lost")
+    world.commit()
+    done = write(world, "preferences", tmp_path / "pairs.jsonl")
+    (row,) = lines(tmp_path / "pairs.jsonl")
+    meta = row.pop("meta")
+    assert row == {
+        "prompt": [SYSTEM, user("rome?")],
+        "chosen": [ASKS, ANSWERS, said("sunny in rome")],
+        "rejected": [ASKS, ANSWERS, said("no idea")],
+        "chosen_return": 1.0,
+        "rejected_return": -1.0,
+        "tools": [TOOL],
+        "prompt_ids": [1, 2],
+        "chosen_ids": [3, 4, 5, 6, 7],
+        "chosen_mask": [1, 1, 0, 1, 1],
+        "rejected_ids": [3, 4, 5, 6, 7],
+        "rejected_mask": [1, 1, 0, 1, 1],
+    }
+    assert [(meta[side]["rollout"], meta[side]["calls"]) for side in ("chosen", "rejected")] == [("a", best), ("b", worst)]
+    assert dict(done.tally.groups_left_out) == {"tie": 1, "group_of_one": 1, "prompts_differ": 1, "no_usable_rollout": 1}
+    assert dict(done.tally.left_out) == {"not_in_a_pair": 3, "tie": 2, "group_of_one": 1, "prompts_differ": 2, "dropped: call_failed": 1}
+    done = write(world, "preferences", tmp_path / "pairs.jsonl", force=True, min_margin=2.0)
+    assert (lines(tmp_path / "pairs.jsonl"), done.tally.groups_left_out["tie"]) == ([], 2)
+
+
+def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
+    omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
+    rl_dataset = pytest.importorskip("verl.utils.dataset.rl_dataset")
+    world = World(store, "ex-verl")
+    first = two_turns(world, "r0", 1.0)[0]
+    two_turns(world, "r1", 0.0)
+    other = world.call("r2", *chat([user("say oslo")], "y"), reward=0.5, group="g2", task="t2")
+    world.commit()
+    done = write(world, "verl", tmp_path / "prompts.parquet")
+    config = omegaconf.OmegaConf.create(
+        {"cache_dir": str(tmp_path / "cache"), "max_prompt_length": 64, "filter_overlong_prompts_workers": 1}
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    read = rl_dataset.RLHFDataset([str(tmp_path / "prompts.parquet")], tokenizer, config)
+    rows = [
+        {key: read[place][key] for key in ("raw_prompt", "data_source", "ability", "reward_model", "extra_info", "index")}
+        for place in range(len(read))
+    ]
+    same = {"data_source": "ex-verl", "ability": "agent"}
+    extra = {"split": "train", "run": "ex-verl"}
+    assert rows == [
+        {
+            "raw_prompt": [SYSTEM, user("rome?")], **same, "index": 0, "reward_model": {"style": "rule", "ground_truth": "t"},
+            "extra_info": {**extra, "index": 0, "task": "t", "group": "g", "rollout": "r0", "call": first, "return": 1.0},
+        },
+        {
+            "raw_prompt": [user("say oslo")], **same, "index": 1, "reward_model": {"style": "rule", "ground_truth": "t2"},
+            "extra_info": {**extra, "index": 1, "task": "t2", "group": "g2", "rollout": "r2", "call": other, "return": 0.5},
+        },
+    ]  # fmt: skip
+    assert dict(done.tally.left_out) == {"later_call": 2, "same_prompt": 1}
+
+
+def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
+    omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
+    sft_dataset = pytest.importorskip("verl.utils.dataset.multiturn_sft_dataset")
+    world = World(store, "ex-verl-sft")
+    opening = [user("say rome")]
+    world.call("r0", *chat(opening, "clock rome"))
+    world.call(
+        "r0", *chat([*opening, said("clock rome"), {"role": "tool", "content": "error", "tool_call_id": "c"}], "weather rome"), reward=1.0
+    )
+    world.call("r1", *chat([user("say"), said("oslo"), user("say")], "lima"), reward=1.0)
+    world.call("r2", *chat([user([{"type": "image_url", "image_url": {"url": "x"}}])], "lima"), reward=1.0)  # type: ignore[arg-type]
+    two_tools = [TOOL, {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {}}}}}]
+    world.call("r3", *chat([user("say")], "lima", tools=two_tools), reward=1.0)
+    world.call("r4", *chat([user("say")], "paris", tools=[TOOL]), reward=1.0)
+    world.commit()
+    done = write(world, "verl-sft", tmp_path / "sft.parquet")
+    assert dict(done.tally.left_out) == {"foreign_replies": 1, "not_text": 1, "tools_differ": 1}
+    table = pq.read_table(tmp_path / "sft.parquet")
+    assert table.column("tools").to_pylist() == [[], [TOOL]]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    config = omegaconf.OmegaConf.create({"max_length": 64, "pad_mode": "no_padding"})
+    read = sft_dataset.MultiTurnSFTDataset([str(tmp_path / "sft.parquet")], tokenizer, config)
+    assert len(read) == 2
+    row = read[0]
+    trained = [
+        word for word, kept in zip(tokenizer.convert_ids_to_tokens(row["input_ids"]), row["loss_mask"].tolist(), strict=True) if kept
+    ]
+    assert trained == ["clock", "rome", "<|im_end|>", "weather", "rome", "<|im_end|>"]
+    assert tokenizer.decode(row["input_ids"]) == (
+        "<|im_start|> user say rome <|im_end|> <|im_start|> assistant clock rome <|im_end|> <|im_start|> tool error <|im_end|> "
+        "<|im_start|> assistant weather rome <|im_end|>"
+    )
+
+
+def test_verl_trains_json_lines_with_our_dataset_classes(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
+    omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
+    load = pytest.importorskip("verl.trainer.sft_trainer").create_sft_dataset
+    world = World(store, "ex-verl-lines")
+    world.call("r0", *chat([user("say"), said("oslo"), user("say")], "lima", tools=[TOOL]), ids=([3, 4], [5, 6]), reward=1.0)
+    world.commit()
+    write(world, "sft", tmp_path / "sft.jsonl")
+    write(world, "sft-tokens", tmp_path / "tokens.jsonl")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+
+    def row(file: str, name: str, **config: Any) -> dict[str, Any]:
+        path = verl_datasets_file()
+        settings = omegaconf.OmegaConf.create({"custom_cls": {"path": path, "name": name}, "max_length": 32, **config})
+        (one,) = list(load([str(tmp_path / file)], settings, tokenizer, None))
+        return {key: value.tolist() for key, value in one.items()}
+
+    texts = row("sft.jsonl", "Conversations", pad_mode="no_padding")
+    words = tokenizer.convert_ids_to_tokens(texts["input_ids"])
+    assert " ".join(words) == (
+        "<|im_start|> user say <|im_end|> <|im_start|> assistant oslo <|im_end|> <|im_start|> user say <|im_end|> "
+        "<|im_start|> assistant lima <|im_end|>"
+    )
+    assert [place for place, kept in enumerate(texts["loss_mask"]) if kept] == [14, 15]
+    assert row("tokens.jsonl", "EngineTokens", pad_mode="no_padding") == {
+        "input_ids": [3, 4, 5, 6],
+        "loss_mask": [0, 0, 1, 1],
+        "position_ids": [0, 1, 2, 3],
+    }
+    assert row("tokens.jsonl", "EngineTokens", max_length=6) == {
+        "input_ids": [3, 4, 5, 6, 0, 0],
+        "loss_mask": [0, 0, 1, 1, 0, 0],
+        "position_ids": [0, 1, 2, 3, 0, 0],
+        "attention_mask": [1, 1, 1, 1, 0, 0],
+    }
+    assert row("tokens.jsonl", "EngineTokens", pad_mode="no_padding", max_length=3, truncation="left")["input_ids"] == [4, 5, 6]
+
+
+def verl_datasets_file() -> str:
+    import transition_builder.export
+
+    return str(Path(transition_builder.export.__file__).with_name("verl_datasets.py"))
+
+
+def test_what_the_builder_made_is_exported(store: StoreSettings, tmp_path: Path) -> None:
+    spans = fakes.SpanFactory(run="ex-built")
+    root = spans.root(calls=2)
+    spans.evaluation(root, 0.5)
+    request, answer = chat([user("rome?")], "sunny")
+    for place, span in enumerate([spans.call(root), spans.call(root, ErrorType="APIError", HttpStatus=500)]):
+        row = next(row for row in spans.spans if row["SpanId"] == span)
+        row["Attributes"] = {
+            "spangrad.request.json": json.dumps(request),
+            "spangrad.response.json": json.dumps(answer if not place else {}),
+        }
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(
+        urllib.request.Request(f"{store.otlp_endpoint}/v1/traces", spans.otlp(), headers, method="POST"), timeout=30
+    ).close()
+    builder = BuilderSettings(dataset="ex-built", selection=Selection(agents=".*|ex-built"))
+    build_once(Settings(store=store, builder=builder))
+    done = export(connect(store), store.url, "sft", Wanted("ex-built", runs=("ex-built",)), tmp_path / "sft.jsonl")
+    (row,) = lines(tmp_path / "sft.jsonl")
+    assert (row["messages"], row["meta"]["return"]) == ([user("rome?"), {**said("sunny"), "weight": 1}], 0.5)
+    assert (done.tally.calls, dict(done.tally.left_out)) == (2, {"dropped: call_failed": 1})
+
+
+def spangrad(store: StoreSettings, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")} | {"SPANGRAD_STORE__URL": store.url}
+    command = [sys.executable, "-m", "spangrad", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False, timeout=120)
+
+
+def test_the_command_says_what_it_wrote_and_left_out(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-command")
+    two_turns(world, "r0", 1.0)
+    two_turns(world, "r1", -1.0)
+    world.call("r1", dropped="call_failed")
+    world.commit()
+    done = spangrad(store, tmp_path, "export", "sft", "--dataset", "ex-command", "--out", "a/sft.jsonl", "--min-return", "0.5")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.rsplit(None, 1) for line in done.stdout.splitlines()[1:]] == [
+        ["rows", "1"],
+        ["trained messages", "2"],
+        ["calls written", "2"],
+        ["calls left out, below_return", "2"],
+        ["calls left out, dropped: call_failed", "1"],
+        ["calls in all", "5"],
+        ["rollouts", "2"],
+        ["ex-command@1 ->", "a/sft.jsonl"],
+    ]
+    assert len(lines(tmp_path / "a" / "sft.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["sft", "--dropped", "tired"], 2, "--dropped 'tired' is no reason of a drop."),
+        (["sft", "--as-of", "noon"], 2, "--as-of 'noon' is no time."),
+        (["sft", "--min-margin", "1"], 2, "--min-margin is of preferences, and sft compares no returns."),
+        (["sft", "--dataset", "ex-nowhere"], 1, "has no dataset 'ex-nowhere'"),
+        (["parquet", "--dropped", "no_token_ids"], 1, "parquet has no place for calls that were dropped."),
+    ],
+)
+def test_the_command_explains_mistakes(store: StoreSettings, tmp_path: Path, arguments: list[str], code: int, sentence: str) -> None:
+    done = spangrad(store, tmp_path, "export", *arguments, "--out", "x")
+    assert (done.returncode, done.stderr.count("\n"), list(tmp_path.iterdir())) == (code, 1, [])
+    assert sentence in done.stderr
+
+
+def test_the_examples_of_the_docs_run(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-docs")
+    two_turns(world, "r0", 1.0)
+    two_turns(world, "r1", -1.0)
+    then = world.commit()
+    page = (Path(__file__).parents[2] / "docs" / "exports.md").read_text()
+    commands = re.findall(r"^    spangrad (export .*)$", page, re.M)
+    assert len(commands) > 6
+    for command in commands:
+        words = shlex.split(command.replace("default@2", "ex-docs@1").replace("2026-11-01", then.isoformat()), comments=True)
+        if "--dataset" not in words:
+            words += ["--dataset", "ex-docs"]
+        done = spangrad(store, tmp_path, *words)
+        assert (command, done.returncode, done.stderr) == (command, 0, "")
+    assert {name for name in FORMATS if f"| `{name}` |" not in page} == set()
+    told = {one.value for one in LeftOut} | {"no_usable_rollout"}
+    assert {name for name in told if f"| `{name}` |" not in page} == set()
+    snippets = re.findall(r"^    >>> (.*)$", page, re.M)
+    work = "\n".join(["import os", f"os.chdir({str(tmp_path)!r})", *snippets])
+    exec(compile(work, "docs/exports.md", "exec"), {})
+
+
+def test_what_is_there_stays_unless_forced(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-force")
+    two_turns(world, "r0", 1.0)
+    world.commit()
+    (tmp_path / "out.parquet").write_text("mine")
+    with pytest.raises(BuilderError, match=r"out.parquet exists. Name another place with --out, or pass --force to replace it."):
+        write(world, "parquet", tmp_path / "out.parquet")
+    with pytest.raises(StoreError):
+        write(world, "parquet", tmp_path / "out.parquet", dataset="ex-force@9", force=True)
+    assert ((tmp_path / "out.parquet").read_text(), [path.name for path in tmp_path.iterdir()]) == ("mine", ["out.parquet"])
+    write(world, "huggingface", tmp_path / "hf")
+    (tmp_path / "hf" / "old").touch()
+    write(world, "huggingface", tmp_path / "hf", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out.parquet"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["README.md", "data"]
+
+
+def test_missing_rows_stop_an_export(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-missing")
+    two_turns(world, "r0", 1.0)
+    world.builds["r0"]["Calls"] = 3
+    world.commit()
+    with pytest.raises(BuilderError, match="of 3 calls 2 were written and 0 left out: 1 are not accounted for"):
+        write(world, "parquet", tmp_path / "out.parquet")
+    assert list(tmp_path.iterdir()) == []

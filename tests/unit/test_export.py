@@ -1,0 +1,369 @@
+"""Texts of calls in every form that spans give them, and what merging and counting keep."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inline_snapshot import snapshot
+
+from spangrad.errors import BuilderError
+from transition_builder.export.columns import fitting_tools
+from transition_builder.export.conventions import NoTextError, RedactedError, SpanText, read
+from transition_builder.export.conversations import of_messages, of_tokens
+from transition_builder.export.files import made_whole
+from transition_builder.export.messages import Dialogue, UnreadableError, dialogue
+from transition_builder.export.tally import LeftOut, Tally
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+HI = {"role": "user", "content": "hi"}
+HELLO = {"role": "assistant", "content": "hello"}
+
+
+def call(arguments: str, id_: str = "c1", name: str = "add") -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_chat() -> None:
+    request = {
+        "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, HI],
+        "tools": [ADD],
+    }
+    message = {"role": "assistant", "content": None, "refusal": None, "reasoning": "so", "tool_calls": [call('{"a": 1}')]}
+    answer = {
+        "choices": [{"index": 1, "message": message, "finish_reason": "length"}, {"index": 0, "message": HELLO, "finish_reason": "stop"}]
+    }
+    prompt = [{"role": "system", "content": "a\nb"}, HI]
+    assert dialogue(request, answer, 0) == Dialogue(prompt, HELLO, [ADD])
+    reply = {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1}')], "reasoning_content": "so"}
+    assert dialogue(request, answer, 1) == Dialogue(prompt, reply, [ADD], cut=True)
+    with pytest.raises(UnreadableError, match="no choice 2"):
+        dialogue(request, answer, 2)
+
+
+def test_images_stay_parts() -> None:
+    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "u"}}]
+    read = dialogue({"messages": [{"role": "user", "content": parts}]}, {"choices": [{"message": HELLO}]}, 0)
+    assert (read.prompt, read.is_text) == ([{"role": "user", "content": parts}], False)
+
+
+def test_completions_answer_their_own_prompt() -> None:
+    answer = {"choices": [{"index": place, "text": str(place), "finish_reason": "stop"} for place in range(4)]}
+    assert dialogue({"prompt": ["a", "b"], "n": 2}, answer, 2) == Dialogue("b", "2", [])
+    with pytest.raises(UnreadableError, match="token ids"):
+        dialogue({"prompt": [1, 2]}, {"choices": [{"text": "x"}]}, 0)
+
+
+def test_responses() -> None:
+    request = {
+        "instructions": "Be good.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "one moment"}]},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        ],
+        "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}],
+    }
+    answer = {
+        "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]}],
+        "status": "incomplete",
+    }
+    prompt = [
+        {"role": "system", "content": "Be good."},
+        HI,
+        {"role": "assistant", "content": "one moment", "reasoning_content": "hm", "tool_calls": [call("{}"), call("{}", "c2")]},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    ]
+    assert dialogue(request, answer, 0) == Dialogue(prompt, HELLO, [ADD], cut=True)
+    with pytest.raises(UnreadableError, match="another call"):
+        dialogue({**request, "previous_response_id": "r"}, answer, 0)
+
+
+def test_anthropic() -> None:
+    request = {
+        "system": [{"type": "text", "text": "Be good."}],
+        "messages": [
+            HI,
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}, {"type": "text", "text": "go on"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    }
+    answer = {"type": "message", "content": [{"type": "text", "text": "hello"}], "stop_reason": "max_tokens"}
+    prompt = [
+        {"role": "system", "content": "Be good."},
+        HI,
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call('{"a": 1}')]},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "user", "content": "go on"},
+    ]
+    assert dialogue(request, answer, 0) == Dialogue(prompt, HELLO, [ADD], cut=True)
+
+
+def _recorded() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What vLLM was asked and answered, errors and streams aside (the gateway puts these together before they are stored)."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted((FIXTURES / "gateway").glob("*.json"))}
+    whole = {name: one for name, one in found.items() if one["bare"]["status"] == 200 and not one["request"].get("stream")}
+    return {name: (one["request"], json.loads(one["bare"]["body"])) for name, one in whole.items()}
+
+
+@pytest.mark.parametrize(("request_", "answer"), _recorded().values(), ids=_recorded())
+def test_what_vllm_was_asked_and_answered_is_read(request_: dict[str, Any], answer: dict[str, Any]) -> None:
+    prompts = request_.get("prompt")
+    if isinstance(prompts, list) and not isinstance(prompts[0], str):
+        with pytest.raises(UnreadableError, match="token ids"):
+            dialogue(request_, answer, 0)
+        return
+    found = dialogue(request_, answer, 0)
+    assert found.is_text
+    assert found.prompt
+    assert found.reply
+
+
+OPENINFERENCE = {
+    "llm.input_messages.0.message.role": "user",
+    "llm.input_messages.0.message.contents.0.message_content.type": "text",
+    "llm.input_messages.0.message.contents.0.message_content.text": "hi",
+    "llm.output_messages.0.message.role": "assistant",
+    "llm.output_messages.0.message.tool_calls.0.tool_call.id": "c1",
+    "llm.output_messages.0.message.tool_calls.0.tool_call.function.name": "add",
+    "llm.output_messages.0.message.tool_calls.0.tool_call.function.arguments": "{}",
+    "llm.tools.0.tool.json_schema": json.dumps(ADD),
+    "llm.finish_reason": "length",
+}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+SPANS = {
+    "gateway": (
+        {"spangrad.request.json": json.dumps({"messages": [HI]}), "spangrad.response.json": json.dumps({"choices": [{"message": HELLO}]})},
+        [],
+    ),
+    "client": ({"input.value": json.dumps({"messages": [HI]}), "output.value": json.dumps({"choices": [{"message": HELLO}]})}, []),
+    "gen_ai": (
+        {
+            "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "hi"}]}]),
+            "gen_ai.output.messages": json.dumps(
+                [{"role": "assistant", "parts": [{"type": "text", "content": "hello"}], "finish_reason": "stop"}]
+            ),
+        },
+        [],
+    ),
+    "gen_ai's event": (
+        {},
+        [
+            (
+                "gen_ai.client.inference.operation.details",
+                {"gen_ai.input.messages": json.dumps([HI]), "gen_ai.output.messages": json.dumps([HELLO])},
+            )
+        ],
+    ),
+    "traceloop": (
+        {
+            "gen_ai.prompt.0.role": "user",
+            "gen_ai.prompt.0.content": "hi",
+            "gen_ai.completion.0.role": "assistant",
+            "gen_ai.completion.0.content": "hello",
+        },
+        [],
+    ),
+    "events": ({}, [("gen_ai.user.message", {"content": "hi"}), ("gen_ai.choice", {"index": "0", "message": json.dumps(HELLO)})]),
+    "log records": (
+        {},
+        [("gen_ai.user.message", {"body": '{"content": "hi"}'}), ("gen_ai.choice", {"body": json.dumps({"index": 0, "message": HELLO})})],
+    ),
+    "vercel": (
+        {"ai.prompt.messages": json.dumps([{"role": "user", "content": [{"type": "text", "text": "hi"}]}]), "ai.response.text": "hello"},
+        [],
+    ),
+    "langfuse": ({"langfuse.observation.input": json.dumps([HI]), "langfuse.observation.output": json.dumps(HELLO)}, []),
+    "mlflow": (
+        {"mlflow.spanInputs": json.dumps({"messages": [HI]}), "mlflow.spanOutputs": json.dumps({"choices": [{"message": HELLO}]})},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_each_convention_gives_the_same_dialogue(name: str) -> None:
+    attributes, events = SPANS[name]
+    assert read(SpanText(attributes, events), 0) == Dialogue([HI], HELLO, [])
+    with pytest.raises((UnreadableError, NoTextError)):
+        read(SpanText(attributes, events), 1)
+
+
+def test_openinference() -> None:
+    assert read(SpanText(OPENINFERENCE), 0) == Dialogue([HI], CALLED, [ADD], cut=True)
+
+
+def test_gen_ai_parts() -> None:
+    said = [
+        {
+            "role": "assistant",
+            "parts": [{"type": "reasoning", "content": "hm"}, {"type": "tool_call", "id": "c1", "name": "add", "arguments": {"a": 1}}],
+        },
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": {"sum": 2}}]},
+    ]
+    attributes = {
+        "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be good."}]),
+        "gen_ai.input.messages": json.dumps(said),
+        "gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": "hello"}]}]),
+        "gen_ai.tool.definitions": json.dumps([ADD]),
+    }
+    prompt = [
+        {"role": "system", "content": "Be good."},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call('{"a": 1}')]},
+        {"role": "tool", "content": '{"sum": 2}', "tool_call_id": "c1"},
+    ]
+    assert read(SpanText(attributes), 0) == Dialogue(prompt, HELLO, [ADD])
+
+
+def test_what_was_redacted_or_is_not_there_is_told_apart() -> None:
+    with pytest.raises(RedactedError):
+        read(SpanText({**SPANS["gateway"][0], "spangrad.redacted": "true"}), 0)
+    with pytest.raises(NoTextError):
+        read(SpanText({"spangrad.request.json": "{}"}), 0)
+    with pytest.raises(UnreadableError):
+        read(SpanText({"spangrad.request.json": "{", "spangrad.response.json": "{}"}), 0)
+
+
+def test_real_spans_of_model_calls_have_texts() -> None:
+    """Of every span of an instrumented client that is no failure."""
+    scopes = ("openinference.instrumentation.openai", "openinference.instrumentation.anthropic", "opentelemetry.instrumentation.openai.v1")
+    found = Counter[str]()
+    for file in sorted((FIXTURES / "spans").glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            for resource in json.loads(line).get("resourceSpans", []):
+                spans = [span for scope in resource["scopeSpans"] if scope["scope"].get("name") in scopes for span in scope["spans"]]
+                for span in spans:
+                    if span.get("status", {}).get("code") != 2:
+                        found[f"{file.stem}: {_outcome(span)}"] += 1
+    assert found == snapshot(
+        Counter(
+            {
+                "aborted_stream+gateway: no text": 3,
+                "aborted_stream+gateway: text": 1,
+                "anthropic: text": 2,
+                "attribute_limit_dropped: text": 1,
+                "attribute_limit_raised: text": 1,
+                "autogen: text": 8,
+                "clock_skew+gateway: text": 3,
+                "langchain+gateway: text": 2,
+                "langchain: text": 2,
+                "langchain_linked: text": 2,
+                "langchain_streaming: text": 2,
+                "langgraph_tool_error: text": 2,
+                "litellm: text": 3,
+                "openai_agents+gateway: text": 4,
+                "openai_agents: text": 4,
+                "openai_agents_responses: text": 4,
+                "openai_client+gateway: text": 6,
+                "openai_client: text": 8,
+                "openai_client_httpx: text": 6,
+                "parallel_calls+gateway: text": 50,
+                "traceloop: text": 8,
+                "traceloop_langchain: text": 2,
+            }
+        )
+    )
+
+
+def _outcome(span: dict[str, Any]) -> str:
+    attributes = {one["key"]: str(next(iter(one["value"].values()))) for one in span["attributes"]}
+    try:
+        found = read(SpanText(attributes), 0)
+    except NoTextError:
+        return "no text"
+    return "text" if found.prompt and found.reply else "empty"
+
+
+def test_a_reply_that_came_back_in_other_words_begins_a_new_conversation() -> None:
+    again = {"role": "user", "content": "again"}
+    thought = {**HELLO, "reasoning_content": "hm"}
+    made = of_messages([([HI], thought, []), ([HI, HELLO, again], HELLO, [])])
+    assert [(one.messages, one.trained, one.calls) for one in made] == [
+        ([HI, thought], [False, True], [0]),
+        ([HI, HELLO, again, HELLO], [False, False, False, True], [1]),
+    ]
+
+
+def test_spelling_of_arguments_breaks_no_conversation() -> None:
+    sent, back = ({"role": "assistant", "content": "", "tool_calls": [call(text)]} for text in ('{"a":1}', '{"a": 1}'))
+    (made,) = of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [ADD])])
+    assert (made.messages, made.trained) == ([HI, sent, HI, HELLO], [False, True, False, True])
+    assert len(of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [])])) == 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=3)), max_size=8
+    )
+)
+def test_every_token_and_every_reply_is_trained_once(calls: list[tuple[list[int], list[int]]]) -> None:
+    tokens = of_tokens(calls)
+    assert sorted(at for one in tokens for at in one.calls) == list(range(len(calls)))
+    assert sum(sum(one.mask) for one in tokens) == sum(len(response) for _, response in calls)
+    for one in tokens:
+        for at in one.calls:
+            prompt, response = calls[at]
+            assert one.ids[: len(prompt) + len(response)] == prompt + response
+            assert one.mask[len(prompt) : len(prompt) + len(response)] == [1] * len(response)
+    roles = ("user", "assistant", "tool")
+    texts = [
+        ([{"role": roles[one], "content": ""} for one in prompt], {"role": "assistant", "content": str(response)}, [])
+        for prompt, response in calls
+    ]
+    made = of_messages(texts)
+    assert sorted(at for one in made for at in one.calls) == list(range(len(calls)))
+    for one in made:
+        assert sum(one.trained) == len(one.calls)
+        for at in one.calls:
+            prompt, reply, _ = texts[at]
+            assert one.messages[: len(prompt) + 1] == [*prompt, reply]
+            assert one.trained[len(prompt)]
+
+
+def test_tools_share_a_column_only_unchanged() -> None:
+    one, other = json.dumps([{"name": "a", "p": {"x": "string"}}]), json.dumps([{"name": "b", "p": {"y": "string"}}])
+    clashing = json.dumps([{"name": "c", "p": "text"}])
+    assert fitting_tools({one: 1, other: 2, clashing: 1, "": 5})[0] == {"", other}
+    assert fitting_tools({"": 5}) == ({""}, None)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def half(directory: bool, error: type[BaseException]) -> None:
+        with made_whole(tmp_path / "a" / "out", force=False, directory=directory) as path:
+            (path / "x" if directory else path).write_text("half")
+            raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        half(False, KeyboardInterrupt)
+    with pytest.raises(RuntimeError):
+        half(True, RuntimeError)
+    assert list((tmp_path / "a").iterdir()) == []
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(BuilderError, match=r"out cannot be written \(.*\)\. Name another place with --out\."),
+        made_whole(tmp_path / "file" / "out", force=False, directory=False),
+    ):
+        pass
+
+
+def test_the_sum_is_checked() -> None:
+    tally = Tally(calls=3)
+    tally.write(1, rows=1)
+    tally.leave(LeftOut.TIE, 2)
+    tally.check()
+    tally.calls = 4
+    with pytest.raises(BuilderError, match="of 4 calls 1 were written and 2 left out: 1 are not accounted for"):
+        tally.check()

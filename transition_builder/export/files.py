@@ -1,0 +1,94 @@
+"""Files that are there whole or not at all, and rows into them.
+
+In: rows, as they come. Out: a file or directory under its own name once all of it is written. Invariant: what stops an export, a signal
+say, leaves nothing behind under that name, nor beside it; what was there stays unless it was to be replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from spangrad.errors import BuilderError
+
+_encoder = msgspec.json.Encoder()
+
+
+@contextmanager
+def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
+    """A temporary place beside `out`, which takes its name at the end.
+
+    Args:
+        out: where it is to be.
+        force: replace what is there.
+        directory: make a directory; else a file, which the caller makes.
+
+    Raises:
+        BuilderError: something is there, or the disk refuses.
+    """
+    _refuse(out, force)
+    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if directory:
+            beside.mkdir()
+        yield beside
+        _refuse(out, force)
+        if out.is_dir():
+            old = out.with_name(f".{out.name}.{os.getpid()}.old")
+            out.rename(old)
+            beside.rename(out)
+            shutil.rmtree(old)
+        else:
+            beside.replace(out)
+    except OSError as error:
+        raise BuilderError(f"{out} cannot be written ({error.strerror or error}). Name another place with --out.") from error
+    finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                beside.unlink()
+
+
+def _refuse(out: Path, force: bool) -> None:
+    if not force and (out.exists() or out.is_symlink()):
+        raise BuilderError(f"{out} exists. Name another place with --out, or pass --force to replace it.")
+
+
+class JsonLines:
+    """A file of JSON objects, one a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("wb")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        self._file.write(_encoder.encode(row) + b"\n")
+
+    def close(self) -> None:
+        """Finish; the rows are on the disk then."""
+        if self._file.closed:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file that JsonLines wrote."""
+    with path.open("rb") as file:
+        for line in file:
+            yield msgspec.json.decode(line)

@@ -1,0 +1,87 @@
+"""Transitions as Parquet: every fact of them, a row a policy call.
+
+In: a `Reader`. Out: one Parquet file, a row group a part. Invariant: values are those of otel.transitions; Return is the weighted sum of
+the rollout's rewards, and the file's metadata names the dataset, its build specification and the time it was read as of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from transition_builder.export.reading import Part, Reader
+from transition_builder.frames import TRANSITIONS
+
+_REWARD = pa.struct([("Name", pa.string()), ("Value", pa.float64()), ("Source", pa.string())])
+_NOT_WRITTEN = frozenset({"Content"})
+"""Columns that say nothing outside the store."""
+
+
+def _arrow_type(dtype: pl.DataType) -> Any:
+    if isinstance(dtype, pl.List):
+        return pa.list_(_arrow_type(dtype.inner))  # pyright: ignore[reportArgumentType]  # Polars says DataTypeClass as well
+    plain: dict[pl.DataType, Any] = {
+        pl.String(): pa.string(),
+        pl.Float64(): pa.float64(),
+        pl.Float32(): pa.float32(),
+        pl.UInt16(): pa.uint16(),
+        pl.UInt32(): pa.uint32(),
+        pl.UInt64(): pa.uint64(),
+        pl.Datetime("ns", "UTC"): pa.timestamp("ns", tz="UTC"),
+    }
+    return plain[dtype]
+
+
+SCHEMA = pa.schema(
+    [(name, _arrow_type(dtype)) for name, dtype in TRANSITIONS.items() if name not in _NOT_WRITTEN and not name.startswith("Rewards.")]
+    + [("Rewards", pa.list_(_REWARD)), ("Return", pa.float64())]
+)
+"""Columns of the file."""
+
+
+def write_parquet(reader: Reader, out: Path) -> None:
+    """Write the transitions to the file `out`."""
+    with pq.ParquetWriter(out, SCHEMA.with_metadata(metadata(reader)), compression="zstd") as writer:
+        for _, table in tables(reader):
+            writer.write_table(table)
+
+
+def tables(reader: Reader) -> Iterator[tuple[Part, Any]]:
+    """Parts and their transitions as Arrow tables of SCHEMA; they count as written."""
+    for part in reader.parts():
+        if part.calls.height:
+            reader.tally.write(part.calls.height, rows=part.calls.height, tokens=int(part.calls["ResponseIds"].list.len().sum()))
+            yield part, table(part.calls)
+
+
+def table(calls: pl.DataFrame) -> Any:
+    """Transitions with their Return as a table of SCHEMA."""
+    arrow = calls.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
+    names, values, sources = (_list(arrow, f"Rewards.{name}") for name in ("Name", "Value", "Source"))
+    fields = [names.values.cast(pa.string()), values.values, sources.values.cast(pa.string())]
+    rewards = pa.ListArray.from_arrays(names.offsets.cast(pa.int32()), pa.StructArray.from_arrays(fields, fields=list(_REWARD)))
+    return arrow.append_column("Rewards", rewards).select(SCHEMA.names).cast(SCHEMA)
+
+
+def metadata(reader: Reader) -> dict[str, str]:
+    """What a file says of where it is from."""
+    wanted = reader.wanted
+    return {
+        "spangrad.dataset": str(reader.dataset),
+        "spangrad.build_spec": reader.dataset.build_spec,
+        "spangrad.as_of": wanted.as_of.isoformat() if wanted.as_of else "",
+        "spangrad.reward_weights": json.dumps(dict(wanted.reward_weights), sort_keys=True),
+    }
+
+
+def _list(arrow: Any, name: str) -> Any:
+    """A column as one list array that begins with its first value."""
+    column = arrow[name].combine_chunks()
+    array = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    return pa.concat_arrays([array])

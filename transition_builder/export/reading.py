@@ -1,0 +1,263 @@
+"""A dataset's rollouts, part by part: their transitions, and the drops that are wanted all the same.
+
+In: a client of the store and what is wanted. Out: `Part`s of whole groups, in the order of run, mode, group and rollout. Invariants: only
+the revision that was a rollout's newest at the time that is asked for; every call of every rollout that is asked for is in a part, or
+counted as left out; what is in memory is one part, and a row of numbers and names for each rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from spangrad import datasets
+from spangrad.clickhouse import store_errors
+from spangrad.errors import BuilderError
+from spangrad.selection import expression
+from spangrad.settings import Selection
+from spangrad.types import DropReason, RewardSource
+from transition_builder.export.tally import LeftOut, Tally
+from transition_builder.frames import TRANSITIONS, empty
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+PART_CALLS = 500
+"""Calls of a part; a group that has more is a part of its own."""
+PART_ROLLOUTS = 500
+SPOKEN = (
+    DropReason.NO_TOKEN_IDS,
+    DropReason.NO_LOGPROBS,
+    DropReason.NO_REWARD,
+    DropReason.RETOKENIZED,
+    DropReason.OTHER_TOKENIZER,
+    DropReason.OTHER_DISTRIBUTION,
+    DropReason.MIXED_VERSIONS,
+    DropReason.UNKNOWN_VERSION,
+    DropReason.OVER_LENGTH,
+)
+"""Reasons of calls whose text is a whole answer that the agent used: they may be exported as text."""
+
+ROLLOUT = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
+_GROUP = ("RunId", "Mode", "Alone")
+_BUILD = ("RunId", "RolloutId", "Revision", "Content")
+_FACTS = "RunId, Mode, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, Content, Calls, Transitions, Drops"
+_TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
+_COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
+_DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, Choice, {_TIME}, AgentName, Policy, Model, Reason"
+_SPANS_REWARDS = (RewardSource.RUNNER, RewardSource.EVALUATION_EVENT, RewardSource.EVALUATION_LOG, RewardSource.SPAN_ATTRIBUTE)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an export asks for."""
+
+    dataset: str
+    """NAME or NAME@REVISION."""
+    as_of: datetime | None = None
+    """The store as it was then. None: as it is."""
+    runs: tuple[str, ...] = ()
+    """None named: all."""
+    modes: tuple[str, ...] = ()
+    """None named: all."""
+    since: datetime | None = None
+    """Rollouts that were first built at this time or later."""
+    selection: Selection = field(default_factory=Selection)
+    min_return: float | None = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What rewards of a name are multiplied by; of others, 1."""
+    dropped: tuple[DropReason, ...] = ()
+    """Calls that were dropped for these reasons are taken all the same, for their text."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some whole groups."""
+
+    rollouts: pl.DataFrame
+    """A row a rollout: ROLLOUT, TaskId, GroupSize, and Return, the weighted sum of its rewards (null: it has none)."""
+    calls: pl.DataFrame
+    """TRANSITIONS, Return and Reason, a row a call, by rollout and turn. Reason is empty, or that of a drop, which has neither ids nor
+    rewards."""
+
+    def by_rollout(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Each rollout and its calls; one without any is left out."""
+        key = list(_BUILD[:2])
+        parts = self.calls.partition_by(key, as_dict=True, maintain_order=True)
+        for row in self.rollouts.iter_rows(named=True):
+            found = parts.get((row["RunId"], row["RolloutId"]))
+            if found is not None:
+                yield row, list(found.iter_rows(named=True))
+
+
+class Reader:
+    """Reads what is wanted, once; `tally` counts."""
+
+    def __init__(self, client: Client, url: str, wanted: Wanted, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Look the dataset up and list its rollouts.
+
+        Args:
+            client: of the store.
+            url: of the store, for messages.
+            wanted: what to read.
+            progress: told how many rollouts are done, and of how many.
+
+        Raises:
+            StoreError: the store failed, or has no such dataset.
+            BuilderError: drops are wanted that are no whole answers, or a selection is no regular expression.
+        """
+        self._client = client
+        self._url = url
+        self.wanted = wanted
+        self.tally = Tally()
+        self._progress = progress
+        for reason in wanted.dropped:
+            if reason not in SPOKEN:
+                raise BuilderError(f"calls dropped as {reason} cannot be exported: take {', '.join(SPOKEN)}.")
+        self.dataset = datasets.resolve(client, url, wanted.dataset, wanted.as_of)
+        self.rollouts = self._rollouts()
+
+    @property
+    def client(self) -> Client:
+        """Of the store."""
+        return self._client
+
+    @property
+    def url(self) -> str:
+        """Of the store, for messages."""
+        return self._url
+
+    def parts(self) -> Iterator[Part]:
+        """The parts, in order; each is counted as it comes."""
+        done, total = 0, self.rollouts.height
+        self._progress(done, total)
+        for some in self._slices():
+            yield self._part(some)
+            done += some.height
+            self._progress(done, total)
+
+    def _rollouts(self) -> pl.DataFrame:
+        named = [("RunId", self.wanted.runs)]
+        where = [f"BuildSpec = '{self.dataset.build_spec}'"] + [f"{name} IN {constant(values)}" for name, values in named if values]
+        builds = datasets.builds_sql(self.wanted.as_of, " AND ".join(where))
+        after = [f"Mode IN {constant(self.wanted.modes)}"] if self.wanted.modes else []
+        if self.wanted.since is not None:
+            after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.wanted.since)})")
+        sql = (
+            f"SELECT {_FACTS} FROM {builds} AS b{' WHERE ' + ' AND '.join(after) if after else ''} ORDER BY RunId, Mode, GroupId, RolloutId"
+        )
+        # A rollout of no group is one by itself.
+        alone = pl.when(pl.col("GroupId") == "").then("rollout " + pl.col("RolloutId")).otherwise("group " + pl.col("GroupId"))
+        return self._frame(sql).with_columns(Alone=alone).with_columns(Group=pl.struct(_GROUP).rle_id())
+
+    def _slices(self) -> Iterator[pl.DataFrame]:
+        sizes = self.rollouts.group_by("Group", maintain_order=True).agg(Calls=pl.col("Calls").sum(), Rollouts=pl.len())
+        start = end = calls = rollouts = 0
+        for group_calls, group_rollouts in sizes.select("Calls", "Rollouts").iter_rows():
+            if end > start and (calls + group_calls > PART_CALLS or rollouts + group_rollouts > PART_ROLLOUTS):
+                yield self.rollouts[start:end]
+                start, calls, rollouts = end, 0, 0
+            end, calls, rollouts = end + group_rollouts, calls + group_calls, rollouts + group_rollouts
+        if end > start:
+            yield self.rollouts[start:end]
+
+    def _part(self, rollouts: pl.DataFrame) -> Part:
+        transitions = self._rows("transitions", _COLUMNS, rollouts).with_columns(
+            pl.col("Timestamp").cast(pl.Datetime("ns", "UTC")), Reason=pl.lit("")
+        )
+        drops = self._rows("drops", _DROPS, rollouts).filter(pl.col("CallId") != "")
+        self._count(rollouts, drops)
+        taken = drops.filter(pl.col("Reason").is_in(list(self.wanted.dropped))) if self.wanted.dropped else drops.clear()
+        calls = pl.concat([transitions, self._like_transitions(taken, rollouts)], how="diagonal")
+        returns = self._returns(transitions, rollouts, taken)
+        rollouts = rollouts.join(returns, on=list(_BUILD), how="left", maintain_order="left")
+        calls = calls.join(returns, on=list(_BUILD), how="left", maintain_order="left")
+        if self.wanted.min_return is not None:
+            below = pl.col("Return") < self.wanted.min_return
+            self.tally.leave(LeftOut.BELOW_RETURN, calls.filter(below).height)
+            self.tally.leave(LeftOut.NO_RETURN, calls["Return"].null_count())
+            calls = calls.filter(~below)
+        chosen = expression(self.wanted.selection)
+        kept = calls.filter(chosen)
+        self.tally.leave(LeftOut.NOT_SELECTED, calls.height - kept.height)
+        ordered = kept.sort("RunId", "Mode", "GroupId", "RolloutId", "Turn", "Timestamp", "CallId", nulls_last=True)
+        return Part(rollouts.select(*ROLLOUT, "TaskId", "GroupSize", "Group", "Return"), ordered)
+
+    def _count(self, rollouts: pl.DataFrame, drops: pl.DataFrame) -> None:
+        self.tally.calls += int(rollouts["Calls"].sum())
+        self.tally.rollouts += rollouts.height
+        self.tally.groups += rollouts["Group"].n_unique()
+        self.tally.bare_rollouts += rollouts.filter(pl.col("Calls") == 0).height
+        wanted = list(self.wanted.dropped)
+        for reason, count in drops.filter(~pl.col("Reason").is_in(wanted)).group_by("Reason").len().sort("Reason").iter_rows():
+            self.tally.left_out[f"dropped: {reason}"] += count
+
+    def _rows(self, table: str, columns: str, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Rows of the given builds, each once; the table's key finds them."""
+        names = ("RunId", "Mode", "GroupId", "RolloutId")
+        where = " AND ".join(f"{name} IN {name}s" for name in names)
+        constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in names)
+        revisions = ", ".join(map(str, rollouts["Revision"].unique(maintain_order=True)))
+        sql = (
+            f"WITH {constants} SELECT {columns} FROM otel.{table} "
+            f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
+        )
+        found = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
+        return found.unique(["RunId", "RolloutId", "Attempt", "CallId"], keep="first", maintain_order=True)
+
+    def _like_transitions(self, drops: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+        about = rollouts.select(*_BUILD, "Mode", "GroupId", "GroupSize", "TaskId")
+        told = drops.join(about, on=list(_BUILD), how="left", maintain_order="left")
+        lists = [name for name, dtype in TRANSITIONS.items() if isinstance(dtype, pl.List)]
+        return pl.concat([empty(TRANSITIONS).with_columns(Reason=pl.lit("")), told], how="diagonal_relaxed").with_columns(
+            pl.col("Timestamp").cast(pl.Datetime("ns", "UTC")), pl.col(lists).fill_null([]), BuildSpec=pl.lit(self.dataset.build_spec)
+        )
+
+    def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
+        """The weighted sum of each rollout's rewards: of its transitions' where it has any, else of what its spans say."""
+        weight = pl.col("Rewards.Name").replace_strict(dict(self.wanted.reward_weights), default=1.0, return_dtype=pl.Float64)
+        names = [*_BUILD, "Rewards.Name", "Rewards.Value"]
+        each = transitions.select(names).explode("Rewards.Name", "Rewards.Value", empty_as_null=True)
+        value = (pl.col("Rewards.Value") * weight).fill_null(0.0) if self.wanted.reward_weights else pl.col("Rewards.Value").fill_null(0.0)
+        found = each.group_by(*_BUILD, maintain_order=True).agg(Return=value.sum())
+        bare = taken.join(found, on=list(_BUILD), how="anti").join(rollouts, on=list(_BUILD), how="semi")
+        return pl.concat([found, self._told_returns(bare.unique(list(_BUILD)))]) if bare.height else found
+
+    def _told_returns(self, builds: pl.DataFrame) -> pl.DataFrame:
+        """Returns of rollouts of which no call was kept; of several sources of a name the first counts."""
+        until = f" AND IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.wanted.as_of)})" if self.wanted.as_of else ""
+        sql = (
+            f"SELECT RunId, RolloutId, Attempt, CallId, Name, argMin(Value, (place, IngestedAt)) AS Value FROM ("
+            f"SELECT *, indexOf({constant(_SPANS_REWARDS)}, toString(Source)) AS place FROM otel.rewards "
+            f"WHERE RunId IN {constant(builds['RunId'].unique())} AND RolloutId IN {constant(builds['RolloutId'])}{until}) "
+            f"WHERE place > 0 GROUP BY RunId, RolloutId, Attempt, CallId, Name"
+        )
+        weight = pl.col("Name").replace_strict(dict(self.wanted.reward_weights), default=1.0, return_dtype=pl.Float64)
+        value = pl.col("Value") * weight if self.wanted.reward_weights else pl.col("Value")
+        rewards = self._frame(sql).group_by("RunId", "RolloutId", "Attempt").agg(Return=value.sum())
+        attempts = builds.select(*_BUILD, "Attempt").join(rewards, on=["RunId", "RolloutId", "Attempt"], how="inner")
+        return attempts.select(*_BUILD, "Return")
+
+    def _frame(self, sql: str) -> pl.DataFrame:
+        with store_errors(self._url):
+            table = self._client.query_arrow(sql, use_strings=True)
+        frame = pl.from_arrow(table)
+        assert isinstance(frame, pl.DataFrame)
+        return frame.with_columns(
+            pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
+        )
+
+
+def constant(texts: Iterable[str]) -> str:
+    """Texts as a constant array in SQL: in hexadecimal, because the store refuses statements with certain words in them."""
+    return f"JSONExtract(unhex('{json.dumps([str(one) for one in texts]).encode().hex()}'), 'Array(String)')"
+
+
+def microseconds(time: datetime) -> int:
+    """Since 1970; a time without a zone is UTC."""
+    return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1_000_000)

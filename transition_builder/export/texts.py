@@ -1,0 +1,109 @@
+"""The texts of calls, where their spans lie.
+
+In: calls with TraceId, SpanId, Choice, Timestamp. Out: a `Dialogue` for each, or the reason why there is none. Invariant: a span that was
+delivered twice is read once; only attributes and events that may hold a text leave the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from spangrad.clickhouse import store_errors
+from transition_builder.export.conventions import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
+from transition_builder.export.messages import Dialogue, UnreadableError
+from transition_builder.export.reading import constant
+from transition_builder.export.tally import LeftOut
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_SPANS_A_QUERY = 100
+_SLACK_NS = 1_000_000_000
+_LOG_SLACK_NS = 3_600_000_000_000
+"""A log record on a span is dated while it lasts."""
+
+_QUERY = """
+WITH {traces} AS traces, {spans} AS spans
+SELECT TraceId, SpanId, mapFilter((k, v) -> match(k, {attributes}), SpanAttributes) AS Attributes,
+    arrayFilter(name -> match(name, {events}), Events.Name) AS Names,
+    arrayFilter((one, name) -> match(name, {events}), Events.Attributes, Events.Name) AS Bodies
+FROM otel.otel_traces
+PREWHERE Timestamp BETWEEN fromUnixTimestamp64Nano({first}) AND fromUnixTimestamp64Nano({last}) AND TraceId IN traces AND SpanId IN spans
+LIMIT 1 BY TraceId, SpanId
+"""
+_LOGS = """
+WITH {traces} AS traces, {spans} AS spans
+SELECT TraceId, SpanId, if(EventName != '', EventName, LogAttributes['event.name']) AS Name, LogAttributes, Body
+FROM otel.otel_logs
+PREWHERE Timestamp BETWEEN fromUnixTimestamp64Nano({first}) AND fromUnixTimestamp64Nano({last}) AND TraceId IN traces AND SpanId IN spans
+WHERE match(Name, {events})
+ORDER BY Timestamp, Name != 'gen_ai.system.message', Name = 'gen_ai.choice'
+"""
+
+_Key = tuple[str, str]
+
+
+def read_dialogues(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[Dialogue | LeftOut]:
+    """The dialogue of each call, in their order."""
+    ordered = sorted({(_time(call), call["TraceId"], call["SpanId"]) for call in calls})
+    found: dict[_Key, SpanText] = {}
+    for start in range(0, len(ordered), _SPANS_A_QUERY):
+        found |= _read(client, url, ordered[start : start + _SPANS_A_QUERY])
+    return [_dialogue(found.get((call["TraceId"], call["SpanId"])), call["Choice"]) for call in calls]
+
+
+def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
+    if span is None:
+        return LeftOut.NO_TEXT
+    try:
+        return read(span, choice)
+    except RedactedError:
+        return LeftOut.REDACTED_TEXT
+    except NoTextError:
+        return LeftOut.NO_TEXT
+    except UnreadableError:
+        return LeftOut.UNREADABLE_TEXT
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
+        # Whoever sends spans may put anything into them.
+        return LeftOut.UNREADABLE_TEXT
+
+
+def _read(client: Client, url: str, spans: Sequence[tuple[int, str, str]]) -> dict[_Key, SpanText]:
+    def filled(query: str, among: Sequence[tuple[int, str, str]], slack: int) -> str:
+        return query.format(
+            traces=constant(dict.fromkeys(trace for _, trace, _ in among)),
+            spans=constant(dict.fromkeys(span for _, _, span in among)),
+            attributes=_regular(ATTRIBUTES),
+            events=_regular(EVENTS),
+            first=among[0][0] - _SLACK_NS,
+            last=among[-1][0] + slack,
+        )
+
+    with store_errors(url):
+        rows = client.query(filled(_QUERY, spans, _SLACK_NS)).result_rows
+    found = {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
+    # What no attribute tells may stand in log records.
+    silent = [
+        one for one in spans if (one[1], one[2]) in found and not found[one[1], one[2]].attributes and not found[one[1], one[2]].events
+    ]
+    if silent:
+        with store_errors(url):
+            logs = client.query(filled(_LOGS, silent, _LOG_SLACK_NS)).result_rows
+        events: dict[_Key, list[tuple[str, Mapping[str, str]]]] = {}
+        for trace, span, name, attributes, body in logs:
+            events.setdefault((trace, span), []).append((name, {**attributes, "body": body}))
+        found |= {key: SpanText({}, told) for key, told in events.items() if key in found}
+    return found
+
+
+def _time(call: Mapping[str, Any]) -> int:
+    """Of the call's span: nanoseconds since 1970, to a microsecond."""
+    time: datetime = call["Timestamp"]
+    return int(time.timestamp() * 1_000_000) * 1000
+
+
+def _regular(expression: str) -> str:
+    """A regular expression in SQL."""
+    return "unhex('" + expression.encode().hex() + "')"
