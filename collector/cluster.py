@@ -33,7 +33,10 @@ SHARD_BY = {
     "rewards": _ROLLOUT,
     "transitions": _ROLLOUT,
     "drops": _ROLLOUT,
+    "builds": _ROLLOUT,
+    "claims": _ROLLOUT,
     "batches": _ROLLOUT,
+    "datasets": "cityHash64(Name)",
     "policy_versions": "cityHash64(Policy, Branch)",
 }
 """Which shard a row goes to, by table. A row that is written again must go where it was, or it counts twice."""

@@ -47,6 +47,9 @@ _OLD_CONCLUSION = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) 
     WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
     UNION ALL
     SELECT RolloutId FROM otel.drops
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    UNION ALL
+    SELECT RolloutId FROM otel.builds
     WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}}))"""
 _NAMES_TRAINED = " OR ".join(
     f"LogAttributes['{name}'] IN ({_TRAINED})" for name in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id")
@@ -63,6 +66,8 @@ OLD = {
     "rewards": _OLD_CONCLUSION,
     "transitions": _OLD_CONCLUSION,
     "drops": _OLD_CONCLUSION,
+    "builds": _OLD_CONCLUSION,
+    "claims": "IngestedAt < {cutoff}",
 }
 """Which rows of which tables go, in this order. Tables that are not here are kept: they say what was trained."""
 

@@ -10,7 +10,7 @@ def config(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from spangrad.settings import explain_settings
+    from spangrad.settings_sources import explain_settings
 
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     for origin in explain_settings(flag_values(set_), file=config):

@@ -1,4 +1,4 @@
-"""A rollout as a tree for a terminal: what called what, how long it took, what it cost, what it earned.
+"""A rollout as a tree for a terminal: what called what, how long it took, what it cost, what it earned, what became of it.
 
 In: everything that the store knows of one rollout (`Record`). Out: a tree of rich. Invariant: every span stands there once, however
 often it was delivered, below its parent; order is that of parent links and of each process's own count, never of two clocks.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.text import Text
 from rich.tree import Tree
 
+from commands.rollout_record import Build, Call, Conclusion, Record, Reward, Span, attempts, counted
 from spangrad import semconv
 
 _SEPARATOR = " · "
@@ -24,102 +24,6 @@ _TOKEN_COUNTS = (
 _MESSAGE_LENGTH = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A span of the rollout."""
-
-    run: str
-    mode: str
-    attempt: int
-    names_rollout: bool
-    """False: it belongs here by its trace, session or conversation."""
-    started: int
-    """Nanoseconds, by the clock of its own host."""
-    trace: str
-    span: str
-    parent: str
-    process: str
-    seq: int
-    name: str
-    service: str
-    scope: str
-    duration: int
-    """Nanoseconds."""
-    status: str
-    message: str
-    attributes: Mapping[str, str]
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What tells it from all others."""
-        return self.trace, self.span
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is the runner's span of an attempt."""
-        return self.name == semconv.ROOT_SPAN_NAME and semconv.ROLLOUT_FINAL in self.attributes
-
-    @property
-    def counted_by(self) -> str:
-        """Who numbers it: its process, else its service's clock."""
-        return self.process or f"~{self.service}"
-
-    @property
-    def place(self) -> int:
-        """Among the spans of the same `counted_by`."""
-        return self.seq if self.process else self.started
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A choice of a call that the gateway recorded."""
-
-    trace: str
-    span: str
-    choice: int
-    policy: str
-    version_start: int | None
-    version_end: int | None
-    prompt_tokens: int
-    response_tokens: int
-    finish_reason: str
-    error: str
-    http_status: int
-    aborted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """An evaluation result, or a reward that the builder gave."""
-
-    trace: str
-    span: str
-    name: str
-    value: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """What one build specification made of the rollout."""
-
-    spec: str
-    transitions: int
-    drops: Mapping[tuple[str, str], int]
-    """Rows by reason and detail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Everything that is known of one rollout."""
-
-    rollout: str
-    spans: Sequence[Span]
-    calls: Sequence[Call]
-    rewards: Sequence[Reward]
-    builds: Sequence[Build]
-
-
 def draw(record: Record) -> Tree:
     """The rollout's tree; each attempt's root is a branch of the first level."""
     spans = {span.key: span for span in reversed(record.spans)}
@@ -129,7 +33,12 @@ def draw(record: Record) -> Tree:
     for reward in dict.fromkeys(record.rewards):
         rewards[reward.trace, reward.span].append(reward)
 
-    attempt_of = _attempts(spans.values())
+    concluded = defaultdict[tuple[str, str], list[tuple[str, Conclusion]]](list)
+    for build in record.builds:
+        for one in build.conclusions:
+            concluded[one.trace, one.span].append((build.title if len(record.builds) > 1 else "", one))
+
+    attempt_of = attempts(list(spans.values()))
     parents = {key: _parent(span, spans, attempt_of) for key, span in spans.items()}
     below = defaultdict[tuple[str, str] | None, list[Span]](list)
     for key in spans:
@@ -141,19 +50,19 @@ def draw(record: Record) -> Tree:
         branch, parent, key = waiting.pop()
         for child in sorted(below[key], key=lambda one: _order(one, parent, attempt_of)):
             strayed = parent is not None and child.parent != parent.span
-            label = _label(child, calls[child.key], rewards[child.key], strayed=strayed, lost=parent is None and bool(child.parent))
+            lost = parent is None and bool(child.parent)
+            label = _label(child, calls[child.key], rewards[child.key], concluded[child.key], strayed=strayed or lost)
             waiting.append((branch.add(label), child, child.key))
-    elsewhere = [one for key, ones in rewards.items() if key not in spans for one in ones]
-    if elsewhere:
-        tree.add(_joined([Text("of no span here", "dim"), *map(_reward, elsewhere)]))
+    for where, those in (
+        ("of the whole rollout", [("", "")]),
+        ("of no span here", [key for key in rewards if key[1] and key not in spans]),
+    ):
+        if elsewhere := [one for key in those for one in rewards[key]]:
+            tree.add(_joined([Text(where, "dim"), *map(_reward, elsewhere)]))
+    unseen = [one for key, ones in concluded.items() if key[1] and key not in spans for one in ones]
+    for title, one in unseen:
+        tree.add(_joined([Text(f"span {one.span} is not here", "dim"), *_became([(title, one)])]))
     return tree
-
-
-def _attempts(spans: Iterable[Span]) -> dict[tuple[str, str], int]:
-    """The attempt of each span; one that does not name the rollout has its trace's."""
-    spans = list(spans)
-    named = {span.trace: span.attempt for span in spans if span.names_rollout}
-    return {span.key: span.attempt if span.names_rollout else named.get(span.trace, 0) for span in spans}
 
 
 def _parent(span: Span, spans: Mapping[tuple[str, str], Span], attempt_of: Mapping[tuple[str, str], int]) -> tuple[str, str] | None:
@@ -193,15 +102,17 @@ def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str
         size = last.get(semconv.GROUP_SIZE)
         facts.append(f"task {last[semconv.TASK_ID]}" if semconv.TASK_ID in last else "")
         facts.append(f"group {last[semconv.GROUP_ID]}{f' of {size}' if size else ''}" if semconv.GROUP_ID in last else "")
-    attempts = len(set(attempt_of.values()))
-    facts.append(f"{attempts} attempts" if attempts > 1 else "")
+    tries = len(set(attempt_of.values()))
+    facts.append(f"{tries} attempts" if tries > 1 else "")
     facts.append(_duration(sum(span.duration for span in roots) or max((span.duration for span in spans), default=0)))
-    facts.append(_counted(len(spans), "span"))
+    facts.append(counted(len(spans), "span"))
     if record.calls:
         calls = {(call.trace, call.span, call.choice): call for call in record.calls}.values()
         prompts = {(call.trace, call.span): call.prompt_tokens for call in calls}
-        facts.append(f"{_counted(len(prompts), 'call')} {_tokens(sum(prompts.values()), sum(call.response_tokens for call in calls))}")
+        facts.append(f"{counted(len(prompts), 'call')} {_tokens(sum(prompts.values()), sum(call.response_tokens for call in calls))}")
     header = Text.assemble(("rollout ", "bold"), (record.rollout, "bold"), "\n", _SEPARATOR.join(fact for fact in facts if fact))
+    if who := _SEPARATOR.join(part for part in (_agents(record), _tools(spans)) if part):
+        header.append(f"\n{who}")
     for build in record.builds:
         header.append("\n")
         header.append_text(_built(build, len(record.builds) > 1))
@@ -210,43 +121,73 @@ def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str
     return header
 
 
+def _agents(record: Record) -> str:
+    """The agents that made calls, each with how many."""
+    newest = record.builds[-1].conclusions if record.builds else ()
+    calls = Counter(one.agent for one in {(one.trace, one.span): one for one in newest if one.span}.values() if one.agent)
+    names = dict.fromkeys([*calls, *(span.agent for span in record.spans if span.agent and span.kind in {"agent", "llm"})])
+    told = [f"{name} ({counted(calls[name], 'call')})" if calls[name] else name for name in names]
+    return f"agents {', '.join(told)}" if told else ""
+
+
+def _tools(spans: Sequence[Span]) -> str:
+    """The tools that ran, each with how often, and how often it failed."""
+    ran = Counter(span.tool or span.name for span in spans if span.kind == "tool")
+    failed = Counter(span.tool or span.name for span in spans if span.kind == "tool" and span.status == "Error")
+    told = [
+        f"{name}{f' x{times}' if times > 1 else ''}{f' ({failed[name]} failed)' if failed[name] else ''}" for name, times in ran.items()
+    ]
+    return f"tools {', '.join(told)}" if told else ""
+
+
 def _said(spans: Iterable[Span], what: str) -> str:
     values = sorted({str(getattr(span, what)) for span in spans} - {""})
     return f"{what} {', '.join(values)}" if values else ""
 
 
 def _built(build: Build, several: bool) -> Text:
-    text = Text(f"built{f' for {build.spec}' if several else ''}: ")
-    text.append(_counted(build.transitions, "transition"), "green" if build.transitions else "")
+    text = Text(f"built{f' as {build.title}' if several else ''}: ")
+    text.append(counted(build.transitions, "transition"), "green" if build.transitions else "")
     for (reason, detail), count in sorted(build.drops.items()):
         text.append(", ")
         text.append(f"{count} dropped as {reason}{f' ({detail})' if detail else ''}", "yellow")
     return text
 
 
-def _label(span: Span, calls: Sequence[Call], rewards: Sequence[Reward], *, strayed: bool, lost: bool) -> Text:
+def _label(
+    span: Span, calls: Sequence[Call], rewards: Sequence[Reward], concluded: Sequence[tuple[str, Conclusion]], *, strayed: bool
+) -> Text:
     parts = [Text(span.name or "(no name)", "bold" if span.is_root else "")]
     parts += [Text(fact, "dim") for fact in _what(span)]
     parts.append(Text(_duration(span.duration)))
     parts += _of_calls(calls) or _told_tokens(span)
     parts += _status(span, calls)
     parts += [_reward(reward) for reward in rewards]
-    if strayed or lost:
+    parts += _became(concluded)
+    if strayed:
         parts.append(Text("parent span is not here", "yellow"))
     return _joined(parts)
 
 
+def _became(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
+    """What builds made of a call: one text for all choices that fared alike."""
+    texts = Counter[tuple[str, str]]()
+    for title, one in concluded:
+        of_build = f" in {title}" if title else ""
+        if one.reason:
+            texts[f"dropped as {one.reason}{f' ({one.detail})' if one.detail else ''}{of_build}", "yellow"] += 1
+        else:
+            earned = "".join(f", {name} = {value:g} ({source})" for name, value, source in one.rewards)
+            agent = f" of {one.agent}" if one.agent else ""
+            texts[f"transition, turn {one.turn}{agent}{earned}{of_build}", "green"] += 1
+    return [Text(f"→ {text}{f' x{count}' if count > 1 else ''}", style) for (text, style), count in texts.items()]
+
+
 def _what(span: Span) -> list[str]:
     """Attempt, kind and agent."""
-    said = span.attributes
     if span.is_root:
-        final = "final" if said[semconv.ROLLOUT_FINAL] == "true" else "tried again"
-        return [f"attempt {span.attempt}", final]
-    kind = "gateway" if span.scope == semconv.GATEWAY_SCOPE else said.get(semconv.OPENINFERENCE_KIND, "").lower()
-    names = (semconv.OPENINFERENCE_AGENT_NAME, semconv.GEN_AI_AGENT_NAME, semconv.OPENINFERENCE_GRAPH_NODE)
-    agent = next((said[name] for name in names if said.get(name)), "")
-    tool = said.get(semconv.OPENINFERENCE_TOOL_NAME) or said.get(semconv.GEN_AI_TOOL_NAME) or ""
-    return [fact for fact in dict.fromkeys((kind, agent, tool)) if fact and fact != span.name]
+        return [f"attempt {span.attempt}", "final" if span.is_final else "tried again"]
+    return [fact for fact in dict.fromkeys((span.kind, span.agent, span.tool)) if fact and fact != span.name]
 
 
 def _of_calls(calls: Sequence[Call]) -> list[Text]:
@@ -297,10 +238,6 @@ def _reward(reward: Reward) -> Text:
 
 def _tokens(sent: object, received: object) -> str:
     return f"{sent}→{received} tokens"
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _duration(nanoseconds: int) -> str:

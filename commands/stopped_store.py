@@ -25,8 +25,6 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     Raises:
         StoreError: none runs, and there is no data.
     """
-    from spangrad.processes import Child, free_ports, own_command, wait_until
-
     stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
     if _listens(store.url):
         yield store
@@ -36,17 +34,31 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
             f"no span store answers at {store.url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
         )
     print(f"no store answers at {store.url}: opening {stopped[0]} for this question", file=sys.stderr)
+    with own_store(stopped[0], store) as opened:
+        yield opened
+
+
+@contextmanager
+def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
+    """A store of one's own on the data at `path`, for the time of the block: on free ports, for this machine alone, without a token.
+
+    Args:
+        path: of the data; made where it is not there.
+        store: settings that are kept as far as they do not say where.
+    """
+    from spangrad.processes import Child, free_ports, own_command, wait_until
+
     grpc, http, sql_port = free_ports(3)
     ports = ["--otlp-grpc-port", grpc, "--otlp-http-port", http, "--clickhouse-port", sql_port]
     with TemporaryDirectory() as scratch:
         config = Path(scratch) / "spangrad.toml"
         config.touch()  # the store's own settings, its token say, are for those who reach it over the network
-        command = own_command("store", "--config", str(config), "--path", str(stopped[0]), *map(str, ports))
+        command = own_command("store", "--config", str(config), "--path", str(path), *map(str, ports))
         child = Child("spangrad store", command, Path(scratch) / "store.log", inherit_settings=False)
         try:
             url = f"http://127.0.0.1:{sql_port}"
-            wait_until(lambda: _listens(url), 60, f"the store on {stopped[0]}", [child])
-            yield store.model_copy(update={"url": url, "token": None})
+            wait_until(lambda: _listens(url), 60, f"the store on {path}", [child])
+            yield store.model_copy(update={"url": url, "otlp_endpoint": f"http://127.0.0.1:{http}", "token": None})
         finally:
             child.stop()
 

@@ -1,7 +1,7 @@
-"""The only home, in code, of attribute names: ours, and those of the conventions that we read and write.
+"""The home, in code, of attribute names: ours, and those of the conventions that we write or that several parts read.
 
-Ours are described in docs/architecture.md. The gen_ai names are hard-coded because OpenTelemetry moved
-its constants to another repository and marks the old ones deprecated.
+Ours are described in docs/architecture.md. A name that one dialect of the builder reads stands in that dialect. The gen_ai names are
+hard-coded because OpenTelemetry moved its constants to another repository and marks the old ones deprecated.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ SAMPLING_CONSTRAINED: Final = "spangrad.sampling.constrained"
 """True when a grammar, a JSON schema or a required tool masked tokens."""
 
 PROMPT_VERSION: Final = "spangrad.prompt.version"
+
+REWARD: Final = "spangrad.reward"
+"""A reward as an attribute of any span; `spangrad.reward.NAME` where it has a name. What stands on no call's span is the rollout's."""
 
 ANSWER_FIELD: Final = "spangrad"
 """The extra field of an engine's answer: {"policy", "version_start", "version_end", "tokenizer_hash"}."""

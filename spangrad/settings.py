@@ -1,33 +1,24 @@
-"""One tree of settings for every part: flags over environment over TOML file over defaults.
+"""The tree of settings that every part reads: names, types, defaults, and what each means.
 
-In: `spangrad.toml` (or --config FILE, or SPANGRAD_CONFIG), variables `SPANGRAD_SECTION__KEY`, flags.
-Out: a frozen `Settings`, and for `spangrad config` where each value came from.
-Invariant: a key that no part knows is an error, wherever it was written.
+In: values, from wherever `spangrad.settings_sources` finds them. Out: a frozen `Settings`. Invariant: a value that has no meaning is
+refused here, with its place, before any part starts.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import os
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
-from pydantic_settings import SettingsError as UnreadableVariableError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spangrad.errors import SettingsError
 
 ENV_PREFIX = "SPANGRAD_"
 ENV_NESTING = "__"
-ENV_NOT_SETTINGS = frozenset({"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"})
-"""Variables with our prefix that name files, and are read where those files are used."""
-DEFAULT_FILE = "spangrad.toml"
 
 
 class _Section(BaseModel):
@@ -204,9 +195,76 @@ class EngineSettings(_Section):
     """Further arguments of `vllm serve`."""
 
 
+class Selection(_Section):
+    """Which calls: regular expressions, each of which must match a name in full. None: any name."""
+
+    agents: str | None = None
+    """Of the agent that made the call."""
+    models: str | None = None
+    """As the agent asked for it."""
+    policies: str | None = None
+    """That answered; a call that no policy answered has its model's name."""
+    tools: str | None = None
+    """Of a tool that the call caused to run; any of them may match."""
+    components: str | None = None
+    """Of an agent, chain or tool around the call, at any height."""
+
+
+TOOL_KINDS = frozenset({"tool_ok", "tool_error", "empty_result", "malformed_arguments", "repeated_call"})
+"""Kinds of rules about tools, which name the tools that count."""
+
+
+class AirRule(_Section):
+    """An automatic intermediate reward: what is seen of a call, or of a tool that it caused to run, is worth something."""
+
+    name: str = Field(min_length=1)
+    """Of the reward that it gives."""
+    kind: Literal[
+        "tool_ok", "tool_error", "malformed_arguments", "repeated_call", "unparsable_output", "empty_result", "latency", "expression", "sql"
+    ]
+    reward: float = Field(default=0.0, allow_inf_nan=False)
+    """For each call, tool or tool call that the rule finds; for `expression` and `sql`, what their value is multiplied by."""
+    tools: tuple[str, ...] = ()
+    """The tools that count. A rule about tools names them: ("*",) for all."""
+    agents: str | None = None
+    """Regular expression of the agents whose calls count. None: all."""
+    seconds: float | None = Field(default=None, gt=0)
+    """`latency`: longer than this."""
+    form: str | None = None
+    """`unparsable_output`: a regular expression that the response must match, or `json`."""
+    where: str | None = None
+    """`expression`: a Polars SQL expression over the columns of a call; `sql`: the name of a file in builder.rewards_directory."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> AirRule:
+        """What a kind needs is there, and nothing that it would not look at.
+
+        Raises:
+            ValueError: one sentence with the remedy; `load_settings` makes it a SettingsError that says where the rule stands.
+        """
+        said = f"the rule {self.name!r} of kind {self.kind}"
+        if self.kind in TOOL_KINDS and not self.tools:
+            raise ValueError(
+                f'{said} names no tools. Name those that count, or tools = ["*"] for all: '
+                "a policy learns to call whatever pays without advancing (docs/rewards.md)."
+            )
+        if self.kind not in TOOL_KINDS and self.tools:
+            raise ValueError(f"{said} looks at calls, not at tools. Leave out tools; agents chooses whose calls count.")
+        needed = {"latency": "seconds", "unparsable_output": "form", "expression": "where", "sql": "where"}
+        for name in ("seconds", "form", "where"):
+            given, wanted = getattr(self, name) is not None, needed.get(self.kind) == name
+            if given != wanted:
+                raise ValueError(f"{said} needs {name}. Give it." if wanted else f"{said} does not look at {name}. Leave it out.")
+        if self.reward == 0:
+            raise ValueError(f"{said} gives nothing: its reward is 0. Give reward = -0.1, say, or drop the rule.")
+        return self
+
+
 class BuilderSettings(_Section):
     """The transition builder."""
 
+    dataset: str = "default"
+    """The name under which others find what this specification builds."""
     poll_seconds: float = 0.2
     incomplete_after_seconds: float = 600
     """How long after its root span a rollout may wait for missing calls or rewards before it drops; without one (the runner
@@ -214,24 +272,57 @@ class BuilderSettings(_Section):
     quiet_seconds: float = 30
     """How long a trace without a runner must be silent before it counts as complete. One that lacks a parent of some span is
     waited for as long as a rollout without its root."""
-    policy: str | None = None
-    """Build only this policy's calls. None: every policy's."""
-    agent_pattern: str = ".*"
-    """Regular expression that an agent's name must match in full to be selected."""
-    tool_error_reward: float | None = None
-    """AIR: reward of the call that caused a failed tool call. None: no such rule."""
-    tool_error_tools: tuple[str, ...] = ()
-    """The tools that the rule counts. Empty: every tool."""
+    lease_seconds: float = 60
+    """How long a rollout that one builder has claimed is left alone by others."""
+    selection: Selection = Selection()
+    """The calls that become transitions; the others drop as not_selected."""
+    rules: tuple[AirRule, ...] = ()
+    """AIR."""
+    sql_rewards: tuple[str, ...] = ()
+    """Names of files NAME.sql in rewards_directory."""
+    rewards_directory: Path = Path("rewards")
     tokenizer_hash: str | None = None
     """Drop calls of any other tokenizer. None: take every tokenizer's."""
+    max_tokens: int | None = None
+    """Drop calls of more tokens, prompt and response together. None: of any length."""
     retokenized: bool = False
     """Keep calls whose token ids the gateway made from their text: without logprobs, as version 0."""
+    as_of: datetime | None = None
+    """Build from the spans that had arrived by then, as a specification of its own. None: from all."""
+
+    @property
+    def decides(self) -> dict[str, Any]:
+        """What decides a build's result; SQL rewards and rules by the hashes of their files."""
+        decides = self.model_dump(
+            mode="json",
+            exclude={
+                "dataset",
+                "poll_seconds",
+                "incomplete_after_seconds",
+                "quiet_seconds",
+                "lease_seconds",
+                "rewards_directory",
+                "sql_rewards",
+            },
+        )
+        named = (*self.sql_rewards, *(rule.where for rule in self.rules if rule.kind == "sql" and rule.where))
+        return decides | {"sql_rewards": {name: self.sql_hash(name) for name in named}}
 
     @property
     def spec(self) -> str:
         """Hash of what decides a build's result: the BuildSpec of its transitions and drops."""
-        decides = self.model_dump(mode="json", exclude={"poll_seconds", "incomplete_after_seconds", "quiet_seconds"})
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.decides, sort_keys=True).encode()).hexdigest()[:16]
+
+    def sql_hash(self, name: str) -> str:
+        """Hash of a reward's SQL, its version.
+
+        Raises:
+            SettingsError: there is no such file.
+        """
+        file = self.rewards_directory / f"{name}.sql"
+        if not file.is_file():
+            raise SettingsError(f"the builder's settings name the SQL file {name!r}, but {file} is not there. Write it, or drop the name.")
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 class TrainerSettings(_Section):
@@ -246,13 +337,25 @@ class TrainerSettings(_Section):
     directory: Path = Path("data/policies")
     """Where checkpoints and the ledger live."""
     modes: tuple[str, ...] = ("train",)
+    dataset: str | None = None
+    """NAME, or NAME@REVISION, of the transitions to train on. None: those that the builder's settings make."""
+    as_of: datetime | None = None
+    """Train on the store as it was then. None: as it is."""
+    selection: Selection = Selection()
+    """Which of the policy's calls are trained; rewards of the others count all the same."""
     groups_per_batch: int = Field(default=4, ge=1)
     max_steps: int = 0
     """Steps after which `--follow` ends. 0: never."""
-    credit: Literal["identical", "reward_to_go"] = "identical"
+    reward_weights: dict[str, float] = {}
+    """What rewards of a name are multiplied by. A name that is not here: 1."""
+    credit: Literal["identical", "final_only", "reward_to_go", "own", "gigpo"] = "identical"
     baseline: Literal["rollout", "turn"] = "rollout"
-    """Which values share a baseline: those of the group's rollouts, or of the same turn in them."""
+    """Which values share a baseline: those of the group's rollouts, or of the same turn in them. GiGPO has its own."""
     gamma: float = Field(default=1.0, ge=0, le=1)
+    step_weight: float = 1.0
+    """GiGPO: weight of a step's advantage beside its rollout's."""
+    merge: bool = False
+    """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
     learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -299,111 +402,3 @@ class Settings(BaseSettings):
     builder: BuilderSettings = BuilderSettings()
     trainer: TrainerSettings = TrainerSettings()
     runner: RunnerSettings = RunnerSettings()
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """One leaf of the tree and where its value came from."""
-
-    key: str
-    value: object
-    source: str
-
-
-def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
-    """Resolve the settings.
-
-    Args:
-        flags: dotted key -> value, the strongest source. Values of None are flags that were not given.
-        file: a TOML file that must exist; without it SPANGRAD_CONFIG, or spangrad.toml if there is one.
-        env: the environment, os.environ by default.
-
-    Raises:
-        SettingsError: a key is unknown, a value malformed, or the file missing or not TOML.
-    """
-    return _resolve(flags or {}, file, os.environ if env is None else env)[0]
-
-
-def explain_settings(
-    flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None
-) -> list[Origin]:
-    """List every leaf of the resolved tree with its source; arguments as for `load_settings`."""
-    settings, sources = _resolve(flags or {}, file, os.environ if env is None else env)
-    return [Origin(key, value, sources.get(key, "default")) for key, value in _leaves(settings.model_dump())]
-
-
-def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
-    known = {key for key, _ in _leaves(Settings.model_construct().model_dump())}
-    path, from_file = _read_file(file, env)
-    layers: list[tuple[str, dict[str, object]]] = [
-        (f"file {path}", dict(_leaves(from_file))),
-        ("environment", _read_env(env)),
-        ("flag", {key: value for key, value in flags.items() if value is not None}),
-    ]
-    merged: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, layer in layers:
-        for key, value in layer.items():
-            if key not in known:
-                raise SettingsError(f"unknown setting {key!r} ({source}).{_nearest(key, known)}")
-            section, name = key.split(".", 1)
-            merged.setdefault(section, {})[name] = value
-            sources[key] = f"environment {_env_name(key)}" if source == "environment" else source
-    try:
-        return Settings.model_validate(merged), sources
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"][:2])
-        place = ".".join(str(part) for part in first["loc"])
-        # A table may hold a token.
-        value = "{...}" if isinstance(first["input"], Mapping) else repr(first["input"])
-        raise SettingsError(f"setting {place} = {value} ({sources.get(key, 'default')}): {first['msg']}") from None
-
-
-def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
-    named = file or (Path(env["SPANGRAD_CONFIG"]) if env.get("SPANGRAD_CONFIG") else None)
-    path = named or Path(DEFAULT_FILE)
-    if not path.exists():
-        if named:
-            raise SettingsError(f"settings file {path} does not exist. Create it, or drop --config and SPANGRAD_CONFIG.")
-        return path, {}
-    try:
-        return path, tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"settings file {path} is not TOML: {error}") from None
-
-
-def _read_env(env: Mapping[str, str]) -> dict[str, object]:
-    """Variables of ours as dotted keys; pydantic-settings parses the values, and would ignore the names it does not know."""
-    named = {
-        name: name.removeprefix(ENV_PREFIX).lower().replace(ENV_NESTING, ".", 1)
-        for name in env
-        if name.startswith(ENV_PREFIX) and name not in ENV_NOT_SETTINGS
-    }
-    known = {key for key, _ in _leaves(Settings.model_construct().model_dump())}
-    for name, key in named.items():
-        if key not in known:
-            raise SettingsError(f"unknown setting {name} (environment).{_nearest(key, known)}")
-    source = EnvSettingsSource(Settings)
-    source.env_vars = {name.lower(): env[name] for name in named}
-    try:
-        return dict(_leaves(source()))
-    except UnreadableVariableError as error:
-        raise SettingsError(f'{error} (environment). Lists are written as JSON: \'["a", "b"]\'.') from None
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and not prefix:
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _env_name(key: str) -> str:
-    return ENV_PREFIX + key.replace(".", ENV_NESTING).upper()
-
-
-def _nearest(key: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else " `spangrad config` lists all settings."

@@ -7,6 +7,7 @@ that can be derived (returns, advantages, staleness) is a property or a pure fun
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,7 +61,58 @@ class DropReason(StrEnum):
     OTHER_DISTRIBUTION = "other_distribution"
     """Sampled from a distribution that the trainer cannot compute again: top-p, top-k, min-p, penalties, masked tokens."""
     NOT_SELECTED = "not_selected"
-    """The build's selection leaves this agent, model or policy out."""
+    """The build's selection leaves this agent, model, policy, tool or component out."""
+    RETRIED = "retried"
+    """The client asked again; only the answer that the agent used counts."""
+    DUPLICATE = "duplicate"
+    """Another span tells of the same answer, and counts."""
+    UNFINISHED = "unfinished"
+    """Its span says neither that the call ended nor what came of it."""
+    ATTRIBUTES_DROPPED = "attributes_dropped"
+    """The sender kept back attributes of the call's span, the answer among them."""
+    UNKNOWN_CONVENTION = "unknown_convention"
+    """Something called a model, in a convention that no dialect reads."""
+    OVER_LENGTH = "over_length"
+    """Prompt and response are longer than builder.max_tokens."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, or why nothing need be done: one sentence."""
+        return _REMEDIES[self]
+
+
+_REMEDIES: Mapping[DropReason, str] = {
+    DropReason.NO_CALLS: "Let the agent call the policy through the gateway, or through an instrumented client.",
+    DropReason.INCOMPLETE: "Find the spans that did not arrive (the exporter's log, the gateway's spill), "
+    "or raise builder.incomplete_after_seconds: those that come late make a new revision.",
+    DropReason.NO_REWARD: "Give one: an event gen_ai.evaluation.result with a finite score, a rule of builder.rules, "
+    "or a query of builder.sql_rewards.",
+    DropReason.ATTEMPT_FAILED: "Mend what the attempt failed of (its root span says it), or allow more attempts.",
+    DropReason.SUPERSEDED_ATTEMPT: "Nothing need be done: the attempt that counts was built in its place.",
+    DropReason.NO_TOKEN_IDS: "Send the agent's calls through the gateway, or serve them from `spangrad engine`, "
+    "whose answers carry the ids: without them they can be exported for SFT only.",
+    DropReason.RETOKENIZED: "Serve the policy from an engine that returns token ids, or accept ids made from its text: "
+    "builder.retokenized.",
+    DropReason.NO_LOGPROBS: "Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
+    DropReason.EMPTY_RESPONSE: "Look at the prompt and the stop words: an answer of no tokens holds nothing to learn from.",
+    DropReason.CALL_FAILED: "Mend what the error says: a call without an answer is no action.",
+    DropReason.ABORTED: "Give the agent a longer timeout, or let it read its streams to the end.",
+    DropReason.REDACTED: "Redact less, or keep the ids of redacted calls with gateway.redact_keep_ids.",
+    DropReason.OTHER_TOKENIZER: "Serve the policy with the tokenizer and chat template that it is trained with, "
+    "or mend builder.tokenizer_hash.",
+    DropReason.MIXED_VERSIONS: "Nothing need be done: a few calls are cut by each publication of new weights.",
+    DropReason.UNKNOWN_VERSION: "Serve the policy from `spangrad engine`, which says with each answer which weights gave it.",
+    DropReason.OTHER_DISTRIBUTION: "Let the agent sample with a temperature alone: no top_p, top_k, min_p or penalties, "
+    "no forced tools or schemas.",
+    DropReason.NOT_SELECTED: "Nothing need be done, unless a pattern of builder.selection is narrower than was meant.",
+    DropReason.RETRIED: "Nothing need be done: the answer that the agent used was built in its place.",
+    DropReason.DUPLICATE: "Nothing need be done: the span that counts was built in its place.",
+    DropReason.UNFINISHED: "Let the agent read its streams to the end and end its spans, and flush them before its process exits.",
+    DropReason.ATTRIBUTES_DROPPED: "Raise the agent's OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT "
+    "(and OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT where it is set): long conversations need more than 128 attributes a span.",
+    DropReason.UNKNOWN_CONVENTION: "Use an instrumentation that docs/conventions.md lists, or send the calls through the gateway.",
+    DropReason.OVER_LENGTH: "Raise builder.max_tokens, or shorten the agent's prompts.",
+}
 
 
 class AttemptFailure(StrEnum):

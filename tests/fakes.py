@@ -29,7 +29,11 @@ def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = 
         "Revision": 0,
         "Turn": turn,
         "CallId": f"call-{rollout}-{turn}",
+        "AgentName": "agent",
+        "Components": ["agent"],
+        "Tools": [],
         "Policy": "policy",
+        "Model": "policy",
         "TransitionId": f"transition-{rollout}-{turn}",
         "Version": 0,
         "TokenizerHash": "tokenizer",
@@ -37,6 +41,7 @@ def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = 
         "PromptIds": [1, 2, 3],
         "ResponseIds": [4, 5],
         "Logprobs": [-0.5, -1.5],
+        "Rewards.Name": ["reward"] * len(rewards),
         "Rewards.Value": list(rewards),
     }
     return {**row, **changes}
@@ -363,7 +368,7 @@ class SpanFactory:
 
         from transition_builder.frames import ANSWERS, CALLS, ROLLOUTS, SPANS, Frames
 
-        final = {row["RolloutId"]: {name: row[name] for name in ROLLOUTS} for row in self.roots if row["Final"]}
+        final = {row["RolloutId"]: {name: row.get(name) for name in ROLLOUTS} for row in self.roots if row["Final"]}
         return Frames(
             pl.DataFrame(list(final.values()), schema=dict(ROLLOUTS)),
             pl.DataFrame(self.spans, schema=dict(SPANS)),
@@ -386,7 +391,8 @@ class SpanFactory:
             "SpanId": span["spanId"],
             "TraceId": span["traceId"],
             "Timestamp": self.time(0) + timedelta(microseconds=int(span["startTimeUnixNano"]) % 10**15 / 1000),
-            "ProcessId": about["service.instance.id"] if counted else "",
+            "Duration": int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]),
+            "ProcessId": about["service.instance.id"] if counted else f"~{about['service.instance.id']}",
             "Seq": int(attributes.get("spangrad.seq", 0)),
             "Attributes": {key: str(value) for key, value in attributes.items() if len(str(value)) <= 1024},
         }
@@ -401,6 +407,7 @@ class SpanFactory:
             self.calls[-1] |= {name: own[name] for name in own if name != "Attributes"} | arrays
             self.calls[-1] |= {
                 "ResponseId": attributes.get("gen_ai.response.id", ""),
+                "Model": attributes.get("gen_ai.request.model", ""),
                 "HttpStatus": int(attributes["http.response.status_code"]),
             }
         else:
@@ -409,11 +416,16 @@ class SpanFactory:
             )
         self.spans[-1] |= own
         if scope == "openinference.instrumentation.openai" and "output.value" in attributes:
-            said = json.loads(attributes["output.value"])
-            (choice,) = said["choices"]
-            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-            arrays = {"PromptIds": said["prompt_token_ids"], "ResponseIds": choice["token_ids"], "Logprobs": logprobs}
-            self.answer(span["spanId"], ResponseId=said["id"], **arrays)
+            self._load_answer(span["spanId"], attributes["output.value"])
+
+    def _load_answer(self, span: str, text: str) -> None:
+        said = json.loads(text) if text.startswith("{") else {}
+        for choice in said.get("choices", ()):
+            logprobs = [token["logprob"] for token in (choice.get("logprobs") or {}).get("content", ())]
+            arrays = {"PromptIds": said.get("prompt_token_ids") or [], "ResponseIds": choice.get("token_ids") or [], "Logprobs": logprobs}
+            self.answer(
+                span, Choice=choice.get("index", 0), ResponseId=said["id"], FinishReason=choice.get("finish_reason") or "", **arrays
+            )
 
     def otlp(self, *spans: str) -> bytes:
         """The given spans (all of them, when none is given) as an OTLP/JSON request, evaluation events and gateway attributes included."""

@@ -15,7 +15,7 @@ from load_spans import OWN_ID, Held
 
 from spangrad import semconv
 from spangrad.clickhouse import connect
-from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.loop import build_once
 
 
@@ -42,7 +42,7 @@ class Verdict:
 
 def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> Verdict:
     """Compare a run with what must be there of it, a build of its transitions included."""
-    settings = Settings(store=store, builder=BuilderSettings(agent_pattern=f".*|{run}"))
+    settings = Settings(store=store, builder=BuilderSettings(selection=Selection(agents=f".*|{run}")))
     if build:
         build_once(settings)
     client = connect(store)

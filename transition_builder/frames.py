@@ -7,7 +7,7 @@ columns of its schema, in its order, so that stages can be tested with hand-made
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import polars as pl
@@ -41,6 +41,7 @@ SPANS: Schema = {
     "SpanName": _TEXT,
     "ServiceName": _TEXT,
     "ScopeName": _TEXT,
+    "Duration": pl.UInt64(),
     "StatusCode": _TEXT,
     "StatusMessage": _TEXT,
     "Attributes": pl.Map(pl.String(), pl.String()),
@@ -81,6 +82,7 @@ CALLS: Schema = {
     "ParentSpanId": _TEXT,
     "ProcessId": _TEXT,
     "Seq": pl.UInt64(),
+    "Duration": pl.UInt64(),
     "IdsSource": _TEXT,
     **_ANSWER,
     **SAMPLING,
@@ -134,10 +136,9 @@ COUNTS: Schema = {
 
 LOOSE: Schema = {
     **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},
-    "CallId": _TEXT,
     "IngestedAt": MICROSECONDS,
 }
-"""Calls of otel.calls, the plain road's among them, that have neither a transition nor a drop, and when they arrived."""
+"""Rows that nobody has concluded, as far as they say whose they are, a row for each trace; IngestedAt: of the newest."""
 
 OWNERS: Schema = {
     "TraceId": _TEXT,
@@ -156,15 +157,27 @@ ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArri
 TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "Torn": pl.Boolean()}
 """When a trace's newest span came, and whether the parent of some span has not arrived."""
 
-BUILT: Schema = {name: ROOTS[name] for name in ("RunId", "Mode", "RolloutId", "Attempt", "GroupId", "GroupSize", "TaskId")}
-"""Rollouts that have transitions or drops, and the newest attempt among those."""
+BUILT: Schema = {
+    "RunId": _TEXT,
+    "RolloutId": _TEXT,
+    "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
+    "Watermark": MICROSECONDS,
+    "IngestedAt": MICROSECONDS,
+}
+"""The newest revisions of rollouts that were built, and when they were written."""
+
+DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}
+"""Spans of which their sender kept attributes back."""
 
 ROLLOUTS: Schema = {
     **{name: dtype for name, dtype in ROOTS.items() if name != "Final"},
     "Verdict": _TEXT,
     "Detail": _TEXT,
+    "LastArrival": MICROSECONDS,
 }
-"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), and whether it may be built."""
+"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), whether it may be built, and when the
+newest row of it arrived that is known."""
 
 TRANSITIONS: Schema = {
     "RunId": _TEXT,
@@ -176,6 +189,7 @@ TRANSITIONS: Schema = {
     "RolloutId": _TEXT,
     "Attempt": pl.UInt16(),
     "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
     "Turn": pl.UInt32(),
     "TransitionId": _TEXT,
     "CallId": _TEXT,
@@ -183,7 +197,11 @@ TRANSITIONS: Schema = {
     "SpanId": _TEXT,
     "Choice": pl.UInt16(),
     "Timestamp": NANOSECONDS,
+    "ParentCallId": _TEXT,
+    "Branch": pl.UInt32(),
     "AgentName": _TEXT,
+    "Components": pl.List(pl.String()),
+    "Tools": pl.List(pl.String()),
     "Policy": _TEXT,
     "Version": pl.UInt64(),
     "Model": _TEXT,
@@ -208,11 +226,16 @@ DROPS: Schema = {
     "RolloutId": _TEXT,
     "Attempt": pl.UInt16(),
     "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
     "CallId": _TEXT,
     "TraceId": _TEXT,
     "SpanId": _TEXT,
     "Choice": pl.UInt16(),
+    "Timestamp": NANOSECONDS,
+    "AgentName": _TEXT,
     "Policy": _TEXT,
+    "Model": _TEXT,
+    "Convention": _TEXT,
     "Reason": _TEXT,
     "Detail": _TEXT,
 }
@@ -230,6 +253,82 @@ REWARDS: Schema = {
     "TraceId": _TEXT,
     "SpanId": _TEXT,
 }
+
+
+SQL_REWARDS: Schema = {
+    "Name": _TEXT,
+    "RuleHash": _TEXT,
+    "PerCall": pl.Boolean(),
+    "RunId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "CallId": _TEXT,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Value": pl.Float64(),
+}
+"""What the files of rewards/*.sql say of the attempts that count. Name: of the file, RuleHash: of its content. PerCall: the file's rows
+are of calls, named by CallId or by a span; where they are not, CallId, TraceId and SpanId are empty and each rollout has a row. Value is
+null where the file gives none."""
+
+RESPONSES: Schema = {
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Choice": pl.UInt16(),
+    "Text": _TEXT,
+    "ToolCalls": pl.List(pl.Struct({"Name": pl.String(), "Arguments": pl.String()})),
+}
+"""What a call answered: its text, and the tool calls that it asked for. A call whose answer nobody recorded has no row."""
+
+BUILDS: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "BuildSpec": _TEXT,
+    "GroupId": _TEXT,
+    "GroupSize": pl.UInt32(),
+    "TaskId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
+    "Calls": pl.UInt32(),
+    "Transitions": pl.UInt32(),
+    "Drops": pl.UInt32(),
+    "Watermark": MICROSECONDS,
+    "Builder": _TEXT,
+}
+"""A revision of a rollout that was built. Revision and Content of TRANSITIONS and DROPS are those of its row here; `build` leaves them
+0, and the sink fills them in."""
+
+NODES: Schema = {
+    **SPANS,
+    "RolloutId": _TEXT,
+    "Convention": _TEXT,
+    "IsClient": pl.Boolean(),
+    "IsModel": pl.Boolean(),
+    "IsEngine": pl.Boolean(),
+    "IsTool": pl.Boolean(),
+    "IsChain": pl.Boolean(),
+    "IsSuspect": pl.Boolean(),
+    "ResponseId": _TEXT,
+    "Model": _TEXT,
+    "InputTokens": pl.Int64(),
+    "OutputTokens": pl.Int64(),
+    "AgentName": _TEXT,
+    "ToolName": _TEXT,
+    "ToolFailed": pl.Boolean(),
+    "ToolCallId": _TEXT,
+    "ToolArguments": _TEXT,
+    "ToolResult": _TEXT,
+    "Scores": pl.List(pl.Struct({"Name": pl.String(), "Value": pl.Float64()})),
+}
+"""Described, resolved spans: what each is, whichever convention says so (`dialects.describe`). At least these columns.
+
+Convention: the dialect that read the span; empty where none did. IsClient: a call, told by the library that speaks to the model's
+server. IsModel: a call, told by a framework above it. IsEngine: a call, told by the server itself (vLLM's own span). IsSuspect: something
+seems to have called a model, and no dialect reads it. ResponseId, Model, InputTokens, OutputTokens: of those four kinds; null where the
+span says none, and on every other span. AgentName, ToolCallId, ToolArguments, ToolResult: null where the span says
+none. Scores: rewards that stand in the span's own attributes."""
 
 
 class Verdict(StrEnum):
@@ -267,6 +366,12 @@ class Frames:
     """CALLS."""
     answers: pl.DataFrame
     """ANSWERS."""
+    sql_rewards: pl.DataFrame = field(default_factory=lambda: empty(SQL_REWARDS))
+    """SQL_REWARDS of the specification's files."""
+    responses: pl.DataFrame = field(default_factory=lambda: empty(RESPONSES))
+    """RESPONSES, where a rule of the specification asks for them."""
+    dropped: pl.DataFrame = field(default_factory=lambda: empty(DROPPED))
+    """DROPPED."""
 
 
 @dataclass(frozen=True, slots=True)

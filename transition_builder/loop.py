@@ -2,35 +2,42 @@
 
 In: settings. Out: transitions, drops and rewards in the store, and a line in the log for each build. Invariant: what is
 killed anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the sink
-writes no row twice.
+writes no revision twice.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
+import os
+import socket
 import time
+import uuid
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from types import FrameType
 
 import polars as pl
 import tenacity
 
+from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Settings
+from transition_builder import rewards
 from transition_builder.build import build
+from transition_builder.claims import Claims
 from transition_builder.complete import decide, facts
 from transition_builder.dialects.gateway import IS_GATEWAY
-from transition_builder.frames import LOOSE, ROLLOUTS, ROOTS, Built, Frames, Verdict, concat, empty
-from transition_builder.sink import Sink
+from transition_builder.discovery import OVERLAP, Discovery
+from transition_builder.frames import LOOSE, ROOTS, Frames, Verdict, empty
+from transition_builder.reading import Reader
+from transition_builder.resolve import NAMED
+from transition_builder.rewards import sql
+from transition_builder.sink import Sink, Written
 from transition_builder.source import Source
-from transition_builder.unclaimed import claim, judge, late, rollouts_of
+from transition_builder.stopping import stoppable
+from transition_builder.unclaimed import claim, judge, merge, rollouts_of, stale
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +50,12 @@ ROLLOUTS_A_LOOK = 500
 """Rollouts whose spans are read at a time: bounds memory."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _SPAN = ["TraceId", "SpanId"]
+Said = Callable[[int, int], None]
+"""Told how many rollouts of how many have been dealt with."""
+
+
+def _nothing(done: int, total: int) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -50,6 +63,9 @@ class Summary:
     """What a look at the store led to."""
 
     rollouts: int = 0
+    """That got a revision."""
+    revised: int = 0
+    """Of those, the ones that had been built before."""
     transitions: int = 0
     drops: Counter[str] = field(default_factory=Counter[str])
     """Rows by reason."""
@@ -58,16 +74,19 @@ class Summary:
     """Rollouts that ended and are not complete."""
     seconds: float = 0.0
 
-    def add(self, built: Built) -> None:
+    def add(self, written: Written) -> None:
         """Count what was written."""
-        self.transitions += built.transitions.height
-        self.drops.update(built.drops["Reason"])
-        self.rewards += built.rewards.height
+        self.rollouts += written.builds.height
+        self.revised += written.builds.filter(pl.col("Revision") > 0).height
+        self.transitions += written.rows.transitions.height
+        self.drops.update(written.rows.drops["Reason"])
+        self.rewards += written.rows.rewards.height
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.drops.items()))
+        again, why = f" ({self.revised} again)" if self.revised else "", f" ({reasons})" if reasons else ""
         return (
-            f"{self.rollouts} rollouts: {self.transitions} transitions, {self.drops.total()} drops{f' ({reasons})' if reasons else ''}, "
+            f"{self.rollouts} rollouts{again}: {self.transitions} transitions, {self.drops.total()} drops{why}, "
             f"{self.rewards} rewards in {self.seconds:.3f} s; {self.waiting} wait"
         )
 
@@ -75,24 +94,52 @@ class Summary:
 class Builder:
     """Looks for ended rollouts, remembers those that wait, builds those that are complete.
 
-    What no final root claims is looked at second: calls that nobody has concluded are remembered, until their rollout ends, is
-    silent for long enough, or turns out to have been built.
+    What no final root claims is looked at second: traces with calls that nobody has concluded are remembered, until their rollout ends, is
+    silent for long enough, or turns out to have been built. A rollout of which something arrives after it was built is looked at
+    as if it were new.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, since: datetime | None = None, hurry: bool = False, said: Said = _nothing) -> None:
         """Connect to the store.
 
+        Args:
+            settings: of the store and the build.
+            since: build what has arrived since then; None: all that was not built.
+            hurry: conclude all that has ended, whatever of it may still arrive.
+            said: told of progress.
+
         Raises:
-            BuilderError: `builder.agent_pattern` is no regular expression.
-            StoreError: it does not answer.
+            BuilderError: the specification makes no sense.
+            StoreError: the store does not answer.
         """
         _check(settings.builder)
         client = connect(settings.store)
+        sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
+        self._waits = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if hurry else self._spec
+        self._hurry = hurry
+        self._said = said
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._reader = Reader(client, settings)
+        self._discovery = Discovery(self._reader, since)
         self._source = Source(client, settings)
-        self._sink = Sink(client, settings)
+        self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
+        self._sink = Sink(self._reader, name)
         self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
         self._loose = empty(LOOSE).with_columns(CheckedAt=pl.col("IngestedAt"))
+        self._examined = pl.DataFrame(schema={**{name: pl.String() for name in _ROLLOUT}, "Until": ROOTS["IngestedAt"]})
+        self._done = 0
+
+    def register(self, dataset: str) -> datasets.Dataset:
+        """Give the specification a name.
+
+        Raises:
+            SettingsError: the name is none.
+            StoreError: the store failed.
+        """
+        return datasets.register(
+            self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides, "built from these settings"
+        )
 
     def look(self) -> Summary:
         """Build whatever is complete now.
@@ -102,32 +149,75 @@ class Builder:
         """
         began = time.monotonic()
         summary = Summary()
-        self._admit(self._source.new_roots())
+        now = self._reader.now()
+        self._discover(now)
+        self._done = 0
+        self._progress(0)
         if self._pending.height:
-            self._conclude(self._source.now(), summary)
-        self._conclude_unclaimed(summary)
+            self._conclude(now, summary)
+        if self._loose.height:
+            self._conclude_unclaimed(now, summary)
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
         if summary.rollouts:
             log.info("built %s", summary)
         return summary
 
+    def _discover(self, now: datetime) -> None:
+        """Remember what has ended, or lies about, and what was built and is out of date."""
+        self._discovery.begin(now)
+        self._admit(self._discovery.new_roots())
+        self._remember_stale(self._discovery.arrivals())
+        self._loose = merge(self._loose, self._discovery.loose())
+        self._discovery.done()
+        self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
+
+    def _remember_stale(self, arrived: pl.DataFrame) -> None:
+        """Wait anew for the rollouts of which something has arrived since they were built."""
+        if arrived.is_empty():
+            return
+        claimed = claim(arrived, self._discovery.owners(arrived.filter(~NAMED)["TraceId"])).rename({"RolloutKey": "RolloutId"})
+        behind = stale(claimed, self._built(claimed["RolloutId"]))
+        if behind.is_empty():
+            return
+        roots = self._discovery.roots(behind["RolloutId"]).filter("Final").join(behind, on=_ROLLOUT, how="semi")
+        self._admit(roots)
+        rootless = behind.join(roots, on=_ROLLOUT, how="anti")
+        named = claimed.select("RunId", "RolloutId").with_row_index("row")
+        mine = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
+            (pl.col("RunId") == "") | pl.struct(_ROLLOUT).is_in(rootless.select(pl.struct(_ROLLOUT)).to_series().implode())
+        )
+        self._loose = merge(self._loose, arrived[mine["row"]])
+
     def _conclude(self, now: datetime, summary: Summary) -> None:
         """Judge the rollouts whose turn it is, and build those that no longer wait."""
         due = _due(self._pending, now)
         for some in due.iter_slices(ROLLOUTS_A_LOOK):
             arrivals = self._source.arrivals(some)
-            for rollouts in _portions(self._ended(some, arrivals, now)):
+            for rollouts in _portions(self._mine(self._ended(some, arrivals, now))):
                 frames = self._frames(rollouts, arrivals, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
-                self._pending = self._pending.join(frames.rollouts, on=_ROLLOUT, how="anti")
         self._pending = _checked(self._pending, due, _ROLLOUT, now)
 
     def _ended(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
         """Those of the given rollouts (as ROLLOUTS) that wait no longer."""
-        verdicts = decide(facts(arrivals), now, self._spec).join(rollouts, on=_ROLLOUT, how="semi")
+        verdicts = decide(facts(arrivals), now, self._waits).join(rollouts, on=_ROLLOUT, how="semi")
         return verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)
+
+    def _mine(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Those of the given ROLLOUTS that are still to be built, and not by others; what others have built is forgotten."""
+        if rollouts.is_empty():
+            return rollouts
+        built = self._built(rollouts["RolloutId"])
+        current = rollouts.join(built, on=_ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
+        self._forget(current)
+        return self._claims.take(rollouts.join(current, on=_ROLLOUT, how="anti"), built)
+
+    def _built(self, rollouts: pl.Series) -> pl.DataFrame:
+        """BUILT; what was found to be no news counts as read."""
+        built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left")
+        return built.with_columns(Watermark=pl.max_horizontal("Watermark", "Until")).drop("Until")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
         """What to build rollouts from that have ended, as far as their calls are to be seen as well."""
@@ -139,40 +229,50 @@ class Builder:
         seen = arrivals.join(unseen, on=_SPAN, how="anti")
         return self._source.frames(self._ended(rollouts, seen, now), seen)
 
-    def _conclude_unclaimed(self, summary: Summary) -> None:
-        """Build what no final root claims: late calls at once, rollouts that fell silent."""
-        new = self._source.loose_calls().join(self._loose, on="CallId", how="anti").with_columns(CheckedAt=pl.col("IngestedAt"))
-        self._loose = pl.concat([self._loose, new])
-        if self._loose.is_empty():
-            return
-        now = self._source.now()
+    def _conclude_unclaimed(self, now: datetime, summary: Summary) -> None:
+        """Build what no final root claims and has fallen silent."""
         due = _due(self._loose.filter(now - pl.col("IngestedAt") >= self._least_silence()), now)
-        looked_at = pl.concat([new, due]).unique("CallId", maintain_order=True)
-        if looked_at.is_empty():
+        if due.is_empty():
             return
-        self._loose = _checked(self._loose, due, ["CallId"], now)
-        owners = self._source.owners(looked_at["TraceId"])
-        activity = self._source.activity(claim(looked_at, owners)["RolloutKey"])
-        calls = rollouts_of(looked_at, owners, activity).join(self._pending, on=_ROLLOUT, how="anti")
-        behind = late(calls, self._source.built(calls["RolloutId"]))
-        quiet = calls.join(due, on="CallId", how="semi").join(behind, on=_ROLLOUT, how="anti")
-        silent = judge(quiet, self._source.roots(quiet["RolloutId"]), activity, self._source.traces(quiet["TraceId"]), now, self._spec)
-        for rollouts in _portions(concat([behind, silent], ROLLOUTS)):
-            traces = calls.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"]
-            self._build(self._source.claimed_frames(rollouts, traces), summary)
+        owners = self._discovery.owners(due["TraceId"])
+        activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
+        whose = rollouts_of(due, owners, activity)
+        built = self._built(whose["RolloutId"])
+        current = whose.join(built, on=_ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
+        waiting = whose.join(current, on=_ROLLOUT, how="anti").join(self._pending, on=_ROLLOUT, how="anti")
+        roots, traces = self._discovery.roots(waiting["RolloutId"]), self._discovery.traces(waiting["TraceId"])
+        silent = judge(waiting, roots, activity, traces, now, self._spec, hurry=self._hurry)
+        self._loose = _checked(self._loose, due, ["TraceId", "RolloutKey"], now)
+        for some in silent.iter_slices(ROLLOUTS_A_LOOK):
+            for rollouts in _portions(self._mine(some)):
+                of_them = waiting.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"]
+                self._build(self._source.claimed_frames(rollouts, of_them), summary)
+        for some in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
+            self._loose = self._loose.join(some, on="TraceId", how="anti")
 
     def _least_silence(self) -> pl.Expr:
-        """How long at least a call's rollout must be silent."""
+        """How long at least a row's rollout must be silent."""
         announced = (pl.col("RolloutKeySource") == "rollout") & (pl.col("RunId") != "") & (pl.col("Mode") != "")
-        seconds = pl.when(announced).then(self._spec.incomplete_after_seconds).otherwise(self._spec.quiet_seconds)
+        seconds = pl.when(announced).then(self._spec.incomplete_after_seconds).otherwise(self._waits.quiet_seconds)
         return pl.duration(milliseconds=seconds * 1000)
 
     def _build(self, frames: Frames, summary: Summary) -> None:
-        built = build(frames, self._spec)
-        summary.add(self._sink.write(built))
-        summary.rollouts += frames.rollouts.height
-        for rows in (built.transitions, built.drops):
-            self._loose = self._loose.join(rows, on="CallId", how="anti")
+        summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
+        self._forget(frames.rollouts)
+        read = frames.spans["TraceId"].unique()
+        self._loose = self._loose.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
+        examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival")
+        self._examined = pl.concat([self._examined.join(examined, on=_ROLLOUT, how="anti"), examined])
+        self._progress(frames.rollouts.height)
+
+    def _forget(self, rollouts: pl.DataFrame) -> None:
+        """They are built."""
+        self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
+        self._loose = self._loose.filter(~(NAMED & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())))
+
+    def _progress(self, done: int) -> None:
+        self._done += done
+        self._said(self._done, self._done + self._pending.height + self._loose["RolloutKey"].n_unique())
 
     def _admit(self, roots: pl.DataFrame) -> None:
         new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
@@ -195,10 +295,32 @@ def build_once(settings: Settings) -> Summary:
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    summary = Builder(settings).look()
+    summary = _started(settings).look()
     if not summary.rollouts:
         log.info("nothing to build; %d rollouts wait", summary.waiting)
     return summary
+
+
+def build_all(settings: Settings, said: Said = _nothing) -> Summary:
+    """Conclude all that has ended, and wait for nothing of it: what arrives later makes a new revision.
+
+    A rollout that a runner announced ends with its final root, or with `incomplete_after_seconds` of silence.
+
+    Raises:
+        StoreError: the store does not answer, or failed.
+    """
+    return _started(settings, hurry=True, said=said).look()
+
+
+def rebuild(settings: Settings, since: datetime, said: Said) -> Summary:
+    """Build everything that has ended, and whose root or calls arrived since a time, as the settings' specification says.
+
+    What other specifications made of it stays; what this one has built already is not built again. The dataset is not registered.
+
+    Raises:
+        StoreError: the store does not answer, or failed.
+    """
+    return Builder(settings, since=since, hurry=True, said=said).look()
 
 
 def follow(settings: Settings) -> None:
@@ -209,8 +331,8 @@ def follow(settings: Settings) -> None:
     Raises:
         StoreError: the store does not answer at the start.
     """
-    with _stoppable():
-        builder = Builder(settings)
+    with stoppable():
+        builder = _started(settings)
         builder.look()
         patient = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StoreError),
@@ -222,37 +344,22 @@ def follow(settings: Settings) -> None:
             patient(builder.look)
 
 
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT arrived. No Exception, so that nobody's handler swallows it."""
-
-
-@contextmanager
-def _stoppable() -> Generator[None]:
-    """Leave the block on SIGTERM or SIGINT, wherever it is: every write is idempotent, so nothing needs shielding."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _: FrameType | None) -> None:
-        log.info("%s: stopped", signal.Signals(number).name)
-        raise _Stopped
-
-    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    except _Stopped:
-        pass
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+def _started(settings: Settings, *, hurry: bool = False, said: Said = _nothing) -> Builder:
+    """A builder whose specification others find under the dataset's name."""
+    builder = Builder(settings, hurry=hurry, said=said)
+    builder.register(settings.builder.dataset)
+    return builder
 
 
 def _check(spec: BuilderSettings) -> None:
-    try:
-        pl.select(pl.lit("").str.contains(spec.agent_pattern))
-    except pl.exceptions.ComputeError as error:
-        reason = next((line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")), "Polars refuses it")
-        raise BuilderError(f"builder.agent_pattern = {spec.agent_pattern!r} is no regular expression: {reason}. Mend it.") from None
+    rewards.check(spec)
+    for name, pattern in spec.selection.model_dump().items():
+        try:
+            pl.select(pl.lit("").str.contains(pattern or ""))
+        except pl.exceptions.ComputeError as error:
+            found = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
+            reason = found[0] if found else "Polars refuses it"
+            raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Mend it.") from None
 
 
 def _portions(rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:

@@ -1,84 +1,149 @@
-"""How conclusions get into the store: each once, and never half of a rollout before a trainer's eyes.
+"""How conclusions get into the store: whole revisions, each once.
 
-In: `Built`. Out: rows of otel.rewards, otel.transitions and otel.drops. Invariants: a call that has a row for this
-build specification gets no second one, whoever wrote the first; a trainer that sees a rollout sees all its transitions.
+In: `Built`, and the rollouts that it is of. Out: rows of otel.rewards, otel.transitions, otel.drops and, last, otel.builds. Invariants: a
+revision counts for readers when its row in otel.builds is there, and then all its rows are; what was concluded before is not written
+again, and stays what it was.
 
-The order is rewards, transitions, drops. A trainer counts a group as ready by the rollouts that transitions or drops
-name, and reads transitions only. So a rollout must not be named by its drops while its transitions are still to come;
-the other way round it misses nothing. All transitions of a write go in one block, which becomes visible at once.
-(Calls of one rollout on both sides of a month's end lie in two partitions, whose parts appear one after the other.)
+Content is a hash of what was concluded of a rollout. The same content as that of its newest revision is no news: nothing is
+written. Other content is the next revision. All rows carry it, and it is in their sorting keys: what a builder left that was killed
+before it wrote to otel.builds is nobody's, and becomes part of a revision only when the same is concluded again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from dataclasses import dataclass
 
 import polars as pl
 
-from spangrad.clickhouse import store_errors
-from spangrad.settings import Settings
-from spangrad.types import DropReason
-from transition_builder.frames import DROPS, Built, concat
-from transition_builder.unclaimed import LATE
-
-if TYPE_CHECKING:
-    from clickhouse_connect.driver.client import Client
+from spangrad.types import transition_id
+from transition_builder.frames import BUILDS, DROPS, REWARDS, TRANSITIONS, Built, Schema, conform
+from transition_builder.reading import Reader
 
 _ROLLOUT = ["RunId", "RolloutId"]
-_CALL = [*_ROLLOUT, "Attempt", "CallId"]
-_WRITTEN = """
-SELECT DISTINCT RunId, RolloutId, Attempt, CallId FROM otel.{table}
-WHERE BuildSpec = %(spec)s AND RunId IN %(runs)s AND GroupId IN %(groups)s AND RolloutId IN %(rollouts)s
-"""
+_AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
+"""Columns that follow from what was concluded."""
+_LONG = {"PromptIds", "ResponseIds", "Logprobs"}
+"""What CallId names already: its length is enough."""
+_BETWEEN, _WITHIN = "\x1f", "\x1e"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was new."""
+
+    rows: Built
+    builds: pl.DataFrame
+    """BUILDS: the revisions that `rows` are of."""
 
 
 class Sink:
     """Writes for one build specification."""
 
-    def __init__(self, client: Client, settings: Settings) -> None:
-        """Write with `client`; nothing is asked of the store yet."""
-        self._client = client
-        self._url = settings.store.url
-        self._spec = settings.builder.spec
+    def __init__(self, reader: Reader, builder: str = "") -> None:
+        """Write in a builder's name; nothing is asked of the store yet."""
+        self._reader = reader
+        self._builder = builder
 
-    def write(self, built: Built) -> Built:
-        """Write what the store does not hold yet, and say what that was.
+    def write(self, built: Built, rollouts: pl.DataFrame) -> Written:
+        """Write a new revision of each rollout of which something else was concluded than before.
 
-        A rollout that was concluded before stays as it was: calls that have turned up since drop as incomplete.
+        Args:
+            built: all that was concluded of the rollouts.
+            rollouts: ROLLOUTS.
+
+        Raises:
+            StoreError: the store failed; what it holds of an unfinished write counts for nobody.
         """
-        written = self._written(built)
-        fresh = only_new(built, written)
-        for table, rows in (("rewards", fresh.rewards), ("transitions", fresh.transitions), ("drops", fresh.drops)):
+        fresh = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
+        for table, rows in (
+            ("rewards", fresh.rows.rewards),
+            ("transitions", fresh.rows.transitions),
+            ("drops", fresh.rows.drops),
+            ("builds", fresh.builds),
+        ):
             if rows.height:
-                with store_errors(self._url):
-                    self._client.insert_arrow(f"otel.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
+                self._reader.insert(table, rows)
         return fresh
 
-    def _written(self, built: Built) -> pl.DataFrame:
-        names = pl.concat([frame.select("RunId", "RolloutId", "GroupId") for frame in (built.transitions, built.drops)]).unique()
-        frames = [pl.DataFrame(schema={name: built.drops.schema[name] for name in _CALL})]
-        for some in names.sort("RunId", "RolloutId").iter_slices(1000):
-            parameters = {
-                "spec": self._spec,
-                "runs": tuple(some["RunId"].unique()),
-                "groups": tuple(some["GroupId"].unique()),
-                "rollouts": tuple(some["RolloutId"]),
-            }
-            for table in ("transitions", "drops"):
-                with store_errors(self._url):
-                    answer = self._client.query_arrow(_WRITTEN.format(table=table), parameters=parameters, use_strings=True)
-                rows = pl.from_arrow(answer)
-                assert isinstance(rows, pl.DataFrame)
-                frames.append(rows.select(pl.col(name).cast(dtype) for name, dtype in frames[0].schema.items()))
-        return pl.concat(frames)
 
+def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str, builder: str = "") -> Written:
+    """What is to be written: whole rollouts of which something new was concluded, stamped with revision and content.
 
-def only_new(built: Built, written: pl.DataFrame) -> Built:
-    """The rows to write, given the calls (RunId, RolloutId, Attempt, CallId) that have theirs."""
-    known = written.select(_ROLLOUT).unique()
-    transitions = built.transitions.join(known, on=_ROLLOUT, how="anti", maintain_order="left")
-    late = built.transitions.join(known, on=_ROLLOUT, how="semi", maintain_order="left").with_columns(
-        Reason=pl.lit(DropReason.INCOMPLETE.value), Detail=pl.lit(LATE)
+    Args:
+        built: all that was concluded of some rollouts.
+        rollouts: ROLLOUTS.
+        before: BUILT, the newest revisions of them.
+        spec: name of the build specification.
+        builder: who writes.
+    """
+    known = before.select(*_ROLLOUT, newest="Revision", newest_content="Content")
+    news = (
+        contents(built)
+        .join(known, on=_ROLLOUT, how="left")
+        .filter(pl.col("newest_content").is_null() | (pl.col("newest_content") != pl.col("Content")))
+        .select(*_ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
     )
-    drops = concat([built.drops, late], DROPS).join(written, on=_CALL, how="anti", maintain_order="left")
-    return Built(transitions, drops, built.rewards.join(known, on=_ROLLOUT, how="anti", maintain_order="left"))
+    transitions, drops = (_stamp(frame, news, schema) for frame, schema in ((built.transitions, TRANSITIONS), (built.drops, DROPS)))
+    later = transitions.filter(pl.col("Revision") > 0)
+    if later.height:
+        names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
+        of_later = later.select(*_ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
+        transitions = transitions.update(of_later, on=[*_ROLLOUT, "CallId"])
+    return Written(
+        Built(transitions, drops, conform(built.rewards.join(news, on=_ROLLOUT, how="semi", maintain_order="left"), REWARDS)),
+        conform(_builds(rollouts.join(news, on=_ROLLOUT), transitions, drops, spec, builder), BUILDS),
+    )
+
+
+def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFrame:
+    """The rows of rollouts that are news."""
+    if rows.is_empty():
+        return conform(rows, schema)
+    at = rows.select(_ROLLOUT).with_row_index("row").join(news, on=_ROLLOUT, maintain_order="left")
+    whole = rows if at.height == rows.height else rows[at["row"]]
+    return conform(whole.with_columns(at["Revision"], at["Content"]), schema)
+
+
+def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFrame, spec: str, builder: str) -> pl.DataFrame:
+    kept = transitions.group_by(_ROLLOUT).agg(Transitions=pl.len())
+    dropped = drops.group_by(_ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
+    return (
+        rollouts.join(kept, on=_ROLLOUT, how="left")
+        .join(dropped, on=_ROLLOUT, how="left")
+        .with_columns(pl.col("Transitions", "Drops", "named").fill_null(0))
+        .with_columns(
+            Calls=pl.col("Transitions") + pl.col("named"),
+            BuildSpec=pl.lit(spec),
+            Builder=pl.lit(builder),
+            Watermark=pl.coalesce("LastArrival", "IngestedAt"),
+        )
+    )
+
+
+def contents(built: Built) -> pl.DataFrame:
+    """RunId, RolloutId and Content of each rollout that left something: the same for the same rows in any order."""
+    texts = [_texts(built.transitions, TRANSITIONS, "t"), _texts(built.drops, DROPS, "d"), _texts(built.rewards, REWARDS, "r")]
+    rows = pl.concat(texts)
+    hashes = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) for text in rows["text"]]
+    hashed = rows.select(_ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
+    concluded = pl.concat([built.transitions.select(_ROLLOUT), built.drops.select(_ROLLOUT)]).unique()
+    # A sum in UInt64 wraps around, which is what is wanted: each row counts, in whatever order.
+    return hashed.group_by(_ROLLOUT).agg(Content=pl.col("hash").sum()).join(concluded, on=_ROLLOUT, how="semi").sort(_ROLLOUT)
+
+
+def _texts(rows: pl.DataFrame, schema: Schema, kind: str) -> pl.DataFrame:
+    """All of each row that decides, as one text."""
+    told = [_told(name, dtype) for name, dtype in schema.items() if name not in _AFTER]
+    return rows.select(*_ROLLOUT, text=pl.concat_str([pl.lit(kind), *told], separator=_BETWEEN))
+
+
+def _told(name: str, dtype: pl.DataType) -> pl.Expr:
+    value = pl.col(name)
+    if name in _LONG:
+        value = value.list.len()
+    elif isinstance(dtype, pl.List):
+        value = value.cast(pl.List(pl.String())).list.join(_WITHIN)
+    elif isinstance(dtype, pl.Datetime):
+        value = value.cast(pl.Int64)
+    return value.cast(pl.String).fill_null("")

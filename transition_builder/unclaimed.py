@@ -1,13 +1,14 @@
-"""Calls that no final root claims: whose they are, and when they are waited for no longer.
+"""What no final root claims: whose it is, and when it is waited for no longer.
 
-In: calls without a transition or a drop, and what the store knows of their traces and rollouts. Out: rollouts to build in
+In: spans of calls that nobody has concluded, and what the store knows of their traces and rollouts. Out: rollouts to build in
 spite of the missing root. Invariant (law 2): every call that arrives is concluded in the end, and no rollout is concluded
 while anything of it still arrives.
 
-Three kinds. A rollout that a runner announced (its calls name run and mode) and that stays silent for
+Two kinds. A rollout that a runner announced (its spans name run and mode) and that stays silent for
 `incomplete_after_seconds` is incomplete: the runner was killed, or its root was lost. Traces that no runner announced are
-production's: complete when silent for `quiet_seconds`. A trace that still lacks a parent of some span has an open span, so
-that it must be silent for the longer time. A call of a rollout that was built without it is late, and drops.
+production's: complete when silent for `quiet_seconds`. Their rollout is the one that a span of the trace names, else its session, its
+conversation, or the trace itself. A trace that still lacks a parent of some span has an open span, so that it must be silent
+for the longer time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,26 @@ import polars as pl
 
 from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
-from transition_builder.frames import ROLLOUTS, Verdict, conform
+from transition_builder.frames import LOOSE, ROLLOUTS, Verdict, conform
 from transition_builder.resolve import NAMED
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _GROUP = ["GroupId", "GroupSize", "TaskId"]
-LATE = "arrived after its rollout was built"
+_WHOSE = [name for name in LOOSE if name != "IngestedAt"]
 NO_ROOT = "no final root arrived"
+
+
+def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
+    """LOOSE rows of before and now, with CheckedAt: one for whom each speaks, dated by the newest.
+
+    Args:
+        known: LOOSE, and CheckedAt.
+        new: LOOSE.
+    """
+    rows = pl.concat([known, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+    # What has gone on is silent again from now on.
+    newest = rows.group_by(_WHOSE, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
+    return newest.select(known.columns)
 
 
 def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
@@ -56,13 +70,13 @@ def _text(name: str) -> pl.Expr:
     return pl.col(name).replace("", None)
 
 
-def rollouts_of(calls: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
-    """Calls with the rollouts that they belong to, and whether a runner announced those (Announced).
+def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
+    """Rows with the rollouts that they belong to, and whether a runner announced those (Announced).
 
     Args:
-        calls: LOOSE.
+        loose: LOOSE.
         owners: OWNERS of their traces.
-        activity: ACTIVITY of the rollouts that those name; a run that a call does not name is the rollout's only one.
+        activity: ACTIVITY of the rollouts that those name; a run that a row does not name is the rollout's only one.
     """
     only = (
         activity.filter(pl.col("RunId") != "")
@@ -72,7 +86,7 @@ def rollouts_of(calls: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFram
         .drop("runs")
     )
     return (
-        claim(calls, owners)
+        claim(loose, owners)
         .rename({"RolloutKey": "RolloutId"})
         .join(only, on="RolloutId", how="left", maintain_order="left")
         .with_columns(lone=(pl.col("RunId") == "") & pl.col("run").is_not_null())
@@ -82,53 +96,60 @@ def rollouts_of(calls: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFram
     )
 
 
-def late(calls: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-    """Rollouts (ROLLOUTS, incomplete) of the given calls that were built without them.
+def stale(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
+    """Those of the given rollouts of which something has arrived since they were built: RunId, RolloutId, LastArrival.
 
     Args:
-        calls: of `rollouts_of`.
+        arrived: RunId, RolloutId and IngestedAt of rows; a run that a row does not name may be any.
         built: BUILT.
     """
-    rollouts = _gather(calls).drop("Mode").join(built.rename({"Attempt": "built_attempt"}), on=_ROLLOUT)
-    return conform(
-        rollouts.with_columns(
-            Attempt=pl.max_horizontal("Attempt", "built_attempt"),
-            SpanId=pl.lit(""),
-            Verdict=pl.lit(Verdict.INCOMPLETE.value),
-            Detail=pl.lit(LATE),
-            **_unknown(),
-        ),
-        ROLLOUTS,
+    newest = arrived.group_by(_ROLLOUT).agg(LastArrival=pl.col("IngestedAt").max())
+    unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built.select(*_ROLLOUT, "Watermark"), on="RolloutId")
+    named = newest.join(built.select(*_ROLLOUT, "Watermark"), on=_ROLLOUT)
+    return (
+        pl.concat([named, unnamed], how="diagonal")
+        .filter(pl.col("LastArrival") > pl.col("Watermark"))
+        .group_by(_ROLLOUT, maintain_order=True)
+        .agg(pl.col("LastArrival").max())
     )
 
 
 def judge(
-    calls: pl.DataFrame, roots: pl.DataFrame, activity: pl.DataFrame, traces: pl.DataFrame, now: datetime, spec: BuilderSettings
+    loose: pl.DataFrame,
+    roots: pl.DataFrame,
+    activity: pl.DataFrame,
+    traces: pl.DataFrame,
+    now: datetime,
+    spec: BuilderSettings,
+    *,
+    hurry: bool = False,
 ) -> pl.DataFrame:
     """Rollouts (ROLLOUTS, none waiting) that have been silent long enough, among those without a final root.
 
     Args:
-        calls: of `rollouts_of`.
+        loose: of `rollouts_of`.
         roots: ROOTS of the attempts of their rollouts, as far as they arrived.
         activity: ACTIVITY of their rollouts.
-        traces: TRACES of the calls.
+        traces: TRACES of theirs.
         now: the store's clock, as are all arrival times.
         spec: the waiting times.
+        hurry: wait for nothing of a trace that no runner announced.
     """
     seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
-    of_trace = calls.join(traces, on="TraceId", how="left")
+    of_trace = loose.join(traces, on="TraceId", how="left")
     torn = of_trace.group_by(_ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
     known = roots.sort("Attempt").group_by(_ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
     last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
-    patient, quiet = (pl.duration(milliseconds=round(seconds * 1000)) for seconds in (spec.incomplete_after_seconds, spec.quiet_seconds))
+    seconds = (spec.incomplete_after_seconds, 0 if hurry else spec.incomplete_after_seconds, 0 if hurry else spec.quiet_seconds)
+    patient, torn_for, quiet = (pl.duration(milliseconds=round(one * 1000)) for one in seconds)
     announced = pl.col("Announced")
     return conform(
-        _gather(calls)
+        _gather(loose)
         .join(torn, on=_ROLLOUT)
         .join(seen, on="RolloutId", how="left")
         .join(known, on=_ROLLOUT, how="left")
         .filter(~pl.col("Final").fill_null(False))
-        .filter(now - last >= pl.when(announced | pl.col("Torn")).then(patient).otherwise(quiet))
+        .filter(now - last >= pl.when(announced).then(patient).when("Torn").then(torn_for).otherwise(quiet))
         .with_columns(
             pl.col("GroupId", "TaskId").fill_null(""),
             pl.col("GroupSize").fill_null(0),
@@ -136,21 +157,18 @@ def judge(
             Verdict=pl.when(announced).then(pl.lit(Verdict.INCOMPLETE.value)).otherwise(pl.lit(Verdict.COMPLETE.value)),
             Detail=pl.when(announced).then(pl.lit(NO_ROOT)).otherwise(pl.lit("")),
             SpanId=pl.lit(""),
-            **_unknown(),
+            LastArrival=last,
+            Calls=pl.lit(None, pl.UInt32),
+            Failure=pl.lit(""),
         ),
         ROLLOUTS,
     )
 
 
-def _gather(calls: pl.DataFrame) -> pl.DataFrame:
+def _gather(loose: pl.DataFrame) -> pl.DataFrame:
     """One row a rollout: its newest attempt and arrival."""
     return (
-        calls.sort("Attempt", "IngestedAt")
+        loose.sort("Attempt", "IngestedAt")
         .group_by(_ROLLOUT, maintain_order=True)
         .agg(pl.col("Mode").max(), pl.col("Attempt", "TraceId").last(), pl.col("IngestedAt").max(), pl.col("Announced").any())
     )
-
-
-def _unknown() -> dict[str, pl.Expr]:
-    """What only a final root could say."""
-    return {"Calls": pl.lit(None, pl.UInt32), "Failure": pl.lit("")}

@@ -68,12 +68,15 @@ FROM (
         multiIf(RolloutId != '', 'rollout', SessionId != '', 'session', ConversationId != '', 'conversation', 'trace') AS RolloutKeySource,
         toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
         Timestamp, TraceId, SpanId, ParentSpanId,
-        SpanAttributes['spangrad.process.id'] AS ProcessId,
+        -- Who counts nothing still has a clock of its own, which '~' tells apart from a process that counts.
+        multiIf(SpanAttributes['spangrad.process.id'] != '', SpanAttributes['spangrad.process.id'],
+            ResourceAttributes['service.instance.id'] != '', concat('~', ResourceAttributes['service.instance.id']), '') AS ProcessId,
         toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
         SpanName, SpanKind, ServiceName, ScopeName, Duration, StatusCode,
         substringUTF8(StatusMessage, 1, 1024) AS StatusMessage,
-        -- Lean: long values stay in otel_traces, token ids and logprobs in calls, and what has a column of its own is there.
-        mapFilter((k, v) -> length(v) <= 1024 AND k NOT IN (
+        -- Lean: long values and texts of prompts stay in otel_traces, token ids and logprobs in calls, and what has a column of its own is there.
+        mapFilter((k, v) -> length(v) <= 1024 AND NOT startsWith(k, 'llm.input_messages.') AND NOT startsWith(k, 'gen_ai.prompt.') AND k NOT IN (
+            'gen_ai.input.messages', 'gen_ai.system_instructions',
             'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
             'spangrad.request.json', 'spangrad.response.json', 'spangrad.run.id', 'spangrad.rollout.mode', 'spangrad.rollout.id',
             'spangrad.rollout.attempt', 'spangrad.process.id', 'spangrad.seq', 'session.id', 'gen_ai.conversation.id'

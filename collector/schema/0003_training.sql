@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS otel.transitions (
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
     Revision UInt32 CODEC(ZSTD(1)),
+    Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
     Turn UInt32 COMMENT 'Place of the call among the rollout''s policy calls, from 0' CODEC(ZSTD(1)),
     TransitionId String CODEC(ZSTD(1)),
     CallId String CODEC(ZSTD(1)),
@@ -36,7 +37,11 @@ CREATE TABLE IF NOT EXISTS otel.transitions (
     SpanId String CODEC(ZSTD(1)),
     Choice UInt16 CODEC(ZSTD(1)),
     Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
+    ParentCallId String COMMENT 'The call that came before this one on its branch; empty: none did' CODEC(ZSTD(1)),
+    Branch UInt32 COMMENT 'Of the tree of the rollout''s calls: 0 is the branch of its first call' CODEC(ZSTD(1)),
     AgentName LowCardinality(String) CODEC(ZSTD(1)),
+    Components Array(LowCardinality(String)) COMMENT 'Names of the agents, chains and tools around the call, outermost first' CODEC(ZSTD(1)),
+    Tools Array(LowCardinality(String)) COMMENT 'Names of the tools that the call caused to run, in order' CODEC(ZSTD(1)),
     Policy LowCardinality(String) CODEC(ZSTD(1)),
     Version UInt64 COMMENT 'Of the weights that sampled the response' CODEC(ZSTD(1)),
     Model LowCardinality(String) CODEC(ZSTD(1)),
@@ -57,7 +62,7 @@ CREATE TABLE IF NOT EXISTS otel.transitions (
     INDEX idx_span SpanId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 PARTITION BY toYYYYMM(Timestamp)
-ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Turn, CallId)
+ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Turn, CallId)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 CREATE TABLE IF NOT EXISTS otel.drops (
@@ -70,19 +75,73 @@ CREATE TABLE IF NOT EXISTS otel.drops (
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
     Revision UInt32 CODEC(ZSTD(1)),
+    Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
     CallId String COMMENT 'Empty: the rollout itself, which had no call to name' CODEC(ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
     Choice UInt16 CODEC(ZSTD(1)),
+    Timestamp DateTime64(9) CODEC(Delta(8), ZSTD(1)),
+    AgentName LowCardinality(String) CODEC(ZSTD(1)),
     Policy LowCardinality(String) CODEC(ZSTD(1)),
+    Model LowCardinality(String) CODEC(ZSTD(1)),
+    Convention LowCardinality(String) COMMENT 'Of the span that tells of the call' CODEC(ZSTD(1)),
     Reason LowCardinality(String) CODEC(ZSTD(1)),
     Detail String CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(IngestedAt)
-ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, CallId)
+ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, CallId)
 SETTINGS index_granularity = 1024;
+
+-- Written last, when all transitions and drops of the revision are there: what has no row here does not exist for any reader.
+CREATE TABLE IF NOT EXISTS otel.builds (
+    RunId LowCardinality(String) CODEC(ZSTD(1)),
+    Mode LowCardinality(String) CODEC(ZSTD(1)),
+    BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
+    GroupId String CODEC(ZSTD(1)),
+    GroupSize UInt32 CODEC(ZSTD(1)),
+    TaskId String CODEC(ZSTD(1)),
+    RolloutId String CODEC(ZSTD(1)),
+    Attempt UInt16 COMMENT 'That counts' CODEC(ZSTD(1)),
+    Revision UInt32 COMMENT '0, 1, ...: late spans and rewards make a new one' CODEC(ZSTD(1)),
+    Content UInt64 COMMENT 'Hash of what was concluded; the same again makes no new revision' CODEC(ZSTD(1)),
+    Calls UInt32 COMMENT 'Policy calls of all attempts, a choice each: transitions and drops that name a call' CODEC(ZSTD(1)),
+    Transitions UInt32 CODEC(ZSTD(1)),
+    Drops UInt32 COMMENT 'With the one of a rollout that has no calls' CODEC(ZSTD(1)),
+    Watermark DateTime64(6) COMMENT 'Arrival of the newest span that was read' CODEC(ZSTD(1)),
+    Builder LowCardinality(String) CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),
+    INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
+    INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
+) ENGINE = ReplacingMergeTree(Earliness)
+ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Revision, Content)
+SETTINGS index_granularity = 1024;
+
+-- Who builds what, so that several builders share the work. A claim that is older than the lease binds nobody.
+CREATE TABLE IF NOT EXISTS otel.claims (
+    BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
+    RunId LowCardinality(String) CODEC(ZSTD(1)),
+    RolloutId String CODEC(ZSTD(1)),
+    Builder LowCardinality(String) CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1))
+) ENGINE = ReplacingMergeTree(IngestedAt)
+ORDER BY (BuildSpec, RunId, RolloutId, Builder)
+TTL toDateTime(IngestedAt) + INTERVAL 1 DAY
+SETTINGS index_granularity = 1024;
+
+-- Names of build specifications: NAME@REVISION. Another specification under the same name is its next revision.
+CREATE TABLE IF NOT EXISTS otel.datasets (
+    Name LowCardinality(String) CODEC(ZSTD(1)),
+    Revision UInt32 COMMENT '1, 2, ...' CODEC(ZSTD(1)),
+    BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
+    Settings String COMMENT 'What decides a build''s result, as JSON' CODEC(ZSTD(1)),
+    Reason String COMMENT 'Why there is a new revision' CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1))
+) ENGINE = ReplacingMergeTree(Earliness)
+ORDER BY (Name, Revision);
 
 CREATE TABLE IF NOT EXISTS otel.policy_versions (
     Policy LowCardinality(String) CODEC(ZSTD(1)),
@@ -91,6 +150,7 @@ CREATE TABLE IF NOT EXISTS otel.policy_versions (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) COMMENT 'Of the rollouts that trained it' CODEC(ZSTD(1)),
     Parent Nullable(UInt64) COMMENT 'NULL: training began with these weights' CODEC(ZSTD(1)),
+    ParentBranch LowCardinality(String) COMMENT 'Of the parent: of the first version of a branch, the one that it comes from' CODEC(ZSTD(1)),
     BatchId String COMMENT 'Empty: training began with these weights' CODEC(ZSTD(1)),
     Checksum String CODEC(ZSTD(1)),
     Path String CODEC(ZSTD(1)),

@@ -32,23 +32,74 @@ CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL
 
 CREATE VIEW IF NOT EXISTS otel.v_rewards AS SELECT * FROM otel.rewards FINAL;
 
--- The newest revision of each rollout, whether it left transitions, drops or both.
+-- The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.
+-- spangrad/datasets.py says the same as of a time.
 CREATE VIEW IF NOT EXISTS otel.v_builds AS
-SELECT RunId, Mode, BuildSpec, GroupId, any(GroupSize) AS GroupSize, TaskId, RolloutId, Attempt, max(Revision) AS Revision,
-    min(IngestedAt) AS FirstBuiltAt
+SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
+    newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Watermark,
+    newest.12 AS IngestedAt, FirstBuiltAt
 FROM (
-    SELECT RunId, Mode, BuildSpec, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, IngestedAt FROM otel.transitions
-    UNION ALL
-    SELECT RunId, Mode, BuildSpec, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, IngestedAt FROM otel.drops)
-GROUP BY RunId, Mode, BuildSpec, GroupId, TaskId, RolloutId, Attempt;
+    SELECT RunId, BuildSpec, RolloutId, min(b.IngestedAt) AS FirstBuiltAt,
+        argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Watermark, b.IngestedAt),
+            (-toInt64(Revision), b.IngestedAt, Content)) AS newest
+    FROM otel.builds AS b
+    GROUP BY RunId, BuildSpec, RolloutId);
 
 CREATE VIEW IF NOT EXISTS otel.v_transitions AS
 SELECT * FROM otel.transitions FINAL
-WHERE (RunId, RolloutId, Attempt, BuildSpec, Revision) IN (SELECT RunId, RolloutId, Attempt, BuildSpec, Revision FROM otel.v_builds);
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
 
 CREATE VIEW IF NOT EXISTS otel.v_drops AS
 SELECT * FROM otel.drops FINAL
-WHERE (RunId, RolloutId, Attempt, BuildSpec, Revision) IN (SELECT RunId, RolloutId, Attempt, BuildSpec, Revision FROM otel.v_builds);
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
+
+-- Law 2 as a question, a row a rollout and build: each call that the build counted has one row, and so has each that the gateway recorded.
+CREATE VIEW IF NOT EXISTS otel.v_reconcile AS
+SELECT
+    RunId, max(Mode) AS Mode, BuildSpec, RolloutId, max(Revision) AS Revision,
+    sum(Counted) AS Calls, sum(Kept) AS Transitions, sum(Dropped) AS Drops,
+    abs(toInt64(Calls) - toInt64(countIf(CallId != '' AND Kept + Dropped > 0)))
+        + toInt64(sumIf(Kept + Dropped - 1, CallId != '' AND Kept + Dropped > 0)) AS Unaccounted,
+    countIf(Recorded > 0 AND Kept + Dropped = 0) AS Missing
+FROM (
+    SELECT RunId, max(Mode) AS Mode, BuildSpec, RolloutId, CallId, max(Revision) AS Revision,
+        sum(Counted) AS Counted, sum(Kept) AS Kept, sum(Dropped) AS Dropped, max(Recorded) AS Recorded
+    FROM (
+        SELECT RunId, Mode, BuildSpec, RolloutId, '' AS CallId, Revision, toUInt64(Calls) AS Counted, 0 AS Kept, 0 AS Dropped, 0 AS Recorded
+        FROM otel.v_builds
+        UNION ALL
+        SELECT RunId, Mode, BuildSpec, RolloutId, CallId, Revision, 0, 1, 0, 0 FROM otel.v_transitions
+        UNION ALL
+        SELECT RunId, Mode, BuildSpec, RolloutId, CallId, Revision, 0, 0, 1, 0 FROM otel.v_drops WHERE CallId != ''
+        UNION ALL
+        SELECT b.RunId, b.Mode, b.BuildSpec, b.RolloutId, c.CallId, b.Revision, 0, 0, 0, 1
+        FROM (
+            SELECT if(a.RunId != '', a.RunId, t.RunId) AS RunId, a.CallId AS CallId,
+                multiIf(
+                    a.RolloutKeySource = 'rollout', a.RolloutKey,
+                    t.RolloutId != '', t.RolloutId,
+                    t.SessionId != '', t.SessionId,
+                    t.ConversationId != '', t.ConversationId,
+                    a.RolloutKey) AS RolloutId
+            FROM (SELECT DISTINCT RunId, RolloutKey, RolloutKeySource, TraceId, CallId FROM otel.calls WHERE IdsSource != 'agent') AS a
+            LEFT JOIN (
+                SELECT TraceId, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId, max(ConversationId) AS ConversationId,
+                    max(RunId) AS RunId
+                FROM otel.trace_rollouts
+                GROUP BY TraceId
+            ) AS t ON a.TraceId = t.TraceId
+        ) AS c
+        INNER JOIN (
+            SELECT RunId, Mode, BuildSpec, RolloutId, Revision,
+                min(RunId) OVER (PARTITION BY RolloutId) = max(RunId) OVER (PARTITION BY RolloutId) AS Lone
+            FROM otel.v_builds
+        ) AS b ON c.RolloutId = b.RolloutId
+        WHERE c.RunId = b.RunId OR (c.RunId = '' AND b.Lone)
+    )
+    GROUP BY RunId, BuildSpec, RolloutId, CallId)
+GROUP BY RunId, BuildSpec, RolloutId;
+
+CREATE VIEW IF NOT EXISTS otel.v_datasets AS SELECT * FROM otel.datasets FINAL;
 
 CREATE VIEW IF NOT EXISTS otel.v_rollouts AS
 SELECT
@@ -70,10 +121,12 @@ CREATE VIEW IF NOT EXISTS otel.v_batches AS SELECT * FROM otel.batches FINAL;
 -- From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.
 CREATE VIEW IF NOT EXISTS otel.v_lineage AS
 SELECT
-    v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.Checksum AS Checksum, v.Path AS Path,
+    v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch, v.Checksum AS Checksum, v.Path AS Path,
     b.BatchId AS BatchId, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt,
     t.TransitionId AS TransitionId, t.CallId AS CallId, t.TraceId AS TraceId, t.SpanId AS SpanId
 FROM otel.policy_versions AS v FINAL
 INNER JOIN otel.batches AS b FINAL ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.BatchId = b.BatchId AND v.Version = b.Version
 INNER JOIN otel.transitions AS t FINAL ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision
-    AND t.Policy = v.Policy;
+    AND t.Policy = v.Policy
+WHERE (t.RunId, t.RolloutId, t.BuildSpec, t.Revision, t.Content) IN (
+    SELECT RunId, RolloutId, BuildSpec, Revision, argMin(Content, IngestedAt) FROM otel.builds GROUP BY RunId, RolloutId, BuildSpec, Revision);

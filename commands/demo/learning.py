@@ -25,7 +25,8 @@ from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
 from spangrad import semconv
 from spangrad.errors import SpangradError
-from spangrad.settings import Settings, explain_settings, load_settings
+from spangrad.settings import Settings
+from spangrad.settings_sources import explain_settings, load_settings
 from spangrad.types import Mode, Task
 from trainer.publisher import Publisher
 

@@ -40,7 +40,7 @@ SELECT count() FROM otel.v_rollouts
 WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM otel.v_builds WHERE RunId = {run:String})"""
 STEP_METRICS = """
 SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap'])
-FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND Parent IS NOT NULL"""
+FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND BatchId != ''"""
 BUILD_SECONDS = """
 SELECT sum(seconds) FROM (
     SELECT b.Version, (max(t.IngestedAt) - max(r.IngestedAt))::Float64 AS seconds

@@ -18,7 +18,8 @@ from pydantic import SecretStr
 from collector.otelcol import VARIABLE
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
-from spangrad.settings import Origin, Settings
+from spangrad.settings import Settings
+from spangrad.settings_sources import Origin
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make setup` put vLLM's environment."""
@@ -64,9 +65,8 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "engine.cache_dir": str(directory.parent / ".vllm-cache"),
         "engine.extra_args": ["--seed", str(seed)],
         "builder.poll_seconds": 0.1,
-        "builder.policy": "policy",
-        "builder.tool_error_reward": -0.2,
-        "builder.tool_error_tools": ["weather", "clock"],
+        "builder.selection": {"policies": "policy"},
+        "builder.rules": [{"name": "tool_error", "kind": "tool_error", "reward": -0.2, "tools": ["weather", "clock"]}],
         "trainer.run_id": "demo",
         "trainer.model": str(directory / "model"),
         "trainer.directory": str(directory / "policies"),

@@ -20,7 +20,8 @@ from running_store import running_store, store_settings
 
 from spangrad.clickhouse import connect
 from spangrad.processes import Child, free_ports, wait_until
-from spangrad.settings import Settings, StoreSettings, load_settings
+from spangrad.settings import Settings, StoreSettings
+from spangrad.settings_sources import load_settings
 
 CLIENTS = 8
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}

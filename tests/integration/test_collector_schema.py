@@ -158,16 +158,15 @@ def span(execute: Execute, trace: str, name: str, day: str, *, scope: str = "tes
 
 
 def conclude(execute: Execute, table: str, rollout: str, day: str, trace: str = "", call: str = "c") -> None:
-    own = {"Name": "'r'"} if table == "rewards" else {"BuildSpec": "'b'", "GroupId": "'g'", "Revision": "1"}
+    own = {"Name": "'r'"} if table == "rewards" else {"BuildSpec": "'b'", "GroupId": "'g'", "Revision": "1", "Content": "7"}
     insert(
         execute,
         table,
         RunId="'run'",
         RolloutId=f"'{rollout}'",
-        TraceId=f"'{trace}'",
-        CallId=f"'{call}'",
         IngestedAt=f"toDateTime64('{day}', 6)",
         **own,
+        **({} if table == "builds" else {"TraceId": f"'{trace}'", "CallId": f"'{call}'"}),
         **({"Policy": "'p'", "Timestamp": "toDateTime64('2080-01-01', 9)"} if table == "transitions" else {}),
     )
 
@@ -189,6 +188,7 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
             conclude(execute, "rewards", f"rollout-{trace}", OLD_DAY, trace)
             conclude(execute, "transitions", f"rollout-{trace}", OLD_DAY, trace)
             conclude(execute, "drops", f"rollout-{trace}", OLD_DAY, trace, call="d")
+            conclude(execute, "builds", f"rollout-{trace}", OLD_DAY)
             commit(execute, f"rollout-{trace}")
 
     counted = {
@@ -221,7 +221,11 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
 
 def left(execute: Execute) -> dict[str, list[str]]:
     """The traces, or else rollouts, of the rows in each table, with how many rows each has."""
-    names = {"batches": "RolloutId", "policy_versions": "BatchId", **dict.fromkeys(("rewards", "transitions", "drops"), "RolloutId")}
+    names = {
+        "batches": "RolloutId",
+        "policy_versions": "BatchId",
+        **dict.fromkeys(("rewards", "transitions", "drops", "builds", "claims"), "RolloutId"),
+    }
     return {
         table: execute(f"SELECT {names.get(table, 'TraceId')}, count() FROM otel.{table} GROUP BY ALL ORDER BY ALL")
         .replace("\t", " ")
@@ -249,7 +253,7 @@ def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
     insert(execute, "dropped_attributes", Timestamp=f"toDateTime64('{day}', 9)", TraceId=f"'{trace}'", Attributes="1")
     log(execute, trace, day)
     log(execute, "", day, rollout_id)
-    for table in ("rewards", "transitions", "drops"):
+    for table in ("rewards", "transitions", "drops", "builds"):
         conclude(execute, table, rollout_id, day, trace)
 
 
@@ -261,6 +265,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
     span(execute, "chat", "turn", OLD_DAY, session__id="conversation")
     span(execute, "chat", "tool", OLD_DAY)
     conclude(execute, "transitions", "conversation", OLD_DAY, "chat")
+    conclude(execute, "builds", "conversation", OLD_DAY)
     rollout(execute, "untrained", "untrained-1", OLD_DAY)
     rollout(execute, "young", "young-1", NEW_DAY)
     # Began before, goes on after: nothing of it goes, nor what was concluded of it.
@@ -271,8 +276,12 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
     span(execute, "doubted-1", "rollout", OLD_DAY, spangrad__rollout__id="doubted")
     conclude(execute, "transitions", "doubted", OLD_DAY, "doubted-1")
     conclude(execute, "drops", "doubted", NEW_DAY, "doubted-1")
+    # Its last revision was written of late, of rows that are old.
+    conclude(execute, "transitions", "revised", OLD_DAY)
+    conclude(execute, "builds", "revised", NEW_DAY)
     # Trained, and its spans were lost.
     conclude(execute, "transitions", "bare", OLD_DAY)
+    conclude(execute, "builds", "bare", OLD_DAY)
     commit(execute, "trained", "conversation", "bare")
 
     expired = expire(execute, BEFORE, layout)
@@ -290,8 +299,10 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
         "otel_logs": [" 2", "trained-1 1", "young-1 1"],
         "dropped_attributes": ["trained-1 1", "young-1 1"],
         "rewards": ["trained 1", "young 1"],
-        "transitions": ["bare 1", "conversation 1", "doubted 1", "lasting 1", "trained 1", "young 1"],
+        "transitions": ["bare 1", "conversation 1", "doubted 1", "lasting 1", "revised 1", "trained 1", "young 1"],
         "drops": ["doubted 1", "trained 1", "young 1"],
+        "builds": ["bare 1", "conversation 1", "revised 1", "trained 1", "young 1"],
+        "claims": [],
         "batches": ["bare 1", "conversation 1", "trained 1"],
         "policy_versions": ["one 1"],
     }
@@ -304,6 +315,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
         Expired("rewards", 1),
         Expired("transitions", 1),
         Expired("drops", 1),
+        Expired("builds", 1),
     ]
     assert execute("SELECT RolloutId, TraceId FROM otel.v_lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"
     before = left(execute)
@@ -313,7 +325,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
 def test_every_table_that_grows_with_spans_expires() -> None:
     made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
     tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
-    assert tables - set(OLD) == {"batches", "policy_versions", "plain_answers"}  # the last one holds nothing
+    assert tables - set(OLD) == {"batches", "datasets", "policy_versions", "plain_answers"}  # the last one holds nothing
 
 
 def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from fake_engine import FakeEngine
 from gateway.server import running
 from spangrad.clickhouse import connect
 from spangrad.processes import free_ports
-from spangrad.settings import Settings, StoreSettings, load_settings
+from spangrad.settings import Settings, StoreSettings
+from spangrad.settings_sources import load_settings
 from spangrad.weights import tokenizer_hash
 
 ASKED = {"model": "judge", "messages": [{"role": "user", "content": "say rome"}]}

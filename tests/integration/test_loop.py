@@ -18,7 +18,8 @@ from commands.demo.services import write_settings
 from runner.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.runner import Outcome, Runner
 from spangrad.clickhouse import connect
-from spangrad.settings import Settings, StoreSettings, explain_settings, load_settings
+from spangrad.settings import Selection, Settings, StoreSettings
+from spangrad.settings_sources import explain_settings, load_settings
 from spangrad.types import Mode, Task
 from transition_builder.loop import build_once
 
@@ -36,7 +37,7 @@ def own_run(settings: Settings, *, gateway: bool = True, **builder: object) -> S
         update={
             "runner": settings.runner.model_copy(update={"run_id": run, "concurrency": 8, "gateway": gateway}),
             "trainer": settings.trainer.model_copy(update={"run_id": run}),
-            "builder": settings.builder.model_copy(update={"policy": "policy", **builder}),
+            "builder": settings.builder.model_copy(update={"selection": Selection(policies="policy"), **builder}),
         }
     )
 
@@ -73,7 +74,7 @@ def train_once(settings: Settings, directory: Path, model: Path) -> str:
     values: dict[str, object] = {
         "store.url": settings.store.url,
         "gateway.url": settings.gateway.url,
-        "builder.policy": "policy",
+        "builder.selection": {"policies": "policy"},
         "trainer.run_id": settings.runner.run_id,
         "trainer.model": str(model),
         "trainer.directory": str(directory / "policies"),

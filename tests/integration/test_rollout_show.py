@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import fakes
-from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.loop import build_once
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
@@ -71,21 +71,22 @@ def test_a_rollout_of_ours_with_its_verdict(store: StoreSettings) -> None:
     for logprobs in ([-0.5, -0.25], [-0.5]):
         spans.call(spans.client(root, rollout="shown-1", attempt=1), rollout="shown-1", attempt=1, Logprobs=logprobs)
     post(store, spans.otlp())
-    build_once(Settings(store=store, builder=BuilderSettings(agent_pattern=".*|shown")))
+    build_once(Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|shown"))))
 
-    head, facts, built = show(store, "shown-1", "--width", "200").stdout.splitlines()[:3]
+    head, facts, who, built = show(store, "shown-1", "--width", "200").stdout.splitlines()[:4]
     assert head == "rollout shown-1"
     assert facts.startswith("run shown · mode train · task t · group g of 2 · 2 attempts · ")
     assert facts.endswith("· 7 spans · 3 calls 9→6 tokens")
+    assert who == "agents agent (2 calls), runner (1 call)"
     drops = "1 dropped as no_logprobs (1 logprobs for 2 tokens), 1 dropped as superseded_attempt (attempt 1 counts)"
     assert built == f"built: 1 transition, {drops}"
     one = show(store, "shown-1", "--attempt", "1", "--width", "200").stdout
     assert outline(one) == [
         "0 rollout · attempt 1 · final · ok · reward = 0.5 (event)",
         "1 ChatCompletion · llm · ok",
-        "2 chat · gateway · policy v3 · stop",
+        "2 chat · gateway · policy v3 · stop · → transition, turn 0 of agent, reward = 0.5 (runner)",
         "1 ChatCompletion · llm · ok",
-        "2 chat · gateway · policy v3 · stop",
+        "2 chat · gateway · policy v3 · stop · → dropped as no_logprobs (1 logprobs for 2 tokens)",
     ]
 
 
@@ -99,3 +100,42 @@ def test_an_unknown_id_is_one_sentence_with_what_comes_near(store: StoreSettings
     assert (answer.stdout, answer.stderr) == ("", sentence)
     answer = show(store, "nearly-there", "--attempt", "3")
     assert answer.stderr.endswith("holds no span of attempt 3 of rollout 'nearly-there'. Leave --attempt out to see those that it had.\n")
+
+
+def why(store: StoreSettings, rollout: str) -> list[str]:
+    """Lines of `spangrad rollout why`."""
+    command = [sys.executable, "-m", "spangrad", "rollout", "why", rollout, "--set", f"store.url={store.url}"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    return answer.stdout.splitlines()
+
+
+def test_why_before_and_after_it_is_built(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="asked")
+    root = spans.root("asked-1", calls=2)
+    made = [spans.call(spans.client(root, rollout="asked-1"), rollout="asked-1", Logprobs=logprobs) for logprobs in ([-0.5, -0.25], [-0.5])]
+    post(store, spans.otlp(*(str(row["SpanId"]) for row in spans.spans if row["SpanId"] != made[1])))
+    waiting = why(store, "asked-1")
+    assert waiting[:3] == [
+        "Rollout asked-1 of run asked (mode train): task t, group g of 2, 1 attempt.",
+        "Attempt 0 ended well, and counts.",
+        "4 spans arrived; the gateway answered 2 calls of attempt 0, and 1 of them did not arrive. Evaluations: none arrived.",
+    ]
+    assert waiting[3].startswith(
+        "It is not built yet: it waits for 1 call of attempt 0 and a reward, at most builder.incomplete_after_seconds"
+    )
+
+    spans.evaluation(root, 0.5)
+    post(store, spans.otlp(root, made[1]))
+    settings = Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|asked")))
+    build_once(settings)
+    told = why(store, "asked-1")
+    place = next(number for number, line in enumerate(told) if f"specification {settings.builder.spec}, revision 0) at " in line)
+    assert told[place].endswith(" UTC, attempt 0 counting. 2 calls: 1 transition, 1 drop.")
+    kept, dropped = (made[number][:8] for number in (0, 1))
+    assert told[place + 1 : place + 5] == [
+        f"- Attempt 0, span {kept} (chat) by agent: transition, turn 0, sampled by policy policy version 3; reward = 0.5 (runner).",
+        f"- Attempt 0, span {dropped} (chat) by agent: dropped as no_logprobs (1 logprobs for 2 tokens), told by gateway.",
+        "no_logprobs: Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
+        "It is not trained: its group g has 1 of 2 rollouts built so far.",
+    ]

@@ -14,7 +14,7 @@ from running_store import running_store, store_settings
 import fakes
 from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
 from spangrad.clickhouse import connect
-from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.complete import decide, facts
 from transition_builder.frames import CALLS, SPANS, Frames, Schema, conform
 from transition_builder.loop import Builder
@@ -128,7 +128,7 @@ def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSetting
     post()
     client = connect(store)
     client.command(f"DELETE FROM otel.calls WHERE RunId = 'torn' AND SpanId = '{calls[1]}'")
-    builder = Builder(Settings(store=store, builder=BuilderSettings(agent_pattern=".*|torn")))
+    builder = Builder(Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|torn"))))
     builder.look()
     built = "SELECT SpanId, Turn FROM otel.transitions WHERE RunId = 'torn' ORDER BY Turn"
     assert client.query(built).result_rows == []

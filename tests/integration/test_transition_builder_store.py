@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from running_store import running_store, store_settings
 
 import fakes
 from spangrad.clickhouse import connect
+from spangrad.datasets import builds_sql, rows_sql
 from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
-from spangrad.settings import BuilderSettings, Settings, StoreSettings
-from transition_builder.loop import Builder, build_once
+from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
+from transition_builder.loop import Builder, Summary, build_all, build_once
+from transition_builder.reading import Reader
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
 
@@ -31,7 +35,7 @@ def post(store: StoreSettings, body: bytes) -> None:
 
 def settings_of(store: StoreSettings, run: str, **builder: Any) -> Settings:
     """A build specification of its own for each run, so that tests that share a store share nothing else."""
-    return Settings(store=store, builder=BuilderSettings(agent_pattern=f".*|{run}", **builder))
+    return Settings(store=store, builder=BuilderSettings(selection=Selection(agents=f".*|{run}"), **builder))
 
 
 def rows(store: StoreSettings, sql: str) -> list[tuple[Any, ...]]:
@@ -42,13 +46,12 @@ def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list
     """Transitions and drops of a run: rollout, attempt, span, then what became of the call."""
     transitions = rows(
         store,
-        f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM otel.transitions FINAL "
+        f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM otel.v_transitions "
         f"WHERE RunId = '{run}' ORDER BY RolloutId, Turn, Choice",
     )
     drops = rows(
         store,
-        f"SELECT RolloutId, Attempt, SpanId, Reason, Detail FROM otel.drops FINAL WHERE RunId = '{run}' "
-        f"ORDER BY RolloutId, Attempt, SpanId",
+        f"SELECT RolloutId, Attempt, SpanId, Reason, Detail FROM otel.v_drops WHERE RunId = '{run}' ORDER BY RolloutId, Attempt, SpanId",
     )
     return transitions, drops
 
@@ -124,21 +127,76 @@ def test_a_restart_builds_nothing_twice(store: StoreSettings) -> None:
     assert rows(store, counts) == [(1, 1)]
 
 
-def test_a_builder_killed_between_transitions_and_drops_is_made_good(store: StoreSettings) -> None:
-    spans = fakes.SpanFactory(run="killed")
+def revisions(store: StoreSettings, run: str) -> list[tuple[Any, ...]]:
+    """Of each rollout: revision, calls, transitions and drops."""
+    columns = "RolloutId, Revision, Calls, Transitions, Drops"
+    return rows(store, f"SELECT {columns} FROM otel.builds FINAL WHERE RunId = '{run}' ORDER BY RolloutId, Revision")
+
+
+class Killed(BaseException):
+    """What SIGKILL does to a builder: nothing after it happens."""
+
+
+@pytest.mark.parametrize("table", ["claims", "rewards", "transitions", "drops", "builds"])
+def test_a_builder_killed_before_any_insert_leaves_nothing_half(store: StoreSettings, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"killed-{table}"
+    spans = fakes.SpanFactory(run=run)
     root = spans.root(calls=2)
     spans.evaluation(root)
-    linked_call(spans, root)
-    linked_call(spans, root, Logprobs=[-0.5])
+    _, kept = linked_call(spans, root)
+    _, dropped = linked_call(spans, root, Logprobs=[-0.5])
     post(store, spans.otlp())
-    settings = settings_of(store, "killed")
+    settings = settings_of(store, run, lease_seconds=0)
+
+    def insert(reader: Reader, into: str, frame: Any) -> None:
+        if into == table:
+            raise Killed
+        original(reader, into, frame)
+
+    original = Reader.insert
+    with monkeypatch.context() as patched:
+        patched.setattr(Reader, "insert", insert)
+        with pytest.raises(Killed):
+            build_once(settings)
+    assert outcome(store, run) == ([], [])
+    assert revisions(store, run) == []
+
     build_once(settings)
-    whole = outcome(store, "killed")
-    connect(store).command("DELETE FROM otel.drops WHERE RunId = 'killed'")
-    assert outcome(store, "killed") == (whole[0], [])
+    whole = (
+        [("r", 0, kept, 0, [1, 2, 3], [4, 5], 3, [1.0])],
+        [("r", 0, dropped, "no_logprobs", "1 logprobs for 2 tokens")],
+    )
+    assert outcome(store, run) == whole
     build_once(settings)
-    assert outcome(store, "killed") == whole
-    assert rows(store, "SELECT count() FROM otel.transitions WHERE RunId = 'killed'") == [(1,)]
+    assert outcome(store, run) == whole
+    assert revisions(store, run) == [("r", 0, 2, 1, 1)]
+
+
+def test_what_a_killed_builder_left_does_not_mix_with_other_content(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = "left"
+    spans = fakes.SpanFactory(run=run)
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    counted, uncounted = spans.call(root), spans.call(root)
+    post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != uncounted)))  # type: ignore[misc]
+    settings = settings_of(store, run, lease_seconds=0)
+
+    def insert(reader: Reader, into: str, frame: Any) -> None:
+        if into == "builds":
+            raise Killed
+        original(reader, into, frame)
+
+    original = Reader.insert
+    with monkeypatch.context() as patched:
+        patched.setattr(Reader, "insert", insert)
+        with pytest.raises(Killed):
+            build_once(settings)
+    post(store, spans.otlp(uncounted))
+    build_once(settings)
+    expected = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, []), ("r", 0, uncounted, 1, [1, 2, 3], [4, 5], 3, [1.0])]
+    assert outcome(store, run) == (expected, [])
+    assert revisions(store, run) == [("r", 0, 2, 2, 0)]
+    assert rows(store, f"SELECT count() FROM otel.transitions FINAL WHERE RunId = '{run}'") == [(3,)]
 
 
 def test_missing_calls_and_missing_rewards_drop_after_the_wait(store: StoreSettings) -> None:
@@ -199,15 +257,17 @@ def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSetti
                 span["attributes"] = [one for one in span["attributes"] if one["key"] != "spangrad.rollout.id"]
                 span["attributes"].append({"key": "spangrad.process.id", "value": {"stringValue": "agent"}})
                 for one in span["attributes"]:
-                    if one["key"] == "output.value":
+                    if one["key"] == "output.value" and '"choices"' in one["value"]["stringValue"]:
                         one["value"]["stringValue"] = json.dumps(json.loads(one["value"]["stringValue"]) | {"spangrad": said})
     post(store, json.dumps(body).encode())
     post(store, spans.otlp())
 
-    patient = settings_of(store, "plain", tool_error_reward=-0.1)
+    patient = settings_of(store, "plain", rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.1, tools=("*",)),))
     build_once(patient)
     assert outcome(store, "plain") == ([], [])  # not quiet for 30 s
-    build_once(settings_of(store, "plain", tool_error_reward=-0.1, quiet_seconds=0))
+    build_once(
+        settings_of(store, "plain", rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.1, tools=("*",)),), quiet_seconds=0)
+    )
 
     transitions, drops = outcome(store, "plain")
     assert drops == []
@@ -217,22 +277,24 @@ def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSetti
     first, second = rows(
         store,
         "SELECT AgentName, Policy, TokenizerHash, FinishReason, Logprobs, Rewards.Name, Rewards.Value, Rewards.Source "
-        "FROM otel.transitions FINAL WHERE RunId = 'plain' ORDER BY Turn",
+        "FROM otel.v_transitions WHERE RunId = 'plain' ORDER BY Turn",
     )
     assert first == ("agent", "policy", "tok", "tool_calls", first[4], ["tool_error"], [-0.1], ["air"])
     assert second == ("agent", "policy", "tok", "stop", [0.0, -0.125, -0.25, -0.375, -0.5], ["reward"], [1.0], ["runner"])
     assert [(one[3], len(one[4]), len(one[5]), one[6]) for one in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
 
 
-def test_a_call_of_the_plain_road_that_comes_too_late_drops(store: StoreSettings) -> None:
+def test_a_call_of_the_plain_road_that_comes_late_makes_a_new_revision(store: StoreSettings) -> None:
     """Nobody counted the rollout's calls, so that it was complete without this one."""
     spans = fakes.SpanFactory(run="tardy")
     root = spans.root("tardy-1")
     spans.evaluation(root)
     choice = {"index": 0, "finish_reason": "stop", "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}
     field = {"policy": "policy", "version_start": 7, "version_end": 7, "tokenizer_hash": "tok"}
-    answer = json.dumps({"id": "a", "model": "policy", "prompt_token_ids": [1, 2], "choices": [choice], "spangrad": field})
-    in_time, late = (spans.client(root, rollout="tardy-1", Attributes={"output.value": answer}) for _ in range(2))
+    answer = {"model": "policy", "prompt_token_ids": [1, 2], "choices": [choice], "spangrad": field}
+    in_time, late = (
+        spans.client(root, rollout="tardy-1", Attributes={"output.value": json.dumps({"id": name} | answer)}) for name in ("a", "b")
+    )
     post(store, spans.otlp(root, in_time))
     builder = Builder(settings_of(store, "tardy", quiet_seconds=0))
     builder.look()
@@ -242,7 +304,9 @@ def test_a_call_of_the_plain_road_that_comes_too_late_drops(store: StoreSettings
     post(store, spans.otlp(late))
     builder.look()
     builder.look()
-    assert outcome(store, "tardy") == (kept, [("tardy-1", 0, late, "incomplete", "arrived after its rollout was built")])
+    both = [("tardy-1", 0, in_time, 0, [1, 2], [4], 7, []), ("tardy-1", 0, late, 1, [1, 2], [4], 7, [1.0])]
+    assert outcome(store, "tardy") == (both, [])
+    assert revisions(store, "tardy") == [("tardy-1", 0, 1, 1, 0), ("tardy-1", 1, 2, 2, 0)]
 
 
 def test_an_answer_that_is_not_json_is_a_call_without_ids(store: StoreSettings) -> None:
@@ -289,10 +353,11 @@ def test_a_rollout_whose_runner_was_killed_drops_when_it_has_been_silent(store: 
     groups = "SELECT RolloutId, Mode, GroupId, GroupSize, TaskId FROM otel.drops WHERE RunId = 'sigkill' ORDER BY RolloutId"
     assert rows(store, groups) == [("between", "train", "g", 2, "t"), ("rootless", "train", "", 0, "")]
 
-    post(store, spans.otlp(root))  # a root that comes after all changes nothing
+    post(store, spans.otlp(root))  # a root that comes after all says more
     build_once(settings)
-    assert outcome(store, "sigkill") == ([], dropped)
-    assert rows(store, "SELECT count() FROM otel.drops WHERE RunId = 'sigkill'") == [(2,)]
+    fault = ("no_reward", "no evaluation result with a score arrived")
+    assert outcome(store, "sigkill") == ([], [dropped[0], ("rootless", 0, orphan, *fault)])
+    assert revisions(store, "sigkill") == [("between", 0, 1, 0, 1), ("rootless", 0, 1, 0, 1), ("rootless", 1, 1, 0, 1)]
 
 
 def foreign(spans: fakes.SpanFactory) -> fakes.SpanFactory:
@@ -305,8 +370,8 @@ def foreign(spans: fakes.SpanFactory) -> fakes.SpanFactory:
 def of_rollout(store: StoreSettings, rollout: str) -> list[tuple[Any, ...]]:
     """What became of a rollout's calls: run, mode, group size, span, turn and rewards, or the reason."""
     same, where = "SELECT RunId, Mode, GroupSize, SpanId", f"WHERE RolloutId = '{rollout}'"
-    kept = rows(store, f"{same}, toString(Turn), Rewards.Value FROM otel.transitions {where} ORDER BY Turn")
-    return kept + rows(store, f"{same}, Reason, [] FROM otel.drops {where} ORDER BY SpanId")
+    kept = rows(store, f"{same}, toString(Turn), Rewards.Value FROM otel.v_transitions {where} ORDER BY Turn")
+    return kept + rows(store, f"{same}, Reason, [] FROM otel.v_drops {where} ORDER BY SpanId")
 
 
 def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings) -> None:
@@ -330,6 +395,21 @@ def test_a_trace_without_a_runner_is_built_when_it_is_quiet(store: StoreSettings
     assert of_rollout(store, trace) == kept
 
 
+def test_a_trace_of_which_no_gateway_knows_is_found_by_its_model_spans(store: StoreSettings) -> None:
+    """Nobody announced it, nobody recorded its calls: an OpenInference span is all there is."""
+    spans = fakes.SpanFactory(run="stranger")
+    agent = spans.span("agent", "", kind="AGENT", trace="stranger")
+    call = spans.client(agent, trace="stranger")
+    spans.evaluation(agent, 1.0)
+    trace = spans.trace("stranger")
+    post(store, foreign(spans).otlp())
+    builder = Builder(settings_of(store, "stranger", quiet_seconds=0))
+    builder.look()
+    assert of_rollout(store, trace) == [("", "production", 0, call, "no_token_ids", [])]
+    builder.look()
+    assert rows(store, f"SELECT Revision, Calls, Drops FROM otel.v_builds WHERE RolloutId = '{trace}'") == [(0, 1, 1)]
+
+
 def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited_for(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="chat")
     said: dict[str, Any] = {"Attributes": {"session.id": "chat-session"}}
@@ -348,7 +428,7 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
     assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
 
 
-def test_a_call_that_comes_after_its_rollout_was_built_drops_at_the_next_look(store: StoreSettings) -> None:
+def test_a_call_that_comes_after_its_rollout_was_built_makes_a_new_revision(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="straggler")
     root = spans.root(calls=1)
     spans.evaluation(root)
@@ -359,23 +439,114 @@ def test_a_call_that_comes_after_its_rollout_was_built_drops_at_the_next_look(st
     kept = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, [1.0])]
     assert outcome(store, "straggler") == (kept, [])
 
+    then = as_it_is(store)
+    post(store, spans.otlp(counted))  # delivered again: no news
+    builder.look()
+    assert revisions(store, "straggler") == [("r", 0, 1, 1, 0)]
+
     post(store, spans.otlp(late))
     builder.look()
-    dropped = [("r", 0, late, "incomplete", "arrived after its rollout was built")]
-    assert outcome(store, "straggler") == (kept, dropped)
-    assert rows(store, "SELECT GroupId, GroupSize, TaskId FROM otel.drops WHERE RunId = 'straggler'") == [("g", 2, "t")]
+    both = [("r", 0, counted, 0, [1, 2, 3], [4, 5], 3, []), ("r", 0, late, 1, [1, 2, 3], [4, 5], 3, [1.0])]
+    assert outcome(store, "straggler") == (both, [])
     builder.look()
     build_once(settings_of(store, "straggler"))
-    assert outcome(store, "straggler") == (kept, dropped)
-    assert rows(store, "SELECT count() FROM otel.drops WHERE RunId = 'straggler'") == [(1,)]
+    assert outcome(store, "straggler") == (both, [])
+    assert revisions(store, "straggler") == [("r", 0, 1, 1, 0), ("r", 1, 2, 2, 0)]
+    old = rows(store, f"SELECT SpanId, Turn, Rewards.Value FROM {rows_sql('transitions', then, where_run('straggler'))} AS t")
+    assert old == [(counted, 0, [1.0])]
+    states = [rows(store, f"SELECT Revision, Calls FROM {builds_sql(at, where_run('straggler'))} AS b") for at in (then, None)]
+    assert states == [[(0, 1)], [(1, 2)]]
+
+
+def as_it_is(store: StoreSettings) -> datetime:
+    """The store's clock."""
+    return datetime.fromtimestamp(rows(store, "SELECT toUnixTimestamp64Micro(now64(6)) / 1e6")[0][0], UTC)
+
+
+def where_run(run: str) -> str:
+    return f"RunId = '{run}'"
+
+
+def test_a_reward_that_comes_late_makes_a_new_revision(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="graded")
+    root = spans.root(calls=1, trace="graded")
+    call = spans.call(root, trace="graded")
+    post(store, spans.otlp())
+    settings = settings_of(store, "graded", incomplete_after_seconds=0)
+    build_once(settings)
+    assert outcome(store, "graded") == ([], [("r", 0, call, "no_reward", "no evaluation result with a score arrived")])
+    judge = fakes.SpanFactory(run="graded")
+    judge.evaluation(judge.span("judge", "", trace="graded"), 0.25)
+    post(store, judge.otlp())
+    build_once(settings)
+    assert [row[-1] for row in outcome(store, "graded")[0]] == [[0.25]]
+    assert revisions(store, "graded") == [("r", 0, 1, 0, 1), ("r", 1, 1, 1, 0)]
+
+
+def test_a_build_as_of_a_time_sees_what_had_arrived_and_leaves_the_rest_alone(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="past")
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    early, late = spans.call(root), spans.call(root)
+    post(store, spans.otlp(*(row["SpanId"] for row in spans.spans if row["SpanId"] != late)))  # type: ignore[misc]
+    then = as_it_is(store)
+    post(store, spans.otlp(late))
+    build_once(settings_of(store, "past"))
+    past = settings_of(store, "past", as_of=then)
+    build_once(past)
+    by_spec = "SELECT SpanId FROM otel.v_transitions WHERE RunId = 'past' AND BuildSpec = '{}' ORDER BY Turn"
+    assert rows(store, by_spec.format(past.builder.spec)) == [(early,)]
+    assert rows(store, by_spec.format(settings_of(store, "past").builder.spec)) == [(early,), (late,)]
+
+
+def test_all_concludes_what_has_ended_without_waiting_and_leaves_what_runs(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="all")
+    root = spans.root("short", calls=2)
+    spans.evaluation(root)
+    _, short = linked_call(spans, root, rollout="short")
+    running = spans.span("agent", "", rollout="running")
+    linked_call(spans, running, rollout="running")
+    post(store, spans.otlp())
+    build_all(settings_of(store, "all"))
+    assert outcome(store, "all") == ([], [("short", 0, short, "incomplete", "1 of 2 calls arrived within 0 s")])
+
+
+def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> None:
+    names = [f"shared-{number:02}" for number in range(60)]
+    spans = fakes.SpanFactory(run="shared")
+    for name in names:
+        root = spans.root(name, calls=1)
+        spans.evaluation(root)
+        spans.call(root, rollout=name)
+    post(store, spans.otlp())
+    builders = [Builder(settings_of(store, "shared")) for _ in range(2)]
+    start = threading.Barrier(2)
+    summaries = list[Summary]()
+
+    def work(builder: Builder) -> None:
+        start.wait()
+        summaries.append(builder.look())
+
+    threads = [threading.Thread(target=work, args=(builder,)) for builder in builders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spec = settings_of(store, "shared").builder.spec  # of which the rollouts of other tests are built as well
+    assert rows(store, f"SELECT uniqExact(RunId, RolloutId), count() FROM otel.builds WHERE BuildSpec = '{spec}'") == [
+        (sum(one.rollouts for one in summaries),) * 2
+    ]
+    assert revisions(store, "shared") == [(name, 0, 1, 1, 0) for name in names]
+    assert rows(store, "SELECT count() FROM otel.transitions WHERE RunId = 'shared'") == [(60,)]  # nobody wrote what another did
+    assert [one.look().rollouts for one in builders] == [0, 0]
 
 
 _FOLLOW = """
 import logging, sys
-from spangrad.settings import BuilderSettings, Settings, StoreSettings
+from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.loop import follow
 logging.basicConfig(level="INFO")
-follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(agent_pattern=sys.argv[2])))
+follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(selection=Selection(agents=sys.argv[2]))))
 """
 
 
@@ -408,8 +579,8 @@ def test_following_survives_a_store_that_goes_away_and_stops_at_once(tmp_path: P
 
 
 def test_a_pattern_that_is_none_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(BuilderError, match=r"builder.agent_pattern = '\(' is no regular expression: .*unclosed group"):
-        build_once(Settings(builder=BuilderSettings(agent_pattern="(")))
+    with pytest.raises(BuilderError, match=r"builder.selection.agents = '\(' is no regular expression: .*unclosed group"):
+        build_once(Settings(builder=BuilderSettings(selection=Selection(agents="("))))
 
 
 def test_a_store_that_is_down_at_the_start_is_an_error() -> None:

@@ -14,9 +14,10 @@ import pytest
 from gateway.engine import command, environment, serve
 from spangrad.errors import CheckpointError, EngineError, SpangradError
 from spangrad.processes import free_ports, wait_until
-from spangrad.settings import Settings, load_settings
+from spangrad.settings import Settings
+from spangrad.settings_sources import load_settings
 
-_SERVE = "from gateway.engine import serve; from spangrad.settings import load_settings; serve(load_settings())"
+_SERVE = "from gateway.engine import serve; from spangrad.settings_sources import load_settings; serve(load_settings())"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from gateway import spill
 from gateway.exporter import SpanExporter
 from gateway.record import attribute
 from spangrad.processes import free_ports
-from spangrad.settings import load_settings
+from spangrad.settings_sources import load_settings
 
 Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 

@@ -24,7 +24,8 @@ from unit_gateway import ASKED, Stage, staged
 
 from gateway.guards import Guards, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
-from spangrad.settings import GatewaySettings, load_settings
+from spangrad.settings import GatewaySettings
+from spangrad.settings_sources import load_settings
 
 CLIENTS = [
     {"name": "evals", "token": "evals-key", "rollouts": "eval-*"},

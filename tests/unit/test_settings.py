@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from spangrad.errors import SettingsError
-from spangrad.settings import BuilderSettings, Origin, explain_settings, load_settings
+from spangrad.settings import AirRule, BuilderSettings, Selection
+from spangrad.settings_sources import Origin, explain_settings, load_settings
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
@@ -67,5 +68,32 @@ def test_binaries_are_not_settings() -> None:
 def test_build_specification_follows_what_decides_a_build_and_nothing_else() -> None:
     base = BuilderSettings()
     assert base.spec == BuilderSettings(poll_seconds=9, incomplete_after_seconds=1, quiet_seconds=2).spec
-    others = [BuilderSettings(policy="p"), BuilderSettings(tool_error_reward=-0.2), BuilderSettings(agent_pattern="a")]
+    others = [
+        BuilderSettings(selection=Selection(policies="p")),
+        BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.2, tools=("*",)),)),
+        BuilderSettings(selection=Selection(agents="a")),
+    ]
     assert len({base.spec, *(other.spec for other in others)}) == 4
+
+
+def test_a_section_within_a_section_is_reached_by_every_road(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[builder.selection]\nagents = "a"\nmodels = "m"\ntools = "t"\n')
+    env = {"SPANGRAD_BUILDER__SELECTION__MODELS": "n", "SPANGRAD_TRAINER__SELECTION": '{"agents": "b"}'}
+    flags = {"builder.selection.tools": "u", "trainer.selection": {"models": "o"}}
+    origins = [origin for origin in explain_settings(flags, file=file, env=env) if origin.source != "default"]
+    assert origins == [
+        Origin("builder.selection.agents", "a", f"file {file}"),
+        Origin("builder.selection.models", "n", "environment SPANGRAD_BUILDER__SELECTION__MODELS"),
+        Origin("builder.selection.tools", "u", "flag"),
+        Origin("trainer.selection.agents", "b", "environment SPANGRAD_TRAINER__SELECTION__AGENTS"),
+        Origin("trainer.selection.models", "o", "flag"),
+    ]
+
+
+def test_a_mistake_deep_in_a_table_names_its_place_and_source() -> None:
+    rules = [{"name": "slow", "kind": "latency", "reward": "much"}]
+    with pytest.raises(SettingsError, match=r"setting builder.rules.0.reward = 'much' \(flag\)"):
+        load_settings({"builder.rules": rules}, env={})
+    with pytest.raises(SettingsError, match=r"unknown setting 'builder.selection.agent' .*Did you mean 'builder.selection.agents'"):
+        load_settings({"builder.selection": {"agent": "x"}}, env={})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 import fakes
-from spangrad.settings import BuilderSettings
+from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id, transition_id
 from transition_builder.build import build
 from transition_builder.frames import DROPS, REWARDS, TRANSITIONS, Built, Frames
@@ -53,6 +53,7 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         "RolloutId": "r",
         "Attempt": 0,
         "Revision": 0,
+        "Content": 0,
         "Turn": 0,
         "TransitionId": transition_id(name, SPEC.spec, 0),
         "CallId": name,
@@ -60,7 +61,11 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         "SpanId": call,
         "Choice": 0,
         "Timestamp": fakes.SpanFactory.time(5),
+        "ParentCallId": "",
+        "Branch": 0,
         "AgentName": "solver",
+        "Components": ["solver"],
+        "Tools": [],
         "Policy": "policy",
         "Version": 3,
         "Model": "policy",
@@ -110,7 +115,7 @@ def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple
     root = spans.root(calls=2)
     spans.evaluation(root)
     faulty, good = linked_call(spans, root, **facts), linked_call(spans, root)
-    built = build(spans.frames(), BuilderSettings(policy="policy", tokenizer_hash="tok"))
+    built = build(spans.frames(), BuilderSettings(selection=Selection(policies="policy"), tokenizer_hash="tok"))
     assert reasons(built) == {faulty: expected}
     turn = (
         1
@@ -180,7 +185,7 @@ def test_only_selected_agents_are_built_and_counted_as_turns() -> None:
     first = linked_call(spans, planner)
     other = linked_call(spans, spans.span("writer", root, kind="AGENT"))
     second = linked_call(spans, planner)
-    built = build(spans.frames(), BuilderSettings(agent_pattern="plan.*"))
+    built = build(spans.frames(), BuilderSettings(selection=Selection(agents="plan.*")))
     assert kept(built) == [(first, 0, 0, "planner", []), (second, 0, 1, "planner", [1.0])]
     assert reasons(built) == {other: ("not_selected", "agent writer")}
 
@@ -248,7 +253,9 @@ def test_a_call_whose_span_has_not_reached_the_lean_table_is_built_all_the_same(
 
 
 def test_nothing_to_build_gives_empty_frames() -> None:
-    built = build(fakes.SpanFactory().frames(), BuilderSettings(tool_error_reward=-1))
+    built = build(
+        fakes.SpanFactory().frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),))
+    )
     assert built.transitions.schema == dict(TRANSITIONS)
     assert built.drops.schema == dict(DROPS)
     assert built.rewards.schema == dict(REWARDS)
@@ -298,10 +305,10 @@ def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[t
                 spans.evaluation(call, 0.5)
             if tool_fails:
                 spans.span("search", agent, kind="TOOL", status="Error", **here)
-            of_rollout = {"failed": "attempt_failed", "incomplete": "incomplete", "nan": "no_reward"}.get(end, "")
-            reason = of_rollout if last else "superseded_attempt"
+            of_rollout = {"failed": "attempt_failed", "incomplete": "incomplete"}.get(end, "")
+            reason = (of_rollout or fault or ("no_reward" if end == "nan" else "")) if last else "superseded_attempt"
             for choice in range(choices):
-                expected[call_id(fakes.SpanFactory.trace(f"run.{rollout}.{attempt}"), call, choice)] = reason or fault
+                expected[call_id(fakes.SpanFactory.trace(f"run.{rollout}.{attempt}"), call, choice)] = reason
     return expected
 
 
@@ -317,11 +324,13 @@ def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[l
         if end == "mute" and not any(rewarded for _, _, _, rewarded, _ in attempts[-1]):
             final = fakes.SpanFactory.trace(f"run.{name}.{len(attempts) - 1}")
             ours = {row["CallId"] for row in spans.calls if row["TraceId"] == final}
-            calls |= {call: "no_reward" for call in calls if call in ours}
+            calls |= {call: fault or "no_reward" for call, fault in calls.items() if call in ours}
         expected |= calls
         if not attempts[-1]:
             empty.add(name)
-    spec = BuilderSettings(policy="policy", tool_error_reward=-0.125)
+    spec = BuilderSettings(
+        selection=Selection(policies="policy"), rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.125, tools=("*",)),)
+    )
     frames = spans.frames()
     built = build(frames, spec)
 
@@ -356,9 +365,9 @@ def only(frames: Frames, rollout: str) -> Frames:
 def test_clocks_change_nothing(calls: list[tuple[Any, ...]], clocks: dict[str, float]) -> None:
     def outcome(factory: fakes.SpanFactory) -> Built:
         random_rollout(factory, "r", [calls], "")
-        return build(factory.frames(), BuilderSettings(tool_error_reward=-1))
+        return build(factory.frames(), BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",)),)))
 
     right, skewed = outcome(fakes.SpanFactory()), outcome(fakes.SpanFactory(clocks=clocks))
     assert_frame_equal(right.transitions.drop("Timestamp"), skewed.transitions.drop("Timestamp"))
-    assert_frame_equal(right.drops, skewed.drops)
+    assert_frame_equal(right.drops.drop("Timestamp"), skewed.drops.drop("Timestamp"))
     assert_frame_equal(right.rewards, skewed.rewards)

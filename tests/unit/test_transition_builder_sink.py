@@ -1,56 +1,82 @@
-"""What is written when some of it is written already."""
+"""What becomes a new revision, and what is no news."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import polars as pl
 
 import fakes
 from spangrad.settings import BuilderSettings
+from spangrad.types import transition_id
 from transition_builder.build import build
-from transition_builder.frames import Built
-from transition_builder.sink import only_new
+from transition_builder.frames import BUILDS, BUILT, DROPS, REWARDS, TRANSITIONS, Built, Frames, empty
+from transition_builder.sink import Written, contents, revise
 
-CALL = ["RunId", "RolloutId", "Attempt", "CallId"]
+SPEC = BuilderSettings().spec
+TIME = fakes.SpanFactory.time
 
 
-def some() -> Built:
+def some(reward: float = 1.0) -> tuple[Frames, Built]:
     """Two rollouts, each of a transition and a drop."""
     spans = fakes.SpanFactory()
     for rollout in ("a", "b"):
-        root = spans.root(rollout)
-        spans.evaluation(root)
+        root = spans.root(rollout, LastArrival=TIME(5))
+        spans.evaluation(root, reward if rollout == "b" else 1.0)
         spans.call(root, rollout=rollout)
         spans.call(root, rollout=rollout, Logprobs=[])
-    return build(spans.frames(), BuilderSettings())
+    frames = spans.frames()
+    return frames, build(frames, BuilderSettings())
 
 
-def names(frame: pl.DataFrame) -> list[str]:
-    return frame["RolloutId"].to_list()
+def before(written: Written) -> pl.DataFrame:
+    return written.builds.with_columns(IngestedAt=pl.lit(TIME(9))).select(*BUILT)
 
 
-def test_what_is_new_is_written_whole() -> None:
-    built = some()
-    fresh = only_new(built, built.drops.select(CALL).clear())
-    assert (names(fresh.rewards), names(fresh.transitions), names(fresh.drops)) == (["a", "b"], ["a", "b"], ["a", "b"])
+def names(written: Written) -> list[list[Any]]:
+    rows = written.rows
+    return [frame["RolloutId"].to_list() for frame in (rows.rewards, rows.transitions, rows.drops, written.builds)]
 
 
-def test_what_is_written_is_not_written_again() -> None:
-    built = some()
-    fresh = only_new(built, pl.concat([built.transitions.select(CALL), built.drops.select(CALL)]))
-    assert (names(fresh.rewards), names(fresh.transitions), names(fresh.drops)) == ([], [], [])
-
-
-def test_transitions_without_their_drops_get_them() -> None:
-    built = some()
-    fresh = only_new(built, built.transitions.filter(pl.col("RolloutId") == "a").select(CALL))
-    assert (names(fresh.rewards), names(fresh.transitions), names(fresh.drops)) == (["b"], ["b"], ["a", "b"])
-    assert fresh.drops["Reason"].to_list() == ["no_logprobs", "no_logprobs"]
-
-
-def test_a_call_that_turns_up_after_its_rollout_was_built_drops() -> None:
-    built = some()
-    fresh = only_new(built, built.drops.select(CALL))
-    assert names(fresh.transitions) == []
-    assert fresh.drops.select("CallId", "Reason", "Detail").rows() == [
-        (call, "incomplete", "arrived after its rollout was built") for call in built.transitions["CallId"]
+def test_a_rollout_that_nobody_built_is_revision_0() -> None:
+    frames, built = some()
+    written = revise(built, frames.rollouts, empty(BUILT), SPEC, "me")
+    assert names(written) == [["a", "b"]] * 4
+    assert [frame.schema for frame in (written.rows.transitions, written.rows.drops, written.rows.rewards, written.builds)] == [
+        pl.Schema(dict(schema)) for schema in (TRANSITIONS, DROPS, REWARDS, BUILDS)
     ]
+    content = dict(contents(built).select("RolloutId", "Content").iter_rows())
+    assert written.builds.rows() == [
+        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, TIME(5), "me") for rollout in ("a", "b")
+    ]
+    for rows in (written.rows.transitions, written.rows.drops):
+        assert rows.select("RolloutId", "Revision", "Content").rows() == [("a", 0, content["a"]), ("b", 0, content["b"])]
+    assert content["a"] != content["b"]
+    assert written.rows.transitions["TransitionId"].to_list() == [transition_id(call, SPEC, 0) for call in built.transitions["CallId"]]
+
+
+def test_the_same_in_any_order_is_no_news() -> None:
+    frames, built = some()
+    first = revise(built, frames.rollouts, empty(BUILT), SPEC)
+    turned = Built(built.transitions.reverse(), built.drops.reverse(), built.rewards.reverse())
+    assert names(revise(turned, frames.rollouts, before(first), SPEC)) == [[], [], [], []]
+
+
+def test_another_reward_is_the_next_revision_of_its_rollout_alone() -> None:
+    frames, built = some()
+    first = revise(built, frames.rollouts, empty(BUILT), SPEC)
+    frames, better = some(reward=2.0)
+    second = revise(better, frames.rollouts, before(first), SPEC)
+    assert names(second) == [["b"]] * 4
+    assert [frame["Revision"].to_list() for frame in (second.rows.transitions, second.rows.drops, second.builds)] == [[1]] * 3
+    assert second.rows.transitions["TransitionId"].to_list() == [transition_id(better.transitions["CallId"][1], SPEC, 1)]
+    assert second.rows.transitions["Rewards.Value"].to_list() == [[2.0]]
+    assert names(revise(better, frames.rollouts, before(second), SPEC)) == [["a"]] * 4  # which nobody has built, as far as is known
+
+
+def test_a_call_that_came_late_is_another_content() -> None:
+    _, built = some()
+    fewer = Built(built.transitions, built.drops.filter(pl.col("RolloutId") == "a"), built.rewards)
+    whole, less = (dict(contents(one).select("RolloutId", "Content").iter_rows()) for one in (built, fewer))
+    assert whole["a"] == less["a"]
+    assert whole["b"] != less["b"]

@@ -10,7 +10,7 @@ import pytest
 import fakes
 from spangrad.settings import BuilderSettings
 from transition_builder.frames import ACTIVITY, BUILT, LOOSE, OWNERS, ROOTS, TRACES
-from transition_builder.unclaimed import judge, late, rollouts_of
+from transition_builder.unclaimed import judge, merge, rollouts_of, stale
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
 TIME = fakes.SpanFactory.time
@@ -19,7 +19,7 @@ TIME = fakes.SpanFactory.time
 def call(**facts: Any) -> pl.DataFrame:
     """A call of a runner's rollout that arrived at second 0."""
     named = {"RunId": "run", "Mode": "train", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": 0, "TraceId": "t"}
-    return pl.DataFrame([named | {"CallId": "c", "IngestedAt": TIME(0)} | facts], schema=dict(LOOSE))
+    return pl.DataFrame([named | {"IngestedAt": TIME(0)} | facts], schema=dict(LOOSE))
 
 
 def owner(**facts: Any) -> pl.DataFrame:
@@ -63,7 +63,14 @@ def test_a_run_that_nobody_names_is_the_rollouts_only_one(runs: list[str], expec
 
 
 def verdict(
-    at: float, facts: dict[str, Any] | None = None, *, torn: bool = False, spans: float = 0, rollout: float = 0, root: bool | None = None
+    at: float,
+    facts: dict[str, Any] | None = None,
+    *,
+    torn: bool = False,
+    spans: float = 0,
+    rollout: float = 0,
+    root: bool | None = None,
+    hurry: bool = False,
 ) -> list[tuple[Any, ...]]:
     """What becomes of one call: `spans` and `rollout` say when the newest span of its trace and of its rollout came."""
     known = active({"RolloutId": (facts or {}).get("RolloutKey", "r"), "LastArrival": TIME(rollout)})
@@ -71,7 +78,9 @@ def verdict(
     said = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
     roots = pl.DataFrame([] if root is None else [said], schema=dict(ROOTS))
     calls = rollouts_of(call(**facts or {}), owner(), known.clear())
-    return judge(calls, roots, known, traces, TIME(at), SPEC).select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
+    judged = judge(calls, roots, known, traces, TIME(at), SPEC, hurry=hurry)
+    assert judged["LastArrival"].to_list() == [TIME(max(spans, rollout))] * judged.height
+    return judged.select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
 
 
 def test_a_runners_rollout_is_incomplete_after_the_long_silence() -> None:
@@ -93,13 +102,37 @@ def test_a_trace_with_an_open_span_is_waited_for() -> None:
     assert (verdict(599.9, FOREIGN, torn=True), len(verdict(600, FOREIGN, torn=True))) == ([], 1)
 
 
-def test_a_late_call_takes_its_group_from_what_was_built() -> None:
-    built = pl.DataFrame(
-        [{"RunId": "run", "Mode": "train", "RolloutId": "r", "Attempt": 1, "GroupId": "g", "GroupSize": 4, "TaskId": "task"}],
-        schema=dict(BUILT),
-    )
-    found = late(rollouts_of(call(), owner(), active()), built)
-    assert found.select("RunId", "Mode", "RolloutId", "Attempt", "GroupId", "GroupSize", "TaskId", "Verdict", "Detail").rows() == [
-        ("run", "train", "r", 1, "g", 4, "task", "incomplete", "arrived after its rollout was built")
-    ]
-    assert late(rollouts_of(call(RunId="another"), owner(), active()), built).height == 0
+def test_in_a_hurry_only_a_runner_is_waited_for() -> None:
+    assert (len(verdict(0, FOREIGN, hurry=True)), len(verdict(0, FOREIGN, torn=True, hurry=True))) == (1, 1)
+    assert (verdict(599, hurry=True), len(verdict(600, hurry=True))) == ([], 1)
+
+
+def built(run: str, at: float) -> dict[str, Any]:
+    return {"RunId": run, "RolloutId": "r", "Revision": 0, "Content": 1, "Watermark": TIME(at), "IngestedAt": TIME(at)}
+
+
+def arrived(*rows: tuple[str, float]) -> pl.DataFrame:
+    facts = [{"RunId": run, "RolloutId": "r", "IngestedAt": TIME(at)} for run, at in rows]
+    return pl.DataFrame(facts, schema_overrides={"IngestedAt": LOOSE["IngestedAt"]})
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([("x", 5)], []),
+        ([("x", 4), ("x", 6)], [("x", "r", TIME(6))]),
+        ([("y", 6)], []),
+        ([("z", 6)], []),  # which was never built
+        ([("", 6)], [("x", "r", TIME(6))]),  # it names no run: any may be meant
+        ([("", 9), ("x", 6)], [("x", "r", TIME(9)), ("y", "r", TIME(9))]),
+    ],
+)
+def test_what_came_after_a_build_makes_it_stale(rows: list[tuple[str, float]], found: list[tuple[Any, ...]]) -> None:
+    known = pl.DataFrame([built("x", 5), built("y", 8)], schema=dict(BUILT))
+    assert sorted(stale(arrived(*rows), known).rows()) == found
+
+
+def test_what_goes_on_is_remembered_once_and_dated_anew() -> None:
+    known = call().with_columns(CheckedAt=pl.lit(TIME(3)))
+    merged = merge(known, pl.concat([call(IngestedAt=TIME(9)), call(TraceId="u", IngestedAt=TIME(2))]))
+    assert merged.select("TraceId", "IngestedAt", "CheckedAt").rows() == [("t", TIME(9), TIME(9)), ("u", TIME(2), TIME(2))]

@@ -1,0 +1,155 @@
+"""Where settings come from: flags over environment over TOML file over defaults.
+
+In: `spangrad.toml` (or --config FILE, or SPANGRAD_CONFIG), variables `SPANGRAD_SECTION__KEY`, flags. Out: a `Settings`, and for
+`spangrad config` where each value came from. Invariant: a key that no part knows is an error, wherever it was written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import EnvSettingsSource
+from pydantic_settings import SettingsError as UnreadableVariableError
+
+from spangrad.errors import SettingsError
+from spangrad.settings import ENV_NESTING, ENV_PREFIX, Settings
+
+ENV_NOT_SETTINGS = frozenset({"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"})
+"""Variables with our prefix that name files, and are read where those files are used."""
+DEFAULT_FILE = "spangrad.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One leaf of the tree and where its value came from."""
+
+    key: str
+    value: object
+    source: str
+
+
+def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
+    """Resolve the settings.
+
+    Args:
+        flags: dotted key -> value, the strongest source; the value of a section is a table. Values of None are flags that were not
+            given.
+        file: a TOML file that must exist; without it SPANGRAD_CONFIG, or spangrad.toml if there is one.
+        env: the environment, os.environ by default.
+
+    Raises:
+        SettingsError: a key is unknown, a value malformed, or the file missing or not TOML.
+    """
+    return _resolve(flags or {}, file, os.environ if env is None else env)[0]
+
+
+def explain_settings(
+    flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None
+) -> list[Origin]:
+    """List every leaf of the resolved tree with its source; arguments as for `load_settings`."""
+    settings, sources = _resolve(flags or {}, file, os.environ if env is None else env)
+    return [Origin(key, value, sources.get(key, "default")) for key, value in _leaves(settings.model_dump())]
+
+
+def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
+    path, from_file = _read_file(file, env)
+    layers: list[tuple[str, dict[str, object]]] = [
+        (f"file {path}", dict(_leaves(from_file))),
+        ("environment", _read_env(env)),
+        ("flag", dict(leaf for key, value in flags.items() if value is not None for leaf in _of_key(key, value))),
+    ]
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
+        for key, value in layer.items():
+            if key not in _KEYS:
+                raise SettingsError(f"unknown setting {key!r} ({source}).{_nearest(key)}")
+            *sections, name = key.split(".")
+            table = merged
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[name] = value
+            sources[key] = f"environment {_env_name(key)}" if source == "environment" else source
+    try:
+        return Settings.model_validate(merged), sources
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        source = next((source for key, source in sources.items() if f"{place}.".startswith(f"{key}.")), "default")
+        # A table may hold a token.
+        value = "{...}" if isinstance(first["input"], Mapping) else repr(first["input"])
+        raise SettingsError(f"setting {place} = {value} ({source}): {first['msg']}") from None
+
+
+def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+    named = file or (Path(env["SPANGRAD_CONFIG"]) if env.get("SPANGRAD_CONFIG") else None)
+    path = named or Path(DEFAULT_FILE)
+    if not path.exists():
+        if named:
+            raise SettingsError(f"settings file {path} does not exist. Create it, or drop --config and SPANGRAD_CONFIG.")
+        return path, {}
+    try:
+        return path, tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file {path} is not TOML: {error}") from None
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, object]:
+    """Variables of ours as dotted keys; pydantic-settings parses the values, and would ignore the names it does not know."""
+    named = {
+        name: name.removeprefix(ENV_PREFIX).lower().replace(ENV_NESTING, ".")
+        for name in env
+        if name.startswith(ENV_PREFIX) and name not in ENV_NOT_SETTINGS
+    }
+    for name, key in named.items():
+        if key not in _KEYS and key not in _SECTIONS:
+            raise SettingsError(f"unknown setting {name} (environment).{_nearest(key)}")
+    source = EnvSettingsSource(Settings)
+    source.env_vars = {name.lower(): env[name] for name in named}
+    try:
+        return dict(_leaves(source()))
+    except UnreadableVariableError as error:
+        raise SettingsError(f'{error} (environment). Lists are written as JSON: \'["a", "b"]\'.') from None
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Every key below a model, and whether it is a section of its own."""
+    for name, field in model.model_fields.items():
+        key, kind = f"{prefix}{name}", field.annotation
+        section = isinstance(kind, type) and issubclass(kind, BaseModel)
+        yield key, section
+        if section:
+            yield from _fields(cast("type[BaseModel]", kind), f"{key}.")
+
+
+_SECTIONS = frozenset(key for key, section in _fields(Settings) if section)
+_KEYS = frozenset(key for key, section in _fields(Settings) if not section)
+
+
+def _of_key(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """The leaves that a key's value is made of: its own, or those of a section's table."""
+    if key in _SECTIONS and isinstance(value, Mapping):
+        yield from _leaves(cast("Mapping[str, object]", value), f"{key}.")
+    else:
+        yield key, value
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        yield from _of_key(f"{prefix}{key}", value)
+
+
+def _env_name(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", ENV_NESTING).upper()
+
+
+def _nearest(key: str) -> str:
+    close = difflib.get_close_matches(key, _KEYS, n=1)
+    return f" Did you mean {close[0]!r}?" if close else " `spangrad config` lists all settings."

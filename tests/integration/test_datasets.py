@@ -1,0 +1,73 @@
+"""Names of what builders make, against a real store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from spangrad import datasets
+from spangrad.clickhouse import connect
+from spangrad.errors import SettingsError, StoreError
+from spangrad.settings import StoreSettings
+
+
+@pytest.mark.parametrize(("text", "named"), [("a", ("a", None)), ("a b@3", ("a b", 3))])
+def test_a_name_with_or_without_a_revision(text: str, named: tuple[str, int | None]) -> None:
+    assert datasets.parse(text) == named
+
+
+@pytest.mark.parametrize("text", ["", "@1", "a@", "a@0", "a@x", "a@-1", "a@1@2", "a@²"])
+def test_what_names_no_dataset(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"names no dataset\. Write NAME, or NAME@REVISION"):
+        datasets.parse(text)
+
+
+def test_another_specification_is_the_next_revision_and_the_same_is_the_one_that_there_is(store: StoreSettings) -> None:
+    client = connect(store)
+    first = datasets.register(client, store.url, "set", "spec-1", {"b": 1, "a": None}, "the first")
+    again = datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "another reason")
+    second = datasets.register(client, store.url, "set", "spec-2", {"b": 2}, "a reward more")
+    assert (first.name, first.revision, first.build_spec, first.settings, first.reason) == (
+        "set",
+        1,
+        "spec-1",
+        {"a": None, "b": 1},
+        "the first",
+    )
+    assert again == first
+    assert (str(second), second.build_spec, second.reason) == ("set@2", "spec-2", "a reward more")
+    assert datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "back again") == first
+
+    assert datasets.resolve(client, store.url, "set") == second
+    assert datasets.resolve(client, store.url, "set@1") == first
+    assert datasets.resolve(client, store.url, "set", as_of=first.created) == first
+    with pytest.raises(StoreError, match=r"has no dataset 'set@3'\. There are: .*set@1, set@2"):
+        datasets.resolve(client, store.url, "set@3")
+    with pytest.raises(StoreError, match=r"has no dataset 'set' as of 20"):
+        datasets.resolve(client, store.url, "set", as_of=first.created - timedelta(microseconds=1))
+    with pytest.raises(SettingsError, match=r"builder\.dataset = 'set@1' is no name of a dataset"):
+        datasets.register(client, store.url, "set@1", "spec", {}, "")
+    client.close()
+
+
+def test_specifications_that_are_named_at_once_get_a_revision_each(store: StoreSettings) -> None:
+    made = list[datasets.Dataset]()
+
+    def register(spec: str) -> None:
+        client = connect(store)
+        made.append(datasets.register(client, store.url, "race", spec, {}, "at once"))
+        client.close()
+
+    threads = [threading.Thread(target=register, args=(f"spec-{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client = connect(store)
+    there = [one for one in datasets.known(client, store.url) if one.name == "race"]
+    client.close()
+    assert sorted(made, key=lambda one: one.revision) == there
+    assert sorted(one.build_spec for one in there) == [f"spec-{number}" for number in range(4)]
+    assert [one.revision for one in there] == [1, 2, 3, 4]

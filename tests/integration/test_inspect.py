@@ -1,0 +1,112 @@
+"""`spangrad inspect`: what real spans of a dozen frameworks become, and that what is overlooked is counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fakes
+from commands.inspect import examine, looks_like_a_call
+from spangrad.errors import SettingsError
+from spangrad.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spangrad", "inspect", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+
+
+def test_every_fixture_builds_and_nothing_is_unaccounted(tmp_path: Path) -> None:
+    """The page in docs/, made again by its command."""
+    page = tmp_path / "fixtures.md"
+    answer = inspect("tests/fixtures/spans", "--page", str(page))
+    assert answer.returncode == 0, answer.stderr
+    made = page.read_text().replace(str(page), "docs/fixtures.md")
+    assert made == (ROOT / "docs" / "fixtures.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines() if line.startswith("| `")]
+    assert {row[0].strip("`") for row in rows} == {file.name for file in (ROOT / "tests/fixtures/spans").glob("*.jsonl")}
+    for name, spans, calls, transitions, drops, unaccounted in rows:
+        dropped = sum(int(part.split()[0]) for part in drops.split(", "))
+        assert int(spans) > 0, name
+        assert (int(calls), unaccounted) == (int(transitions) + dropped, "0"), name
+        assert int(calls) > 0, name
+
+
+def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that takes no span of a convention for a call, and one that loses a call that the gateway recorded."""
+    from dataclasses import replace
+
+    import polars as pl
+
+    from transition_builder import loop
+
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=2)
+    spans.evaluation(root)
+    spans.call(spans.client(root))
+    spans.call(root)
+    file = tmp_path / "two.jsonl"
+    file.write_bytes(spans.otlp())
+    (row,) = examine([file], Settings())
+    assert row.cells == ("two.jsonl", "4", "2", "2", "0", "0")
+
+    real = loop.build
+    monkeypatch.setattr(
+        loop,
+        "build",
+        lambda *given: (lambda built: replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1)))(real(*given)),
+    )
+    (row,) = examine([file], Settings())
+    assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
+
+
+def test_a_reader_gets_a_table_with_remedies(tmp_path: Path) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    spans.call(root, Logprobs=[-0.5])
+    file = tmp_path / "one.jsonl"
+    file.write_bytes(spans.otlp())
+    answer = inspect(str(file))
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    assert [" ".join(line.split()) for line in lines if line] == [
+        "file spans calls transitions drops unaccounted",
+        "one.jsonl 2 1 0 1 no_logprobs 0",
+        "no_logprobs: Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
+    ]
+
+
+@pytest.mark.parametrize("text", ["nonsense\n", json.dumps({"resourceLogs": []}) + "\n", '{"resourceSpans": 3}\n'])
+def test_a_file_of_something_else_is_one_sentence(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=r"^line 1 of .*other\.jsonl is no OTLP/JSON request with spans"):
+        examine([file], Settings())
+    answer = inspect(str(tmp_path / "nowhere"))
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == f"spangrad: {tmp_path / 'nowhere'} is neither a file of spans nor a directory with *.jsonl in it.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "attributes", "expected"),
+    [
+        ("chat", "spangrad.gateway", {}, True),
+        ("ChatOpenAI", "", {"openinference.span.kind": "LLM"}, True),
+        ("chat gpt", "", {"gen_ai.operation.name": "chat"}, True),
+        ("embeddings", "", {"gen_ai.operation.name": "embeddings"}, False),
+        ("openai.chat", "", {"llm.request.type": "chat"}, True),
+        ("POST", "", {"url.full": "http://127.0.0.1:8000/v1/chat/completions?x=1"}, True),
+        ("POST", "", {"http.url": "https://api.example.com/v1/responses"}, True),
+        ("GET", "", {"url.full": "https://api.example.com/v1/models"}, False),
+        ("search", "", {"openinference.span.kind": "TOOL"}, False),
+    ],
+)
+def test_what_looks_like_a_call(name: str, scope: str, attributes: dict[str, str], expected: bool) -> None:
+    assert looks_like_a_call(name, scope, attributes) is expected

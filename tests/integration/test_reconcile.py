@@ -1,0 +1,172 @@
+"""Law 2 on a real store: every call of a rollout that was built is in one place, and a query finds the one that is not."""
+
+from __future__ import annotations
+
+import io
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+
+import polars as pl
+import pytest
+from rich.console import Console
+from running_store import running_store, store_settings
+
+import fakes
+from commands.build_report import show
+from spangrad.clickhouse import connect
+from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from transition_builder import loop
+from transition_builder.frames import Built, Frames
+from transition_builder.report import ReconcileReport, Wrong, reconcile_report
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
+    """A store of its own: reports are of all that a specification has built."""
+    directory = tmp_path_factory.mktemp("reconcile")
+    settings = store_settings(directory / "data")
+    with running_store(settings, directory / "store.log"):
+        yield settings
+
+
+def post(store: StoreSettings, body: bytes) -> None:
+    request = urllib.request.Request(f"{store.otlp_endpoint}/v1/traces", body, {"Content-Type": "application/json"}, method="POST")
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def settings_of(store: StoreSettings, name: str, **changes: object) -> Settings:
+    """A specification of its own."""
+    builder = BuilderSettings(selection=Selection(agents=f".*|{name}"), dataset=name, quiet_seconds=0, incomplete_after_seconds=0)
+    return Settings(store=store, builder=builder.model_copy(update=changes))
+
+
+def report(settings: Settings) -> ReconcileReport:
+    client = connect(settings.store)
+    try:
+        return reconcile_report(client, settings.store.url, settings.builder.spec)
+    finally:
+        client.close()
+
+
+def sums(settings: Settings, run: str) -> list[tuple[object, ...]]:
+    client = connect(settings.store)
+    columns = "RolloutId, Mode, Calls, Transitions, Drops, Unaccounted, Missing"
+    sql = f"SELECT {columns} FROM otel.v_reconcile WHERE RunId = '{run}' AND BuildSpec = '{settings.builder.spec}' ORDER BY RolloutId"
+    rows = [tuple(row) for row in client.query(sql).result_rows]
+    client.close()
+    return rows
+
+
+def printed(one: ReconcileReport) -> tuple[int, str]:
+    out = io.StringIO()
+    code = show(one, Console(file=out, width=170, color_system=None))
+    return code, "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def rollouts(run: str) -> fakes.SpanFactory:
+    """Three: one of two calls, one with a call of two choices and one without logprobs, one that made no call."""
+    spans = fakes.SpanFactory(run=run)
+    one = spans.root(f"{run}-1", calls=2)
+    spans.evaluation(one)
+    for _ in range(2):
+        spans.call(spans.client(one, rollout=f"{run}-1"), rollout=f"{run}-1")
+    two = spans.root(f"{run}-2", calls=2)
+    spans.evaluation(two, 0.5)
+    spans.call(two, rollout=f"{run}-2", choices=2)
+    spans.call(two, rollout=f"{run}-2", Logprobs=[-0.5])
+    spans.root(f"{run}-3", calls=0, failure="crash")
+    return spans
+
+
+def test_the_sum_of_a_build_is_right_and_late_calls_are_missing_until_they_are_built(own: StoreSettings) -> None:
+    spans, settings = rollouts("sum"), settings_of(own, "sum")
+    post(own, spans.otlp())
+    loop.build_once(settings)
+    assert sums(settings, "sum") == [
+        ("sum-1", "train", 2, 2, 0, 0, 0),
+        ("sum-2", "train", 3, 2, 1, 0, 0),
+        ("sum-3", "train", 0, 0, 0, 0, 0),
+    ]
+    found = report(settings)
+    assert found == ReconcileReport(settings.builder.spec, 3, 5, 4, {"no_logprobs": 1}, {"attempt_failed": 1}, [])
+    assert printed(found) == (
+        0,
+        """\
+What became of the calls of 3 rollouts
+                                        calls  remedy
+transitions                                 4
+dropped as no_logprobs                      1  Have the engine return a logprob for each sampled token: \
+the gateway and `spangrad engine` ask for them.
+calls                                       5
+rollouts without calls, attempt_failed      1  Mend what the attempt failed of (its root span says it), or allow more attempts.
+The sum is right: 5 calls = 4 transitions + 1 drops, and the gateway recorded no other.
+""",
+    )
+
+    late = spans.call(spans.roots[0]["SpanId"], rollout="sum-1")  # type: ignore[arg-type]
+    post(own, spans.otlp(late))
+    assert sums(settings, "sum")[0] == ("sum-1", "train", 2, 2, 0, 0, 1)
+    assert report(settings).wrong == [Wrong("sum", "sum-1", 0, 1)]
+    loop.build_once(settings)
+    assert report(settings).wrong == []
+    assert sums(settings, "sum")[0][2] == 3
+
+
+def test_a_call_that_a_builder_loses_is_found(own: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder with a fault: it forgets a transition of every rollout that has several, before anything is counted or written."""
+    real = loop.build
+
+    def forgetful(frames: Frames, spec: BuilderSettings, *more: object, **others: object) -> Built:
+        built = real(frames, spec, *more, **others)  # type: ignore[arg-type]
+        return replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1))
+
+    settings = settings_of(own, "lost")
+    post(own, rollouts("lost").otlp())
+    monkeypatch.setattr(loop, "build", forgetful)
+    loop.build_once(settings)
+    assert [row for row in sums(settings, "lost") if row[-2:] != (0, 0)] == [("lost-1", "train", 1, 1, 0, 0, 1)]
+    found = report(settings)
+    assert not found.is_right
+    assert Wrong("lost", "lost-1", 0, 1) in found.wrong
+    code, text = printed(found)
+    assert code == 1
+    assert "THE SUM IS WRONG" in text
+    assert "lost-1 of run lost" in text
+
+
+def test_rows_that_went_astray_after_they_were_counted_are_found(own: StoreSettings) -> None:
+    """One row too few, and one call in both tables."""
+    client = connect(own)
+    same = {"RunId": "astray", "Mode": "train", "BuildSpec": "astray", "GroupId": "g", "Revision": 0, "Content": 7}
+
+    def insert(table: str, rollout: str, **more: object) -> None:
+        row = {**same, "RolloutId": rollout, **more}
+        client.insert(f"otel.{table}", [list(row.values())], column_names=list(row))
+
+    insert("builds", "few", Calls=2, Transitions=2)
+    insert("transitions", "few", CallId="a")
+    insert("builds", "both", Calls=1, Transitions=1)
+    insert("transitions", "both", CallId="b")
+    insert("drops", "both", CallId="b", Reason="duplicate")
+    insert("builds", "whole", Calls=2, Transitions=1, Drops=2)
+    insert("transitions", "whole", CallId="c")
+    insert("drops", "whole", CallId="d", Reason="duplicate")
+    insert("drops", "whole", CallId="", Reason="no_calls")
+    found = reconcile_report(client, own.url, "astray")
+    client.close()
+    assert found.wrong == [Wrong("astray", "both", 1, 0), Wrong("astray", "few", 1, 0)]
+    assert not found.is_right
+
+
+def test_calls_that_do_not_name_their_rollout_are_looked_for_where_their_trace_belongs(own: StoreSettings) -> None:
+    """A gateway's calls of a production trace: told by the trace alone, or by a session that another span names."""
+    spans, settings = fakes.SpanFactory(run=""), settings_of(own, "traces")
+    facts = {"RolloutKeySource": "trace", "Mode": ""}
+    agent = spans.span("agent", "", rollout="ses-1", trace="traces", **facts, Attributes={"session.id": "ses-1"})
+    spans.call(agent, rollout="ses-1", trace="traces")
+    for row in spans.spans:
+        row |= facts
+    post(own, spans.otlp())
+    loop.build_once(settings)
+    assert sums(settings, "") == [("ses-1", "production", 1, 0, 1, 0, 0)]

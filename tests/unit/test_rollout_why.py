@@ -1,0 +1,208 @@
+"""A rollout explained in sentences: the whole text, for rollouts made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from rollout_records import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
+
+from commands.rollout_record import Build, Conclusion, Record, Reward, Trained
+from commands.rollout_why import explain
+from spangrad.settings import Settings
+
+NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
+SETTINGS = Settings()
+ENDED = root("b0", final=True, attributes={"spangrad.rollout.calls": "2"}, **SECOND)
+FAILED_FIRST = replace(FAILED, attributes={**FAILED.attributes, "spangrad.rollout.calls": "0"})
+KEPT_CALL = Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, [("reward", 1.0, "evaluation_event"), ("tool", -0.1, "air")])
+CUT = Conclusion(1, "t1", "b6", 1, "", "policy", reason="mixed_versions", detail="from 3 to 4", convention="gateway")
+BUILD = Build(
+    SETTINGS.builder.spec,
+    [KEPT_CALL, CUT],
+    "default@1",
+    "run-1",
+    1,
+    1,
+    2,
+    NOW - timedelta(minutes=1),
+    group="g7",
+    group_size=8,
+    group_built=7,
+)
+
+
+def record(*spans: Any, builds: tuple[Build, ...] = (), **facts: Any) -> Record:
+    return Record("rollout-1", spans, [], facts.pop("rewards", []), builds, last_arrival=NOW - timedelta(seconds=12), now=NOW, **facts)
+
+
+def told(one: Record, settings: Settings = SETTINGS) -> str:
+    return "\n".join(explain(one, settings)) + "\n"
+
+
+def last(one: Record, settings: Settings = SETTINGS) -> str:
+    return explain(one, settings)[-1]
+
+
+WHOLE_SPANS = (FAILED_FIRST, ENDED, CLIENT, FIRST_CALL, SECOND_CALL, FIRST_CALL)
+EARNED = [Reward("t1", "b0", "reward", "1", "event")]
+
+
+def test_a_rollout_that_was_built() -> None:
+    assert told(record(*WHOLE_SPANS, builds=(BUILD,), rewards=EARNED)) == (
+        f"""\
+Rollout rollout-1 of run run-1 (mode train): task paris, group g7 of 8, 2 attempts.
+Attempt 0 failed: crash (exit code 1), and was tried again.
+Attempt 1 ended well, and counts.
+5 spans arrived; the gateway answered 2 calls of attempt 1, and all of them arrived. Evaluations: reward = 1 (event).
+It is built (dataset default@1, specification {BUILD.spec}, revision 1) at 2026-01-01 11:59:00 UTC, attempt 1 counting. \
+2 calls: 1 transition, 1 drop.
+- Attempt 1, span b3 (chat policy) by researcher: transition, turn 0, sampled by policy policy version 3; \
+reward = 1 (evaluation_event), tool = -0.1 (air).
+- Attempt 1, span b6 (chat policy, choice 1): dropped as mixed_versions (from 3 to 4), told by gateway.
+mixed_versions: Nothing need be done: a few calls are cut by each publication of new weights.
+It is not trained: its group g7 has 7 of 8 rollouts built so far.
+"""
+    )
+
+
+def test_a_rollout_that_waits_says_for_what() -> None:
+    lost = replace(ENDED, attributes={**ENDED.attributes, "spangrad.rollout.calls": "4"})
+    assert told(record(lost, FIRST_CALL)) == (
+        """\
+Rollout rollout-1 of run run-1 (mode train): task paris, group g7 of 8, 1 attempt.
+Attempt 1 ended well, and counts.
+2 spans arrived; the gateway answered 4 calls of attempt 1, and 3 of them did not arrive. Evaluations: none arrived.
+It is not built yet: it waits for 3 calls of attempt 1 and the root span of attempt 0 and a reward, at most \
+builder.incomplete_after_seconds (600 s) after its end; the newest span arrived 12 s ago.
+"""
+    )
+
+
+AGENT_SPAN = span("agent", "1", run="", mode="", names_rollout=False)
+CALL_SPAN = span("ChatCompletion", "2", "1", run="", mode="", names_rollout=False, kind="llm")
+
+
+@pytest.mark.parametrize(
+    ("spans", "rewards", "sentence"),
+    [
+        (
+            (FAILED_FIRST, ENDED, FIRST_CALL, SECOND_CALL),
+            EARNED,
+            "It is not built yet, and nothing that it needs is missing: the next `spangrad build` takes it. Is a builder running?",
+        ),
+        (
+            (FIRST_CALL,),
+            [],
+            "It is not built yet: it waits for its runner's final root span, until it has been silent for "
+            "builder.incomplete_after_seconds (600 s); it has been for 12 s.",
+        ),
+        (
+            (AGENT_SPAN, CALL_SPAN),
+            [],
+            "It is not built yet: it waits to be silent for builder.quiet_seconds (30 s); it has been for 12 s. "
+            "Then the next `spangrad build` takes it.",
+        ),
+        (
+            (CALL_SPAN,),
+            [],
+            "It is not built yet: it waits to be silent for builder.incomplete_after_seconds (600 s), because the parent of some span has "
+            "not arrived; it has been for 12 s. Then the next `spangrad build` takes it.",
+        ),
+        ((AGENT_SPAN,), [], "It is not built: nothing in it calls a model, as far as any dialect knows."),
+    ],
+)
+def test_what_is_not_built_waits_for_something(spans: tuple[Any, ...], rewards: list[Reward], sentence: str) -> None:
+    assert last(record(*spans, rewards=rewards)) == sentence
+
+
+def test_what_nobody_announced_is_production_s() -> None:
+    first, second, *_ = explain(record(AGENT_SPAN, CALL_SPAN), SETTINGS)
+    assert first == (
+        "Rollout rollout-1: no runner announced it (it is known by its session, conversation or trace), so it counts as mode production."
+    )
+    assert second == "2 spans arrived, 0 calls of the gateway among them. Evaluations: none arrived."
+    assert explain(record(FIRST_CALL), SETTINGS)[0] == (
+        "Rollout rollout-1 of run run-1 (mode train): a runner announced it, and no root span of it has arrived."
+    )
+
+
+WHOLE_GROUP = replace(BUILD, group_built=8)
+LEDGER = SETTINGS.trainer.directory / "ledger.db"
+LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({LEDGER})."
+
+
+@pytest.mark.parametrize(
+    ("build", "facts", "sentence"),
+    [
+        (WHOLE_GROUP, {}, f"its group is whole and waits for `spangrad train`. {LOOK}"),
+        (
+            WHOLE_GROUP,
+            {"newest": {("policy", "main"): 900}},
+            "it is stale: its oldest call was sampled by version 3, and version 900 is to be trained "
+            f"(trainer.max_staleness = {SETTINGS.trainer.max_staleness}). {LOOK}",
+        ),
+        (
+            replace(WHOLE_GROUP, put_aside=[("policy", "main", "stale")]),
+            {},
+            "the trainer of policy policy (branch main) put its group aside for ever as stale; docs/drops.md says more.",
+        ),
+        (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
+        (replace(BUILD, group_size=0), {}, "nobody said how many rollouts its group has, so that the group is never whole."),
+        (
+            replace(WHOLE_GROUP, spec="another"),
+            {},
+            "the trainer, as it is set up here, takes what the present builder settings make, which is another specification.",
+        ),
+        (
+            replace(WHOLE_GROUP, conclusions=[replace(KEPT_CALL, policy="judge")]),
+            {},
+            "none of its transitions is of policy policy, which the trainer, as it is set up here, trains.",
+        ),
+    ],
+)
+def test_why_it_is_not_trained(build: Build, facts: dict[str, Any], sentence: str) -> None:
+    assert last(record(*WHOLE_SPANS, builds=(build,), **facts)) == f"It is not trained: {sentence}"
+
+
+def test_only_the_trainer_s_modes_are_trained() -> None:
+    held_out = [replace(one, mode="validate") for one in WHOLE_SPANS]
+    assert last(record(*held_out, builds=(WHOLE_GROUP,))) == "It is not trained: trainer.modes takes train only, and this is validate."
+
+
+def test_what_was_trained_names_the_version() -> None:
+    used = Trained("run-1", BUILD.spec, "policy", "main", 5, "b-1", 1, "committed")
+    assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[used])) == (
+        "It is trained: batch b-1 made version 5 of policy policy (branch main)."
+    )
+    earlier = replace(used, revision=0, status="orphaned")
+    assert explain(record(*WHOLE_SPANS, builds=(BUILD,), trained=[earlier]), SETTINGS)[-2:] == [
+        "It is trained: batch b-1 made version 5 of policy policy (branch main), which is orphaned.",
+        "That was revision 0; what came since changes no version: a rollout is trained once.",
+    ]
+    elsewhere = replace(used, spec="another")
+    assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[elsewhere])) == (
+        "It is not trained: its group g7 has 7 of 8 rollouts built so far. "
+        "(As another specification built it, it helped to make policy version 5.)"
+    )
+
+
+def test_a_rollout_without_calls_is_told_of_itself() -> None:
+    alone = Conclusion(1, "t1", "", 0, "", "", reason="attempt_failed", detail="timeout")
+    lines = explain(record(KEPT, builds=(replace(BUILD, conclusions=[alone], calls=0),)), SETTINGS)
+    assert lines[-3:-1] == [
+        "- The rollout itself: dropped as attempt_failed (timeout).",
+        "attempt_failed: Mend what the attempt failed of (its root span says it), or allow more attempts.",
+    ]
+
+
+def test_two_runs_with_a_rollout_of_one_id_are_told_one_after_the_other() -> None:
+    other = replace(ENDED, run="run-2", trace="t9")
+    lines = explain(record(*WHOLE_SPANS, other, builds=(BUILD,)), SETTINGS)
+    place = lines.index("")
+    assert lines[0].startswith("Rollout rollout-1 of run run-1")
+    assert lines[place + 1].startswith("Rollout rollout-1 of run run-2")
+    assert any(line.startswith("It is built") for line in lines[:place])
+    assert lines[-1].startswith("It is not built yet")

@@ -1,0 +1,213 @@
+"""What becomes of each call: which reason is written, and why, for calls made by hand with every fault at once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import fakes
+from spangrad import types
+from spangrad.settings import BuilderSettings, Selection
+from spangrad.types import DropReason
+from transition_builder import reconcile
+from transition_builder.frames import CALLS, ROLLOUTS
+
+ROOT = Path(__file__).parents[2]
+EXTRA = {
+    "AgentName": pl.String,
+    "Order": pl.Int64,
+    "ByGateway": pl.Boolean,
+    "Retried": pl.Boolean,
+    "DuplicateOf": pl.String,
+    "Convention": pl.String,
+    "Dropped": pl.Boolean,
+    "Unfinished": pl.Boolean,
+    "Tools": pl.List(pl.String),
+    "Components": pl.List(pl.String),
+}
+
+
+def concluded(
+    spec: BuilderSettings | None = None, root: dict[str, object] | None = None, fault: str | None = None, **facts: object
+) -> pl.DataFrame:
+    """One call that nothing is wrong with but `facts`, concluded."""
+    spans = fakes.SpanFactory()
+    spans.call(spans.root("r", **(root or {})), rollout="r")
+    rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
+    row = spans.calls[0] | {"AgentName": "agent", "Order": 0, "ByGateway": True, "Retried": False, "DuplicateOf": ""}
+    row |= {"Convention": "gateway", "Dropped": False, "Unfinished": False, "Tools": ["search", "add"], "Components": ["agent", "plan"]}
+    calls = pl.DataFrame([row | facts], schema={**CALLS, **EXTRA}).rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource")
+    said = [] if fault is None else [{"RunId": "run", "RolloutId": "r", "fault": fault}]
+    faults = pl.DataFrame(said, schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
+    return reconcile.conclude(calls, rollouts, faults, spec or BuilderSettings())
+
+
+def reason(*args: object, **facts: object) -> tuple[str, str]:
+    return concluded(*args, **facts).select("Reason", "Detail").row(0)  # type: ignore[arg-type]
+
+
+def test_a_call_without_a_fault_is_kept() -> None:
+    assert concluded().select("Reason", "Detail", "Turn").row(0) == ("", "", 0)
+
+
+FAULTS: list[tuple[str, dict[str, object], str]] = [
+    ("duplicate", {"DuplicateOf": "c9"}, "call c9 counts"),
+    ("unknown_convention", {"Convention": "unknown"}, "model policy"),
+    ("aborted", {"Aborted": True}, ""),
+    ("call_failed", {"HttpStatus": 503, "ErrorType": "engine_down"}, "HTTP 503 engine_down"),
+    ("retried", {"Retried": True}, ""),
+    ("redacted", {"Redacted": True, "PromptIds": []}, ""),
+    ("attributes_dropped", {"Dropped": True, "PromptIds": []}, ""),
+    ("no_token_ids", {"PromptIds": []}, ""),
+    ("retokenized", {"IdsSource": "retokenized", "TokenizerHash": "h"}, "by tokenizer h"),
+    ("empty_response", {"ResponseIds": [], "Logprobs": []}, ""),
+    ("no_logprobs", {"Logprobs": [-0.5]}, "1 logprobs for 2 tokens"),
+    ("unknown_version", {"VersionEnd": None}, ""),
+    ("mixed_versions", {"VersionEnd": 4}, "from 3 to 4"),
+    ("other_distribution", {"TopP": 0.5}, "sampled with TopP"),
+    ("unfinished", {"HttpStatus": 0, "FinishReason": "", "ResponseIds": [], "Logprobs": []}, ""),
+    ("unfinished", {"Unfinished": True, "ByGateway": False, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ""),
+]
+
+
+@pytest.mark.parametrize(("expected", "facts", "detail"), FAULTS, ids=[f"{fault[0]}-{place}" for place, fault in enumerate(FAULTS)])
+def test_each_fault_of_a_call_has_its_reason(expected: str, facts: dict[str, object], detail: str) -> None:
+    assert reason(**facts) == (expected, detail)
+
+
+@pytest.mark.parametrize(
+    ("expected", "root", "fault", "detail"),
+    [
+        ("superseded_attempt", {"attempt": 1}, None, "attempt 1 counts"),
+        ("incomplete", {"Verdict": "incomplete", "Detail": "1 of 2 calls"}, None, "1 of 2 calls"),
+        ("attempt_failed", {"failure": "crash"}, None, "crash"),
+        ("no_reward", {}, "no evaluation", "no evaluation"),
+    ],
+)
+def test_what_befell_the_rollout(expected: str, root: dict[str, object], fault: str | None, detail: str) -> None:
+    spans = fakes.SpanFactory()
+    spans.root("r", **{"attempt": 0, **root})  # type: ignore[arg-type]
+    calls = concluded(root={"attempt": 0} | root, fault=fault, Attempt=0)
+    assert calls.select("Reason", "Detail").row(0) == (expected, detail)
+
+
+def test_the_order_is_the_documented_one() -> None:
+    """Faults are put on one call, the last of the list first: each new one is the one that is written."""
+    told = re.findall(r"[a-z]+_[a-z_]+|aborted|retried|unfinished|redacted|retokenized|duplicate|incomplete", reconcile.__doc__ or "")
+    order = [DropReason(name) for name in dict.fromkeys(told) if name in set(DropReason) and name != "no_calls"]
+    assert {*order} == {*DropReason} - {DropReason.NO_CALLS}
+    of_call: dict[DropReason, dict[str, object]] = {
+        DropReason.NO_REWARD: {"fault": "none"},
+        DropReason.OVER_LENGTH: {"PromptIds": [1] * 10},
+        DropReason.OTHER_DISTRIBUTION: {"TopP": 0.5},
+        DropReason.MIXED_VERSIONS: {"VersionEnd": 4},
+        DropReason.OTHER_TOKENIZER: {"TokenizerHash": "another"},
+        DropReason.UNKNOWN_VERSION: {"VersionEnd": None},
+        DropReason.NO_LOGPROBS: {"Logprobs": []},
+        DropReason.EMPTY_RESPONSE: {"ResponseIds": [], "Logprobs": []},
+        DropReason.RETOKENIZED: {"IdsSource": "retokenized"},
+        DropReason.NO_TOKEN_IDS: {"PromptIds": []},
+        DropReason.ATTRIBUTES_DROPPED: {"Dropped": True},
+        DropReason.REDACTED: {"Redacted": True},
+        DropReason.UNFINISHED: {"Unfinished": True},
+        DropReason.RETRIED: {"Retried": True},
+        DropReason.CALL_FAILED: {"ErrorType": "timeout"},
+        DropReason.ABORTED: {"Aborted": True},
+        DropReason.NOT_SELECTED: {"AgentName": "other"},
+        DropReason.ATTEMPT_FAILED: {"root": {"Failure": "crash"}},
+        DropReason.INCOMPLETE: {"root": {"Failure": "crash", "Verdict": "incomplete"}},
+        DropReason.UNKNOWN_CONVENTION: {"Convention": "unknown"},
+        DropReason.DUPLICATE: {"DuplicateOf": "c9"},
+        DropReason.SUPERSEDED_ATTEMPT: {"Attempt": 7},
+    }
+    assert [*of_call] == order[::-1]
+    # Ids of ours cannot be wrong in the ways in which no ids can, and those of a text are of no version.
+    spec = BuilderSettings(max_tokens=9, tokenizer_hash="tok", selection=Selection(agents="agent"))
+    facts: dict[str, object] = {}
+    found = list[str]()
+    for one in of_call.values():
+        facts |= one
+        found.append(concluded(spec, **facts)["Reason"][0])  # type: ignore[arg-type]
+    assert found == [name.value for name in of_call]
+
+
+@pytest.mark.parametrize(
+    ("selection", "detail"),
+    [
+        (Selection(agents="agen"), "agent agent"),
+        (Selection(models="gpt.*"), "model policy"),
+        (Selection(policies="judge"), "policy policy"),
+        (Selection(tools="calculator|ad"), "tool search, add"),
+        (Selection(components="critic"), "component agent, plan"),
+        (Selection(agents="agent", tools="add", components="critic|judge"), "component agent, plan"),
+    ],
+)
+def test_what_is_not_selected_says_which_name_did_not_match(selection: Selection, detail: str) -> None:
+    spec = BuilderSettings(selection=selection)
+    assert concluded(spec).select("Reason", "Detail", "Turn").row(0) == ("not_selected", detail, None)
+
+
+def test_what_is_selected_by_any_tool_or_component() -> None:
+    spec = BuilderSettings(selection=Selection(agents="a.*", models="policy", policies="policy", tools="add", components="plan|x"))
+    assert reason(spec) == ("", "")
+    assert reason(spec, Tools=[]) == ("not_selected", "tool none")
+    assert reason(BuilderSettings(selection=Selection(policies="gpt")), Policy="", Model="gpt") == ("", "")
+
+
+def test_a_turn_is_one_that_the_agent_used() -> None:
+    for facts in ({"Retried": True}, {"DuplicateOf": "c"}, {"Convention": "unknown"}, {"HttpStatus": 500}):
+        assert concluded(**facts)["Turn"][0] is None  # type: ignore[arg-type]
+    assert concluded(Logprobs=[-0.5])["Turn"][0] == 0
+
+
+def test_length_counts_prompt_and_response() -> None:
+    assert reason(BuilderSettings(max_tokens=5)) == ("", "")
+    assert reason(BuilderSettings(max_tokens=4)) == ("over_length", "5 tokens; builder.max_tokens = 4")
+
+
+def test_columns_that_nobody_gives_are_no_fault() -> None:
+    spans = fakes.SpanFactory()
+    spans.call(spans.root("r"), rollout="r")
+    calls = pl.DataFrame(
+        [spans.calls[0] | {"AgentName": "agent", "Order": 0, "ByGateway": True}],
+        schema={**CALLS, "AgentName": pl.String, "Order": pl.Int64, "ByGateway": pl.Boolean},
+    )
+    faults = pl.DataFrame(schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
+    rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
+    found = reconcile.conclude(
+        calls.rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource"), rollouts, faults, BuilderSettings()
+    )
+    assert found["Reason"].to_list() == [""]
+
+
+def meanings() -> dict[str, str]:
+    """What the docstrings of DropReason say."""
+    tree = ast.parse(inspect.getsource(types.DropReason))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    return {
+        one.value.value: said.value.value
+        for one, said in itertools.pairwise(body)
+        if isinstance(one, ast.Assign)
+        and isinstance(one.value, ast.Constant)
+        and isinstance(said, ast.Expr)
+        and isinstance(said.value, ast.Constant)
+    }
+
+
+def test_every_reason_has_a_meaning_and_a_remedy_of_one_sentence() -> None:
+    assert [*meanings()] == [reason.value for reason in DropReason]
+    assert len({reason.remedy for reason in DropReason}) == len(DropReason)
+    for one in DropReason:
+        assert re.fullmatch(r"[A-Z][^\n]+\.", one.remedy), one
+        assert one.remedy.count(". ") == 0, one
+
+
+def test_the_page_of_reasons_is_the_enumeration() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs/drops.md").read_text().split("\n## ")[0], re.MULTILINE)
+    assert rows == [(reason.value, meanings()[reason.value], reason.remedy) for reason in DropReason]

@@ -1,0 +1,205 @@
+"""What becomes of each call: kept, or dropped with the first reason that holds.
+
+In: placed canonical calls and the verdicts on their rollouts. Out: the same calls with Reason (empty: kept), Detail and Turn, and one
+row for each rollout whose final attempt has no calls. Invariant (law 2): every call gets exactly one conclusion.
+
+The first reason that holds is the one that is written, in this order:
+
+1. whose call it is: superseded_attempt;
+2. whether it is a call of its own that we can read: duplicate, unknown_convention;
+3. what befell its rollout: incomplete, attempt_failed;
+4. what the build leaves out: not_selected, by agent, model, policy, tool, component;
+5. what came of it: aborted, call_failed, retried, unfinished;
+6. what is known of it: redacted, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;
+7. whether it can be trained: unknown_version, other_tokenizer, mixed_versions, other_distribution, over_length;
+8. whether its rollout is worth anything: no_reward. Last, because a reward mends no call that lacks something of its own.
+
+So a try that failed is call_failed, whether or not the client asked again; retried is one that was answered, and not used. A rollout
+without calls is incomplete, attempt_failed or no_calls. What the trainer refuses later (stale, say) is in its ledger, not here.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad.selection import conditions
+from spangrad.settings import BuilderSettings
+from spangrad.types import DropReason
+from transition_builder.frames import NANOSECONDS, Verdict
+
+RETOKENIZED = "retokenized"
+"""IdsSource of ids that the gateway made from a text."""
+_ROLLOUT = ["RunId", "RolloutId"]
+_ATTEMPT = [*_ROLLOUT, "Attempt"]
+_OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
+UNKNOWN = "unknown"
+"""Convention of a call that no dialect reads."""
+_ABSENT = {
+    "Retried": pl.lit(False),
+    "DuplicateOf": pl.lit(""),
+    "Convention": pl.lit(""),
+    "Dropped": pl.lit(False),
+    "Unfinished": pl.lit(False),
+    "Tools": pl.lit([], pl.List(pl.String)),
+    "Components": pl.lit([], pl.List(pl.String)),
+}
+"""What a call is taken for where nothing says otherwise."""
+
+
+def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
+    """Add what the root knows, Reason (empty: kept), Detail and Turn.
+
+    Args:
+        calls: canonical, placed calls: `join.CANONICAL`, AgentName and Order, and those columns of `_ABSENT` that are known.
+        rollouts: ROLLOUTS, all of the calls' among them.
+        faults: rollouts that nobody rewarded: RunId, RolloutId, fault (why).
+        spec: the selection, and what a call may be.
+    """
+    facts = rollouts.select(*_ROLLOUT, *_OF_ROOT, "Failure", "Verdict", "Attempt", "Detail").rename(
+        {"Attempt": "final_attempt", "Detail": "root_detail"}
+    )
+    known = calls.with_columns(**{name: value for name, value in _ABSENT.items() if name not in calls.columns})
+    known = known.join(facts, on=_ROLLOUT).join(faults, on=_ROLLOUT, how="left")
+    reason, detail = _first(
+        _whose() + _is_it_one() + _rollout_reasons() + _selection(spec) + _outcome() + _known(spec) + _trainable(spec) + _worth()
+    )
+    selected, _ = _first(_is_it_one() + _selection(spec))
+    counts = (selected == "") & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
+    turned = known.with_columns(Reason=reason, Detail=detail, counts=counts)
+    turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(_ATTEMPT).cast(pl.Int64) - 1
+    return turned.with_columns(Turn=turn)
+
+
+Rule = tuple[DropReason, pl.Expr, pl.Expr]
+
+
+def _whose() -> list[Rule]:
+    superseded = pl.col("Attempt") != pl.col("final_attempt")
+    return [(DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt"))]
+
+
+def _is_it_one() -> list[Rule]:
+    told = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(pl.lit(""))
+    return [
+        (DropReason.DUPLICATE, pl.col("DuplicateOf") != "", pl.format("call {} counts", "DuplicateOf")),
+        (DropReason.UNKNOWN_CONVENTION, pl.col("Convention") == UNKNOWN, told),
+    ]
+
+
+def _rollout_reasons() -> list[Rule]:
+    return [
+        (DropReason.INCOMPLETE, pl.col("Verdict") == Verdict.INCOMPLETE.value, pl.col("root_detail")),
+        (DropReason.ATTEMPT_FAILED, pl.col("Failure") != "", pl.col("Failure")),
+    ]
+
+
+def _worth() -> list[Rule]:
+    return [(DropReason.NO_REWARD, pl.col("fault").is_not_null(), pl.col("fault"))]
+
+
+def _selection(spec: BuilderSettings) -> list[Rule]:
+    names = [(one, pl.when(one.found != "").then(one.found).otherwise(pl.lit("none"))) for one in conditions(spec.selection)]
+    return [(DropReason.NOT_SELECTED, ~one.holds, pl.format(f"{one.what} {{}}", name)) for one, name in names]
+
+
+def _failed() -> pl.Expr:
+    return (pl.col("ErrorType") != "") | (pl.col("HttpStatus") >= 400)
+
+
+def _outcome() -> list[Rule]:
+    silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
+    nothing = pl.lit("")
+    return [
+        (DropReason.ABORTED, pl.col("Aborted"), nothing),
+        (DropReason.CALL_FAILED, _failed(), pl.format("HTTP {} {}", "HttpStatus", "ErrorType")),
+        (DropReason.RETRIED, pl.col("Retried"), nothing),
+        (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (pl.col("ResponseIds").list.len() == 0), nothing),
+    ]
+
+
+def _known(spec: BuilderSettings) -> list[Rule]:
+    prompt, response, logprobs = (pl.col(name).list.len() for name in ("PromptIds", "ResponseIds", "Logprobs"))
+    retokenized = pl.col("IdsSource") == RETOKENIZED
+    nothing = pl.lit("")
+    return [
+        (DropReason.REDACTED, pl.col("Redacted") & (prompt == 0), nothing),
+        (DropReason.ATTRIBUTES_DROPPED, pl.col("Dropped") & (prompt == 0), nothing),
+        (DropReason.NO_TOKEN_IDS, prompt == 0, nothing),
+        (DropReason.RETOKENIZED, retokenized & (not spec.retokenized), pl.format("by tokenizer {}", "TokenizerHash")),
+        (DropReason.EMPTY_RESPONSE, response == 0, nothing),
+        (DropReason.NO_LOGPROBS, ~retokenized & (logprobs != response), pl.format("{} logprobs for {} tokens", logprobs, response)),
+    ]
+
+
+def _trainable(spec: BuilderSettings) -> list[Rule]:
+    sampled = pl.col("IdsSource") != RETOKENIZED
+    start, end = pl.col("VersionStart"), pl.col("VersionEnd")
+    versions = pl.format("from {} to {}", start.cast(pl.String).fill_null("?"), end.cast(pl.String).fill_null("?"))
+    tokens = pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len()
+    rules: list[Rule] = [(DropReason.UNKNOWN_VERSION, sampled & (start.is_null() | end.is_null()), pl.lit(""))]
+    if spec.tokenizer_hash is not None:
+        rules.append((DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))
+    rules += [
+        (DropReason.MIXED_VERSIONS, start != end, versions),
+        (DropReason.OTHER_DISTRIBUTION, _reshaped(), pl.format("sampled with {}", _reshaping())),
+    ]
+    if spec.max_tokens is not None:
+        rules.append(
+            (DropReason.OVER_LENGTH, tokens > spec.max_tokens, pl.format(f"{{}} tokens; builder.max_tokens = {spec.max_tokens}", tokens))
+        )
+    return rules
+
+
+_NEUTRAL = {"TopP": 1.0, "TopK": 0, "MinP": 0.0, "PresencePenalty": 0.0, "FrequencyPenalty": 0.0, "RepetitionPenalty": 1.0}
+"""Sampling parameters and the values that leave the distribution as the model gives it; what is not known counts as neutral."""
+
+
+def _reshapes(name: str) -> pl.Expr:
+    value = pl.col(name)
+    # vLLM takes top_k = 0 and -1 alike for "all tokens".
+    return (value > 0 if name == "TopK" else value != _NEUTRAL[name]).fill_null(False)
+
+
+def _reshaped() -> pl.Expr:
+    """Whether a temperature alone does not say what the response was sampled from."""
+    unknown = pl.col("Temperature").is_null() & pl.col("ByGateway")
+    return pl.col("Constrained").fill_null(False) | unknown | pl.any_horizontal(_reshapes(name) for name in _NEUTRAL)
+
+
+def _reshaping() -> pl.Expr:
+    """The names of the parameters that did it."""
+    named = [pl.when(_reshapes(name)).then(pl.lit(name)) for name in _NEUTRAL]
+    masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
+    unknown = pl.when(pl.col("Temperature").is_null() & pl.col("ByGateway")).then(pl.lit("an unknown temperature"))
+    return pl.concat_str([*named, masked, unknown], separator=", ", ignore_nulls=True)
+
+
+def _first(rules: list[Rule]) -> tuple[pl.Expr, pl.Expr]:
+    """The reason and the detail of the first rule that holds; empty texts where none does."""
+    reason = detail = pl.lit("")
+    for name, holds, why in reversed(rules):
+        reason = pl.when(holds).then(pl.lit(name.value)).otherwise(reason)
+        detail = pl.when(holds).then(why).otherwise(detail)
+    return reason, detail
+
+
+def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """One drop for each rollout whose final attempt has no calls."""
+    incomplete = pl.col("Verdict") == Verdict.INCOMPLETE.value
+    failed = pl.col("Failure") != ""
+    alone = rollouts.join(calls.select(_ATTEMPT), on=_ATTEMPT, how="anti").with_columns(
+        Reason=pl.when(incomplete)
+        .then(pl.lit(DropReason.INCOMPLETE.value))
+        .when(failed)
+        .then(pl.lit(DropReason.ATTEMPT_FAILED.value))
+        .otherwise(pl.lit(DropReason.NO_CALLS.value)),
+        Detail=pl.when(incomplete).then("Detail").otherwise("Failure"),
+        CallId=pl.lit(""),
+        Choice=pl.lit(0),
+        Timestamp=pl.lit(0, pl.Int64).cast(NANOSECONDS),
+        AgentName=pl.lit(""),
+        Policy=pl.lit(""),
+        Model=pl.lit(""),
+        Convention=pl.lit(""),
+    )
+    return alone.sort(_ATTEMPT)

@@ -1,0 +1,40 @@
+"""Ending a long-running builder.
+
+In: SIGTERM or SIGINT. Out: a block that is left at once. Invariant: nothing needs shielding, since every write is idempotent.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT arrived. No Exception, so that nobody's handler swallows it."""
+
+
+@contextmanager
+def stoppable() -> Generator[None]:
+    """Leave the block on SIGTERM or SIGINT, wherever it is. In any thread but the main one: do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: FrameType | None) -> None:
+        log.info("%s: stopped", signal.Signals(number).name)
+        raise _Stopped
+
+    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except _Stopped:
+        pass
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
