@@ -1,0 +1,50 @@
+"""The tree of settings that every part reads: names, types, defaults, and what each means.
+
+In: values, from wherever `spangrad.settings_sources` finds them. Out: a frozen `Settings`. Invariant: a value that has no meaning is
+refused here, with its place, before any part starts.
+"""
+
+from __future__ import annotations
+
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Selection
+from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
+from spangrad.settings.runner import RunnerSettings
+from spangrad.settings.store import CollectorSettings, StoreSettings
+from spangrad.settings.trainer import TrainerSettings
+
+__all__ = [
+    "ENV_NESTING",
+    "ENV_PREFIX",
+    "TOOL_KINDS",
+    "AirRule",
+    "BackendSettings",
+    "BuilderSettings",
+    "ClientSettings",
+    "CollectorSettings",
+    "EngineSettings",
+    "GatewaySettings",
+    "RunnerSettings",
+    "Selection",
+    "Settings",
+    "StoreSettings",
+    "TrainerSettings",
+]
+
+ENV_PREFIX = "SPANGRAD_"
+ENV_NESTING = "__"
+
+
+class Settings(BaseSettings):
+    """The whole tree."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_NESTING)
+
+    store: StoreSettings = StoreSettings()
+    collector: CollectorSettings = CollectorSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    engine: EngineSettings = EngineSettings()
+    builder: BuilderSettings = BuilderSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    runner: RunnerSettings = RunnerSettings()
