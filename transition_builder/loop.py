@@ -290,7 +290,8 @@ class Builder:
 
     def _progress(self, done: int) -> None:
         self._done += done
-        self._said(self._done, self._done + self._pending.height + self._loose["RolloutKey"].n_unique())
+        waiting = pl.concat([self._pending["RolloutId"], self._loose["RolloutKey"].alias("RolloutId")]).n_unique()
+        self._said(self._done, self._done + waiting)
 
     def _admit(self, roots: pl.DataFrame) -> None:
         new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
