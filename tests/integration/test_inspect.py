@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
 import fakes
-from commands.inspect import examine, looks_like_a_call
+from commands.inspect import examine, looks_like_a_call, markdown
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 
@@ -36,6 +37,24 @@ def test_every_fixture_builds_and_nothing_is_unaccounted(tmp_path: Path) -> None
         assert int(spans) > 0, name
         assert (int(calls), unaccounted) == (int(transitions) + dropped, "0"), name
         assert int(calls) > 0, name
+
+
+def test_deliveries_in_any_order_and_number_change_no_count(tmp_path: Path) -> None:
+    """Every span of every fixture twice, in shuffled requests, through a real store: the rows of the page."""
+    random = Random(7)
+    for file in sorted((ROOT / "tests/fixtures/spans").glob("*.jsonl")):
+        spans = [
+            {**resource, "scopeSpans": [{**scope, "spans": [span]}]}
+            for line in file.read_text().splitlines()
+            for resource in json.loads(line)["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+        ] * 2
+        random.shuffle(spans)
+        requests = [json.dumps({"resourceSpans": spans[at : at + 20]}) for at in range(0, len(spans), 20)]
+        (tmp_path / file.name).write_text("\n".join(requests) + "\n")
+    made = markdown(examine(sorted(tmp_path.glob("*.jsonl")), Settings()))
+    assert made in (ROOT / "docs" / "fixtures.md").read_text()
 
 
 def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
