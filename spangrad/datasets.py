@@ -26,7 +26,8 @@ KEY = ("RunId", "BuildSpec", "RolloutId")
 """What names a built rollout: the columns that a condition for `builds_sql` may speak of."""
 ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
 """What rows of otel.transitions and otel.drops have in common with the row of otel.builds that makes them count."""
-_FACTS = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt", "Revision", "Content", "Calls", "Transitions", "Drops", "Watermark")
+_OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
+_FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Watermark", "RowsRead")
 _COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
 _TRIES = 10
 

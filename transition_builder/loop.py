@@ -24,13 +24,13 @@ from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Settings
-from transition_builder import rewards
+from transition_builder import late, rewards
 from transition_builder.build import build
 from transition_builder.claims import Claims
 from transition_builder.complete import decide, facts
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import OVERLAP, Discovery
-from transition_builder.frames import LOOSE, ROOTS, Frames, Verdict, empty
+from transition_builder.frames import BUILT, LOOSE, ROOTS, Frames, Verdict, empty
 from transition_builder.reading import Reader
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import sql
@@ -127,7 +127,9 @@ class Builder:
         self._sink = Sink(self._reader, name)
         self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
         self._loose = empty(LOOSE).with_columns(CheckedAt=pl.col("IngestedAt"))
-        self._examined = pl.DataFrame(schema={**{name: pl.String() for name in _ROLLOUT}, "Until": ROOTS["IngestedAt"]})
+        of_rollouts = {name: pl.String() for name in _ROLLOUT}
+        self._examined = pl.DataFrame(schema={**of_rollouts, "Until": ROOTS["IngestedAt"], "Examined": pl.UInt64()})
+        self._late = pl.DataFrame(schema={**of_rollouts, "Rows": pl.UInt64()})
         self._done = 0
 
     def register(self, dataset: str) -> datasets.Dataset:
@@ -177,7 +179,10 @@ class Builder:
         if arrived.is_empty():
             return
         claimed = claim(arrived, self._discovery.owners(arrived.filter(~NAMED)["TraceId"])).rename({"RolloutKey": "RolloutId"})
-        behind = stale(claimed, self._built(claimed["RolloutId"]))
+        built = self._built(claimed["RolloutId"])
+        behind = stale(claimed, built)
+        if self._discovery.sweeps:
+            behind = pl.concat([behind, self._seen_late(built.join(behind, on=_ROLLOUT, how="anti"))])
         if behind.is_empty():
             return
         roots = self._discovery.roots(behind["RolloutId"]).filter("Final").join(behind, on=_ROLLOUT, how="semi")
@@ -188,6 +193,13 @@ class Builder:
             (pl.col("RunId") == "") | pl.struct(_ROLLOUT).is_in(rootless.select(pl.struct(_ROLLOUT)).to_series().implode())
         )
         self._loose = merge(self._loose, arrived[mine["row"]])
+
+    def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
+        """Those of BUILT that lack rows which were on their way when they were read, as `stale` tells of them. Known until read."""
+        doubtful = late.doubtful(built)
+        found = late.more(doubtful, late.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
+        self._late = pl.concat([self._late.join(found, on=_ROLLOUT, how="anti"), found])
+        return doubtful.join(found, on=_ROLLOUT, how="semi").select(*_ROLLOUT, LastArrival="Watermark")
 
     def _conclude(self, now: datetime, summary: Summary) -> None:
         """Judge the rollouts whose turn it is, and build those that no longer wait."""
@@ -216,8 +228,11 @@ class Builder:
 
     def _built(self, rollouts: pl.Series) -> pl.DataFrame:
         """BUILT; what was found to be no news counts as read."""
-        built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left")
-        return built.with_columns(Watermark=pl.max_horizontal("Watermark", "Until")).drop("Until")
+        built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left").join(self._late, on=_ROLLOUT, how="left")
+        read = pl.max_horizontal("RowsRead", "Examined")
+        lacks = (pl.col("Rows") > read).fill_null(False)
+        until = pl.when(lacks).then(pl.lit(late.LONG_AGO).cast(BUILT["Watermark"])).otherwise(pl.max_horizontal("Watermark", "Until"))
+        return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
         """What to build rollouts from that have ended, as far as their calls are to be seen as well."""
@@ -261,12 +276,13 @@ class Builder:
         self._forget(frames.rollouts)
         read = frames.spans["TraceId"].unique()
         self._loose = self._loose.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
-        examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival")
+        examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival", Examined="RowsRead")
         self._examined = pl.concat([self._examined.join(examined, on=_ROLLOUT, how="anti"), examined])
         self._progress(frames.rollouts.height)
 
     def _forget(self, rollouts: pl.DataFrame) -> None:
         """They are built."""
+        self._late = self._late.join(rollouts, on=_ROLLOUT, how="anti")
         self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
         self._loose = self._loose.filter(~(NAMED & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())))
 
