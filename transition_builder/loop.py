@@ -99,12 +99,15 @@ class Builder:
     as if it were new.
     """
 
-    def __init__(self, settings: Settings, *, since: datetime | None = None, hurry: bool = False, said: Said = _nothing) -> None:
+    def __init__(
+        self, settings: Settings, *, since: datetime | None = None, run: str | None = None, hurry: bool = False, said: Said = _nothing
+    ) -> None:
         """Connect to the store.
 
         Args:
             settings: of the store and the build.
             since: build what has arrived since then; None: all that was not built.
+            run: build rollouts whose spans name this run alone; None: of all.
             hurry: conclude all that has ended, whatever of it may still arrive.
             said: told of progress.
 
@@ -118,6 +121,7 @@ class Builder:
         self._spec = settings.builder
         self._waits = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if hurry else self._spec
         self._hurry = hurry
+        self._run = run
         self._said = said
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._reader = Reader(client, settings)
@@ -139,9 +143,7 @@ class Builder:
             SettingsError: the name is none.
             StoreError: the store failed.
         """
-        return datasets.register(
-            self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides, "built from these settings"
-        )
+        return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
 
     def look(self) -> Summary:
         """Build whatever is complete now.
@@ -170,7 +172,7 @@ class Builder:
         self._discovery.begin(now)
         self._admit(self._discovery.new_roots())
         self._remember_stale(self._discovery.arrivals())
-        self._loose = merge(self._loose, self._discovery.loose())
+        self._loose = merge(self._loose, self._of_run(self._discovery.loose()))
         self._discovery.done()
         self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
 
@@ -192,7 +194,7 @@ class Builder:
         mine = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
             (pl.col("RunId") == "") | pl.struct(_ROLLOUT).is_in(rootless.select(pl.struct(_ROLLOUT)).to_series().implode())
         )
-        self._loose = merge(self._loose, arrived[mine["row"]])
+        self._loose = merge(self._loose, self._of_run(arrived[mine["row"]]))
 
     def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
         """Those of BUILT that lack rows which were on their way when they were read, as `stale` tells of them. Known until read."""
@@ -291,8 +293,11 @@ class Builder:
         self._said(self._done, self._done + self._pending.height + self._loose["RolloutKey"].n_unique())
 
     def _admit(self, roots: pl.DataFrame) -> None:
-        new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
+        new = self._of_run(roots).sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
         self._pending = pl.concat([self._pending, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+
+    def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
+        return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)
 
 
 def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
@@ -328,15 +333,16 @@ def build_all(settings: Settings, said: Said = _nothing) -> Summary:
     return _started(settings, hurry=True, said=said).look()
 
 
-def rebuild(settings: Settings, since: datetime, said: Said) -> Summary:
+def rebuild(settings: Settings, since: datetime, said: Said, run: str | None = None) -> Summary:
     """Build everything that has ended, and whose root or calls arrived since a time, as the settings' specification says.
 
-    What other specifications made of it stays; what this one has built already is not built again. The dataset is not registered.
+    What other specifications made of it stays; what this one has built already is not built again. The dataset is not registered. With a
+    run, only its rollouts are built.
 
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return Builder(settings, since=since, hurry=True, said=said).look()
+    return Builder(settings, since=since, run=run, hurry=True, said=said).look()
 
 
 def follow(settings: Settings) -> None:
