@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from foreign_spans import FORESTS, planted
 
 import fakes
 from commands.inspect import examine, looks_like_a_call, markdown
@@ -55,6 +56,21 @@ def test_deliveries_in_any_order_and_number_change_no_count(tmp_path: Path) -> N
         (tmp_path / file.name).write_text("\n".join(requests) + "\n")
     made = markdown(examine(sorted(tmp_path.glob("*.jsonl")), Settings()))
     assert made in (ROOT / "docs" / "fixtures.md").read_text()
+
+
+def test_frameworks_that_nobody_recorded_are_found_in_a_store_without_a_runner(tmp_path: Path) -> None:
+    known = {name: forest for name, forest in FORESTS.items() if not forest.gap}
+    for name, forest in known.items():
+        spans = fakes.SpanFactory()
+        # Of one trace, which names no rollout.
+        planted(forest, spans, "", trace=name)
+        for row in spans.spans:
+            row |= {"RolloutKeySource": "trace"}
+        (tmp_path / f"{name}.jsonl").write_bytes(spans.otlp())
+    found = {row.file.removesuffix(".jsonl"): row for row in examine(sorted(tmp_path.glob("*.jsonl")), Settings())}
+    assert {name: (row.calls, set(row.drops), row.unaccounted) for name, row in found.items()} == {
+        name: (forest.calls, forest.reasons, 0) for name, forest in known.items()
+    }
 
 
 def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
