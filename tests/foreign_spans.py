@@ -7,7 +7,8 @@ which a request to a model leaves, each once.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import fakes
 
@@ -41,24 +42,29 @@ class Forest:
     """Why the builder does not see all of them yet; empty: it does."""
 
 
-def _llm(scope: str, name: str, *inside: Tree, wire: bool = False, **more: str) -> Tree:
+def _llm(scope: str, name: str, *inside: Tree, **more: str) -> Tree:
     attributes = {"openinference.span.kind": "LLM", "llm.model_name": "m", "llm.token_count.prompt": "9", "llm.token_count.completion": "4"}
-    return Tree(f"{OI}.{scope}", name, attributes | more, inside, wire=wire)
+    return Tree(f"{OI}.{scope}", name, attributes | more, inside)
 
 
 def _kind(kind: str, scope: str, name: str, *inside: Tree, status: str = "Ok", **more: str) -> Tree:
     return Tree(f"{OI}.{scope}", name, {"openinference.span.kind": kind} | more, inside, status)
 
 
-def _genai(scope: str, name: str, operation: str, *inside: Tree, wire: bool = False, **more: str) -> Tree:
-    return Tree(scope, name, {"gen_ai.operation.name": operation} | more, inside, wire=wire)
+def _genai(scope: str, name: str, operation: str, *inside: Tree, **more: str) -> Tree:
+    return Tree(scope, name, {"gen_ai.operation.name": operation} | more, inside)
+
+
+def _wire(tree: Tree) -> Tree:
+    """From which a request leaves."""
+    return replace(tree, wire=True)
 
 
 def _post(url: str, scope: str = "undici") -> Tree:
     return Tree(scope, "POST", {"http.request.method": "POST", "url.full": url}, wire=True)
 
 
-_OPENAI = _llm("openai", "ChatCompletion", wire=True)
+_OPENAI = _wire(_llm("openai", "ChatCompletion"))
 _MODEL = {"gen_ai.request.model": "m", "gen_ai.usage.input_tokens": "9", "gen_ai.usage.output_tokens": "4"}
 _COMPLETIONS = "http://h:8000/v1/chat/completions"
 _ARGS = json.dumps({"city": "Paris"})
@@ -66,17 +72,18 @@ _ARGS = json.dumps({"city": "Paris"})
 
 def _adk(inside: tuple[Tree, ...] = ()) -> Tree:
     asked = {"gen_ai.system": "gcp.vertex.agent", "gcp.vertex.agent.invocation_id": "e-1", "gcp.vertex.agent.llm_request": "{}", **_MODEL}
-    call = _llm("litellm", "acompletion", wire=True)
+    call = _wire(_llm("litellm", "acompletion"))
     return Tree("gcp.vertex.agent", "call_llm", asked, (call, *inside))
 
 
 def _strands(*inside: Tree) -> Tree:
-    bedrock = _genai(
-        "opentelemetry.instrumentation.botocore.bedrock-runtime",
-        "chat us.anthropic.claude",
-        "chat",
-        wire=True,
-        **{"gen_ai.system": "aws.bedrock", "rpc.system": "aws-api", "rpc.service": "Bedrock Runtime", **_MODEL},
+    bedrock = _wire(
+        _genai(
+            "opentelemetry.instrumentation.botocore.bedrock-runtime",
+            "chat us.anthropic.claude",
+            "chat",
+            **{"gen_ai.system": "aws.bedrock", "rpc.system": "aws-api", "rpc.service": "Bedrock Runtime", **_MODEL},
+        )
     )
     chat = _genai("strands.telemetry.tracer", "chat", "chat", bedrock, **{"gen_ai.system": "strands-agents", **_MODEL})
     return Tree("strands.telemetry.tracer", "execute_event_loop_cycle", {"event_loop.cycle_id": "1"}, (chat, *inside))
@@ -193,7 +200,7 @@ FORESTS = {
                     "CHAIN",
                     "dspy",
                     "Predict.forward",
-                    _kind("CHAIN", "dspy", "ChatAdapter.__call__", _llm("dspy", "LM.__call__", _llm("litellm", "completion", wire=True))),
+                    _kind("CHAIN", "dspy", "ChatAdapter.__call__", _llm("dspy", "LM.__call__", _wire(_llm("litellm", "completion")))),
                 ),
                 _kind("TOOL", "dspy", "search", **{"input.value": _ARGS}),
             ),
@@ -338,9 +345,9 @@ FORESTS = {
                 "AGENT",
                 "beeai",
                 "RequirementAgent",
-                _llm("beeai", "OpenAIChatModel", _llm("litellm", "acompletion", wire=True)),
+                _llm("beeai", "OpenAIChatModel", _wire(_llm("litellm", "acompletion"))),
                 _kind("TOOL", "beeai", "OpenMeteoTool", **{"tool.name": "OpenMeteoTool", "tool.parameters": _ARGS}),
-                _llm("beeai", "OpenAIChatModel", _llm("litellm", "acompletion", wire=True)),
+                _llm("beeai", "OpenAIChatModel", _wire(_llm("litellm", "acompletion"))),
                 **{"agent.name": "planner"},
             ),
         ),
@@ -378,14 +385,14 @@ FORESTS = {
                     "@mastra/otel-exporter",
                     "chat m",
                     "chat",
-                    _genai("@mastra/otel-exporter", "step 0", "model_step", wire=True, **{"mastra.span.type": "model_step"}),
+                    _wire(_genai("@mastra/otel-exporter", "step 0", "model_step", **{"mastra.span.type": "model_step"})),
                     _genai(
                         "@mastra/otel-exporter",
                         "execute_tool get-weather",
                         "execute_tool",
                         **{"mastra.span.type": "tool_call", "gen_ai.tool.name": "get-weather", "gen_ai.tool.call.arguments": _ARGS},
                     ),
-                    _genai("@mastra/otel-exporter", "step 1", "model_step", wire=True, **{"mastra.span.type": "model_step"}),
+                    _wire(_genai("@mastra/otel-exporter", "step 1", "model_step", **{"mastra.span.type": "model_step"})),
                     **{
                         "mastra.span.type": "model_generation",
                         "gen_ai.provider.name": "openai",
@@ -430,12 +437,13 @@ FORESTS = {
     "bedrock": Forest(
         "open-telemetry/opentelemetry-python-contrib opentelemetry-instrumentation-botocore extensions/bedrock.py",
         (
-            _genai(
-                "opentelemetry.instrumentation.botocore.bedrock-runtime",
-                "chat amazon.nova",
-                "chat",
-                wire=True,
-                **{"gen_ai.system": "aws.bedrock", "rpc.system": "aws-api", "rpc.method": "Converse", **_MODEL},
+            _wire(
+                _genai(
+                    "opentelemetry.instrumentation.botocore.bedrock-runtime",
+                    "chat amazon.nova",
+                    "chat",
+                    **{"gen_ai.system": "aws.bedrock", "rpc.system": "aws-api", "rpc.method": "Converse", **_MODEL},
+                )
             ),
             # An older version, or another operation: no generative attributes.
             Tree("opentelemetry.instrumentation.botocore", "Bedrock Runtime.InvokeModel", {"rpc.system": "aws-api"}, wire=True),
@@ -478,11 +486,11 @@ FORESTS = {
 }
 
 
-def planted(forest: Forest, factory: fakes.SpanFactory, root: str, *, gateway: bool = False, **where: str) -> None:
+def planted(forest: Forest, factory: fakes.SpanFactory, root: str, *, gateway: bool = False, **where: Any) -> None:
     """Make a forest's spans below a root, with a recording gateway's span behind each request if it is there."""
 
     def plant(tree: Tree, parent: str) -> None:
-        span = factory.span(tree.name, parent, scope=tree.scope, status=tree.status, Attributes=dict(tree.attributes), **where)  # type: ignore[arg-type]
+        span = factory.span(tree.name, parent, scope=tree.scope, status=tree.status, Attributes=dict(tree.attributes), **where)
         if tree.wire and gateway:
             factory.call(span, **where)
         for one in tree.inside:

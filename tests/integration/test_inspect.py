@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from foreign_spans import FORESTS, planted
@@ -92,11 +93,12 @@ def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pyte
     assert row.cells == ("two.jsonl", "4", "2", "2", "0", "0")
 
     real = loop.build
-    monkeypatch.setattr(
-        loop,
-        "build",
-        lambda *given: (lambda built: replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1)))(real(*given)),
-    )
+
+    def losing(*given: Any) -> Any:
+        built = real(*given)
+        return replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1))
+
+    monkeypatch.setattr(loop, "build", losing)
     (row,) = examine([file], Settings())
     assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
 
