@@ -38,8 +38,6 @@ class Forest:
     """That its agent made, each of which must leave as a call or as a drop."""
     reasons: frozenset[str] = frozenset({"no_token_ids"})
     """Of the drops, without a gateway."""
-    gap: str = ""
-    """Why the builder does not see all of them yet; empty: it does."""
 
 
 def _llm(scope: str, name: str, *inside: Tree, **more: str) -> Tree:
@@ -187,7 +185,6 @@ FORESTS = {
             ),
         ),
         1,
-        gap="haystack.agent.step.llm has no haystack.component.type, and no attribute at all without content tracing",
     ),
     "dspy": Forest(
         "Arize-ai/openinference openinference-instrumentation-dspy __init__.py",
@@ -404,7 +401,6 @@ FORESTS = {
             ),
         ),
         2,
-        gap="one `chat` span stands for all requests of a generation, and `model_step`, which is each of them, names no model",
     ),
     "openai_js": Forest(
         "Arize-ai/openinference js/packages/openinference-instrumentation-openai; "
@@ -481,7 +477,6 @@ FORESTS = {
         (_post("https://ai-gateway.vercel.sh/v1/ai/language-model"),),
         1,
         frozenset({"unknown_convention"}),
-        gap="the path of Vercel's gateway is not among those that generate (suspects.PATHS)",
     ),
 }
 

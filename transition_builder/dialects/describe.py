@@ -141,7 +141,11 @@ def _conventions(said: Said, beside: pl.DataFrame) -> pl.Series:
     marked = [pl.when(said.has(*names)).then(pl.lit(name)) for name, names in _MARKS.items()]
     for name, words in others.VOCABULARIES.items():
         there = said.has(words.mark)
-        marked.append(pl.when(there & pl.col("SpanName").str.contains(words.spans) if words.spans else there).then(pl.lit(name)))
+        if words.spans:
+            there = there & pl.col("SpanName").str.contains(words.spans)
+        if words.named:
+            there = there | pl.col("SpanName").str.contains(words.named)
+        marked.append(pl.when(there).then(pl.lit(name)))
     marked.append(pl.when("generative").then(pl.lit("gen_ai")))
     return (
         said.frame(beside.with_columns(said.matching(_GEN_AI_KEYS).alias("generative")))

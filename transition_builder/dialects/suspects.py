@@ -16,9 +16,9 @@ from transition_builder.dialects.reading import Said
 PATHS = (
     r"(/chat/completions|/completions|/v\d[^/]*/(responses|messages)|/(openai|anthropic|llm)/(responses|messages)|//[^/]+/(responses|messages)"
     r"|/generate(_stream)?|:\d+/api/(chat|generate)|:(stream)?[gG]enerateContent|:(stream)?[rR]awPredict"
-    r"|/model/[^/]+/(invoke|converse)[a-z-]*)/?([?#].*)?$"
+    r"|/model/[^/]+/(invoke|converse)[a-z-]*|/v\d+/ai/language-model)/?([?#].*)?$"
 )
-"""Where OpenAI's, Anthropic's, vLLM's, Ollama's, Google's and Bedrock's servers generate. In RE2's and in Rust's syntax."""
+"""Where OpenAI's, Anthropic's, vLLM's, Ollama's, Google's, Bedrock's and Vercel's servers generate. In RE2's and in Rust's syntax."""
 NAMES = r"^Bedrock Runtime\.(Invoke|Converse)"
 """Names of spans of AWS's clients."""
 KEYS = (
