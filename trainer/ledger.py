@@ -131,16 +131,28 @@ class Ledger:
         own = branch_directory(directory, policy, branch)
         own.mkdir(parents=True, exist_ok=True)
         self._branch = {"policy": policy, "branch": branch}
-        self._lock = _lock(own / "lock", policy, branch)
+        self._lock: int | None = _lock(own / "lock", policy, branch)
         self._engine = sa.create_engine(f"sqlite:///{directory / FILE}", poolclass=sa.StaticPool)
         event.listen(self._engine, "connect", _configure)
         event.listen(self._engine, "begin", _begin_immediate)
         _METADATA.create_all(self._engine)
 
+    @classmethod
+    def reading(cls, directory: Path, policy: str, branch: str) -> Ledger | None:
+        """Open it to read, beside whoever trains; whatever would write fails. None: there is no ledger yet."""
+        if not (directory / FILE).exists():
+            return None
+        ledger = cls.__new__(cls)
+        ledger._branch = {"policy": policy, "branch": branch}
+        ledger._lock = None
+        ledger._engine = sa.create_engine(f"sqlite:///file:{directory.absolute() / FILE}?mode=ro&uri=true", poolclass=sa.StaticPool)
+        return ledger
+
     def close(self) -> None:
         """Close the file and let another process train the branch."""
         self._engine.dispose()
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
         """Enter the weights that this branch begins with.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,13 +26,20 @@ from trainer import checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
+from trainer.deferred import Deferred
 from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.evaluate import Evaluation, best
 from trainer.ledger import FILE as LEDGER_FILE
 from trainer.ledger import Ledger, LedgerVersion
+from trainer.measures import measures
 from trainer.mirror import Mirror
+from trainer.planning import plan_of
 from trainer.publisher import Publisher
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
+from trainer.view import LogLines
+from trainer.watchers import watchers_of
+from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,6 +104,10 @@ class Trainer:
     publisher: Publisher | None
     """None: versions are not published."""
     shutdown: Shutdown
+    evaluation: Evaluation | None = None
+    """None: held-out rollouts are not looked at."""
+    watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
+    clock: Clock = field(default_factory=Clock)
     _looked: float = 0.0
 
     def start(self) -> None:
@@ -121,6 +132,7 @@ class Trainer:
         """While nothing is ready: see now and then that the newest version is served, and tolerate a gateway that is away."""
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
+            self.evaluate()
             try:
                 self._publish_again()
             except GatewayError as error:
@@ -154,7 +166,14 @@ class Trainer:
             elif follow:
                 self._rest()
             else:
+                self.evaluate()
                 return
+
+    def evaluate(self) -> None:
+        """Measure versions on the held-out rollouts that were built since the last look."""
+        for version in self.evaluation.measure(self.ledger) if self.evaluation else ():
+            self.mirror.write(version)
+            self.watchers.evaluated(version, newest_version(self.ledger).version)
 
     def take(self) -> Loaded | None:
         """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
@@ -165,7 +184,9 @@ class Trainer:
             if len(ready) < settings.groups_per_batch:
                 return None
             chosen = ready[: settings.groups_per_batch]
-            loaded = self.source.load(chosen)
+            self.clock.begin()
+            with self.clock.stage("load"):
+                loaded = self.source.load(chosen)
             reasons = expiry_reasons(
                 chosen,
                 loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
@@ -187,7 +208,9 @@ class Trainer:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease."""
         parent = newest_version(self.ledger)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
-        batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+        with self.clock.stage("credit"):
+            batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+            facts |= measures(loaded, settings, self.ledger.lineage())
         try:
             made = self._commit(loaded, batch, facts, parent)
         except BaseException:
@@ -196,33 +219,41 @@ class Trainer:
             raise
         self.mirror.write(made)
         if self.publisher:
-            seconds = self.publisher.publish(made.policy_version)
+            with self.clock.stage("publish"):
+                seconds = self.publisher.publish(made.policy_version)
             self.ledger.add_metrics(made.version, {"seconds_publish": seconds})
             made = newest_version(self.ledger)
             self.mirror.write(made)
         committed = self.ledger.committed_versions()
-        mine = set(committed) - self.ledger.lent()
+        number = len(committed) - 1
+        self.watchers.stepped(Step(number, made, loaded.rollouts, self.clock.stages))
+        self.evaluate()
+        champion = best(self.ledger.versions(), settings)
+        mine = set(committed) - self.ledger.lent() - ({champion.version} if champion else set())
         checkpoint.prune(settings.directory, settings.policy, settings.branch, committed=mine, keep=settings.keep_checkpoints)
-        logger.info("%s", describe(made, len(committed) - 1))
+        if self.evaluation:
+            self.evaluation.run_command(made, number)
+        self.clock.end()
 
     def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion:
-        settings, began = self.settings.trainer, time.monotonic()
+        settings = self.settings.trainer
         with self.shutdown.shielded():
             lease = self.ledger.begin(loaded.rollouts)
-        metrics = self.optimiser.step(batch)
-        trained = time.monotonic()
-        written = checkpoint.write(
-            settings.directory,
-            policy=settings.policy,
-            branch=settings.branch,
-            version=lease.version,
-            parent=lease.parent,
-            batch_id=lease.batch_id,
-            base=Path(parent.policy_version.path),
-            weights=self.optimiser.weights(),
-            save_state=self.optimiser.save_state,
-        )
-        metrics |= {"seconds_train": trained - began, "seconds_checkpoint": time.monotonic() - trained, **facts}
+        with self.clock.stage("train"):
+            metrics = self.optimiser.step(batch)
+        with self.clock.stage("checkpoint"):
+            written = checkpoint.write(
+                settings.directory,
+                policy=settings.policy,
+                branch=settings.branch,
+                version=lease.version,
+                parent=lease.parent,
+                batch_id=lease.batch_id,
+                base=Path(parent.policy_version.path),
+                weights=self.optimiser.weights(),
+                save_state=self.optimiser.save_state,
+            )
+        metrics |= {**self.clock.seconds(), **facts}
         with self.shutdown.shielded():
             self.ledger.commit(
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
@@ -255,30 +286,42 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     client = connect(settings.store)
     ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    watchers = Watchers([])
     try:
         newest = prepare(ledger, settings)
 
         from trainer.engine import Engine, group_relative
 
-        model = Path(newest.policy_version.path)
-        optimiser = Engine(model, settings.trainer)
-        if newest.policy_version.batch_id:
-            optimiser.load_state(model)
-        logger.info("version %d of %s is loaded on %s", newest.version, settings.trainer.policy, optimiser.device)
+        def load() -> Optimiser:
+            model = Path(newest.policy_version.path)
+            engine = Engine(model, settings.trainer)
+            if newest.policy_version.batch_id:
+                engine.load_state(model)
+            logger.info("version %d of %s is loaded on %s", newest.version, settings.trainer.policy, engine.device)
+            return engine
+
+        optimiser = load() if follow else Deferred(load)
+        source = Source(client, settings)
+        watchers = watchers_of(settings, client)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
-            source=Source(client, settings),
+            source=source,
             optimiser=optimiser,
             normalise=group_relative,
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
             shutdown=shutdown,
+            evaluation=Evaluation(client, settings, source.build_spec),
+            watchers=watchers,
         )
         trainer.start()
         trainer.run(follow=follow)
+        if newest_version(ledger).version == newest.version and not follow:
+            logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
         ledger.close()
+        watchers.close()
         client.close()
 
 
@@ -346,24 +389,3 @@ def newest_version(ledger: Ledger) -> LedgerVersion:
     if newest is None:
         raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
     return newest
-
-
-def describe(version: LedgerVersion, step: int) -> str:
-    """One line about a step."""
-    m = version.metrics
-    gap = f"{m['logprob_gap']:.0e}" if "logprob_gap" in m else "unknown"
-    parts = [
-        f"{m['groups']:.0f} groups",
-        f"{m['rollouts']:.0f} rollouts",
-        f"{m['transitions']:.0f} transitions",
-        *([f"{m['merge_ratio']:.1f}x fewer tokens in {m['sequences']:.0f} sequences"] if m["merge_ratio"] > 1 else []),
-        *([f"{m['too_long']:.0f} calls too long"] if m["too_long"] else []),
-        f"return {m['mean_return']:+.2f}",
-        f"gap {gap}",
-        f"train {m['seconds_train']:.2f} s",
-    ]
-    if "seconds_publish" in m:
-        parts.append(f"publish {m['seconds_publish']:.2f} s")
-    if not m.get("updated", 1):
-        parts.append("all advantages 0: weights as before")
-    return f"step {step} -> version {version.version}: {', '.join(parts)}"

@@ -58,3 +58,17 @@ class TrainerSettings(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     publish: bool = True
     """Hand each version to the gateway."""
+    evaluate_every: int = Field(default=0, ge=0)
+    """After how many versions evaluate_command runs. 0: never."""
+    evaluate_command: tuple[str, ...] = ()
+    """Program and arguments that run the held-out tasks, `spangrad run --mode validate ...` say; the trainer waits for its end."""
+    success_reward: float = 1.0
+    """A rollout whose final reward is at least this has succeeded."""
+    best_metric: str = "validate_return"
+    """The metric by which the best version is chosen, whose checkpoint is kept; the highest is the best."""
+    best_rollouts: int = Field(default=8, ge=1)
+    """Held-out rollouts without which a version is not compared."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml", "file"], ...] = ()
+    """Where metrics go besides the store, by verl's own tracking; each needs its package and its own settings (docs/training.md)."""
+    traces: bool = True
+    """Send a span for each step to store.otlp_endpoint, with links to the rollouts that it consumed."""

@@ -1,0 +1,206 @@
+"""A scheduled trainer over a service's own traces: `spangrad train --once` again and again, as cron would start it, by real processes.
+
+Store, builder, verl, TensorBoard are real. The traces are made by hand: mode production, and each names its group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from clickhouse_connect.driver.client import Client
+from running_store import running_store, store_settings
+from sampling import PROMPT, sample
+
+import fakes
+from spangrad import semconv
+from spangrad.clickhouse import connect
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.types import Mode
+from spangrad.weights import tokenizer_hash
+from trainer.ledger import Ledger
+from trainer.plan import Fate
+from trainer.planning import make_plan
+from transition_builder import loop
+
+RUN = "service"
+
+
+def send(
+    store: StoreSettings, model: Path, groups: Sequence[str], *, mode: Mode = Mode.PRODUCTION, version: int = 0, size: int = 2
+) -> None:
+    """Groups of which the first of two rollouts won; with a size above 2 something of each is still to come."""
+    spans = fakes.SpanFactory(run=RUN)
+    for group in groups:
+        for at, reward in enumerate((1.0, 0.0)):
+            rollout = f"{group}-{at}"
+            root = spans.root(rollout, calls=1, GroupId=group, GroupSize=size)
+            response, logprobs = sample(model, list(PROMPT), 1 + at, 1.0, seed=at + 10 * ord(group[-1]))
+            facts: dict[str, Any] = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
+            facts |= {"VersionStart": version, "VersionEnd": version, "TokenizerHash": tokenizer_hash(model)}
+            spans.call(root, rollout=rollout, **facts)
+            spans.evaluation(root, reward)
+    for row in (*spans.spans, *spans.calls):
+        row["Mode"] = mode.value
+    answer = httpx.post(f"{store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers={"content-type": "application/json"}, timeout=30)
+    answer.raise_for_status()
+
+
+@dataclass
+class Service:
+    """A store that holds one service's traces, and its trainer."""
+
+    settings: Settings
+    client: Client
+    model: Path
+
+    def once(self) -> str:
+        """Run the trainer as cron would; its log."""
+        trainer = self.settings.trainer
+        values = {
+            "store.url": self.settings.store.url, "store.otlp_endpoint": self.settings.store.otlp_endpoint, "trainer.publish": "false",
+            "trainer.modes": '["production"]', "trainer.groups_per_batch": 2, "trainer.max_staleness": 9,
+            "trainer.directory": trainer.directory, "trainer.trackers": '["tensorboard"]', "trainer.best_rollouts": 2,
+            "trainer.keep_checkpoints": 1,
+        }  # fmt: skip
+        overrides = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+        command = [sys.executable, "-m", "spangrad", "train", "--once", "--model", str(self.model), "--run-id", RUN, *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "SPANGRAD_CONFIG": ""})
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in self.client.query(query).result_rows]
+
+    def counts(self) -> tuple[Any, ...]:
+        """Builds, transitions, drops: what the builder has made."""
+        return tuple(self.rows(f"SELECT count() FROM otel.{view}")[0][0] for view in ("v_builds", "v_transitions", "v_drops"))
+
+    def fates(self) -> dict[str, str]:
+        return {one.group_id: one.fate.value for one in make_plan(self.settings).groups}
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    directory = tmp_path_factory.mktemp("service")
+    store = store_settings(directory / "store")
+    trainer = TrainerSettings(
+        run_id=RUN, model=tiny_model, directory=directory / "policies", groups_per_batch=2, modes=("production",), max_staleness=9,
+        publish=False, best_rollouts=2, keep_checkpoints=1,
+    )  # fmt: skip
+    with running_store(store, directory / "store.log"):
+        settings = Settings(store=store, trainer=trainer)
+        client = connect(store)
+        yield Service(settings, client, tiny_model)
+        client.close()
+
+
+def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service, tiny_model: Path) -> None:
+    """The tests below look at what this one leaves."""
+    store, settings = service.settings.store, service.settings
+    assert not settings.trainer.directory.exists()
+    assert make_plan(settings).sentence.startswith("there is nothing to train: nothing is built of run 'service' by specification ")
+    assert not settings.trainer.directory.exists(), "a plan leaves nothing behind"
+
+    send(store, tiny_model, ["a", "b", "c"])
+    send(store, tiny_model, ["part"], size=3)
+    send(store, tiny_model, ["kept"], mode=Mode.VALIDATE, version=1)
+    assert make_plan(settings).sentence == "there is nothing to train: 8 rollouts ended and not built (`spangrad build`)."
+    loop.build_once(settings)
+    assert service.fates() == {"a": "batch", "b": "batch", "c": "left", "part": "waiting", "kept": "other_mode"}
+    first = service.once()
+    assert "step 1 -> version 1: 2 groups, 4 rollouts" in first
+    assert "version 1 on 2 held-out rollouts: return +0.500, success 0.50" in first
+
+    why = (
+        "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 1 rollout to be "
+        "built; 1 group is of mode validate; 2 groups trained before."
+    )
+    second = service.once()
+    assert [line.split(": ", 1)[1] for line in second.splitlines()] == [why], "nothing is loaded when there is nothing to train"
+
+    send(store, tiny_model, ["d", "e"])
+    loop.build_once(settings)
+    third = service.once()
+    assert "step 2 -> version 2: 2 groups, 4 rollouts" in third
+    used = "SELECT Version, groupUniqArray(GroupId) AS g, count() FROM otel.v_batches GROUP BY Version ORDER BY Version"
+    assert [(version, sorted(groups), count) for version, groups, count in service.rows(used)] == [(1, ["a", "b"], 4), (2, ["c", "d"], 4)]
+    now = {"a": "trained", "b": "trained", "c": "trained", "d": "trained", "e": "left", "part": "waiting", "kept": "other_mode"}
+    assert service.fates() == now
+
+
+def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -> None:
+    trainer = service.settings.trainer
+    ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
+    try:
+        before = (ledger.versions(), ledger.expired())
+        plan = make_plan(service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1})}))
+        assert (ledger.versions(), ledger.expired()) == before
+    finally:
+        ledger.close()
+    assert (plan.batches, plan.version) == (1, 2)
+    assert [(one.group_id, one.batch, one.rollouts, one.size) for one in plan.having(Fate.BATCH)] == [("e", 1, 2, 2)]
+    fresh = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1, "max_staleness": 1})})
+    stale = make_plan(fresh)
+    assert [(one.group_id, str(one.reason)) for one in stale.having(Fate.PUT_ASIDE)] == [("e", "stale")]
+
+
+def test_the_pipelines_own_spans_link_to_what_they_consumed_and_are_nobodys_rollout(service: Service) -> None:
+    made = service.counts()
+    loop.build_all(service.settings)
+    assert service.counts() == made
+    steps = service.rows(
+        "SELECT SpanAttributes['spangrad.trainer.version'] AS v, ScopeName, ParentSpanId, Links.TraceId AS t, Links.SpanId AS s, "
+        "TraceId, SpanId FROM otel.otel_traces WHERE ServiceName = 'spangrad-trainer' AND SpanName = 'train step' ORDER BY v"
+    )
+    assert [(version, scope, parent) for version, scope, parent, *_ in steps] == [(v, semconv.TRAINER_SCOPE, "") for v in ("1", "2")]
+    for version, _, _, traces, spans, trace_id, span_id in steps:
+        linked = sorted(zip(traces, spans, strict=True))
+        roots = (
+            "SELECT TraceId, SpanId FROM otel.v_rollouts WHERE RolloutId IN "
+            f"(SELECT RolloutId FROM otel.v_batches WHERE Version = {version})"
+        )
+        assert linked == sorted(service.rows(roots))
+        assert len(linked) == 4
+        stages = f"SELECT SpanName FROM otel.otel_traces WHERE TraceId = '{trace_id}' AND ParentSpanId = '{span_id}' ORDER BY Timestamp"
+        assert service.rows(stages) == [("load",), ("credit",), ("train",), ("checkpoint",)]
+    assert service.rows("SELECT count() FROM otel.v_reconcile WHERE Unaccounted > 0") == [(0,)]
+
+
+def test_tensorboard_holds_every_versions_metrics(service: Service) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = service.settings.trainer
+    events = EventAccumulator(str(trainer.directory / trainer.policy / trainer.branch / "tensorboard"))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/mean_return", "train/success", "seconds/train", "seconds/idle_share", "logprob_gap/max"} <= names
+    assert [(one.step, one.value) for one in events.Scalars("train/mean_return")] == [(1, 0.5), (2, 0.5)]
+    assert [(one.step, one.value) for one in events.Scalars("validate/return")] == [(1, 0.5)]
+    assert [(one.step, one.value) for one in events.Scalars("validate/version")] == [(1, 1.0)]
+
+
+def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny_model: Path) -> None:
+    trainer = service.settings.trainer
+    own = trainer.directory / trainer.policy / trainer.branch
+    assert sorted(one.name for one in own.glob("v*")) == ["v1", "v2"], "one is kept, and the best"
+    metrics = "SELECT Version, Metrics['validate_return'], Metrics['validate_rollouts'] FROM otel.v_policy_versions ORDER BY Version"
+    assert service.rows(metrics) == [(0, 0.0, 0.0), (1, 0.5, 2.0), (2, 0.0, 0.0)]
+
+
+def test_a_plan_as_json_says_the_same(service: Service) -> None:
+    from commands.train_plan import as_json
+
+    plan = make_plan(service.settings)
+    told = json.loads(as_json(plan))
+    assert told["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
+    assert (told["batches"], told["version"], told["sentence"]) == (0, 2, plan.sentence)
+    assert [one["group_id"] for one in told["groups"]] == ["e", "part", "kept"]
