@@ -221,7 +221,8 @@ class Trainer:
         if self.publisher:
             with self.clock.stage("publish"):
                 seconds = self.publisher.publish(made.policy_version)
-            self.ledger.add_metrics(made.version, {"seconds_publish": seconds})
+            stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
+            self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
             made = newest_version(self.ledger)
             self.mirror.write(made)
         committed = self.ledger.committed_versions()
