@@ -36,7 +36,8 @@ def show(plan: Plan) -> None:
             rollouts = f"{one.rollouts} of {one.size}" if one.size else str(one.rollouts)
             words = f"{_WORDS[one.fate]}: {one.reason}" if one.reason else _WORDS[one.fate]
             table.add_row(str(one.batch or "-"), one.group_id or "-", one.mode, rollouts, words)
-    console.print(f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}", highlight=False)
+    champion = f" ({plan.best})" if plan.best else ""
+    console.print(f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}{champion}", highlight=False)
     if table.row_count:
         console.print(table)
     console.print(plan.sentence[0].upper() + plan.sentence[1:], highlight=False)

@@ -28,7 +28,7 @@ from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred
 from trainer.eligibility import ExpiryReason, expiry_reasons
-from trainer.evaluate import Evaluation, best
+from trainer.evaluate import Evaluation, best, describe_best
 from trainer.ledger import FILE as LEDGER_FILE
 from trainer.ledger import Ledger, LedgerVersion
 from trainer.measures import measures
@@ -171,9 +171,13 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Measure versions on the held-out rollouts that were built since the last look."""
-        for version in self.evaluation.measure(self.ledger) if self.evaluation else ():
+        measured = self.evaluation.measure(self.ledger) if self.evaluation else []
+        for version in measured:
             self.mirror.write(version)
             self.watchers.evaluated(version, newest_version(self.ledger).version)
+        champion = best(self.ledger.versions(), self.settings.trainer) if measured else None
+        if champion:
+            logger.info("%s", describe_best(champion, self.settings.trainer))
 
     def take(self) -> Loaded | None:
         """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
@@ -217,14 +221,14 @@ class Trainer:
             self.shutdown.end()
             undo_leases(self.ledger, self.settings)
             raise
-        self.mirror.write(made)
         if self.publisher:
             with self.clock.stage("publish"):
                 seconds = self.publisher.publish(made.policy_version)
             stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
             self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
             made = newest_version(self.ledger)
-            self.mirror.write(made)
+        # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
+        self.mirror.write(made)
         committed = self.ledger.committed_versions()
         number = len(committed) - 1
         self.watchers.stepped(Step(number, made, loaded.rollouts, self.clock.stages))

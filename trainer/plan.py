@@ -86,7 +86,9 @@ class Plan:
     unbuilt: int
     """Rollouts that have ended and are not built."""
     elsewhere: tuple[str, ...]
-    """Runs of which something is built by this specification, when nothing is of this run."""
+    """What is built of other runs, or by other specifications, in words, when nothing is of this run."""
+    best: str = ""
+    """A few words about the best version on held-out rollouts; empty: none has been measured."""
 
     @property
     def batches(self) -> int:

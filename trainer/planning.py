@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from spangrad.clickhouse import connect
 from spangrad.settings import Settings
 from spangrad.weights import tokenizer_hash
+from trainer.evaluate import best, describe_best
 from trainer.ledger import Ledger
 from trainer.plan import Past, Plan, planned
 from trainer.source import Source
@@ -41,6 +42,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
     past = _past(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, past, trainer)
+    champion = best(ledger.versions(), trainer) if ledger else None
     return Plan(
         policy=trainer.policy,
         branch=trainer.branch,
@@ -51,6 +53,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),
+        best=describe_best(champion, trainer) if champion else "",
     )
 
 

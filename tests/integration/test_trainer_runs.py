@@ -68,7 +68,7 @@ class Service:
         values = {
             "store.url": self.settings.store.url, "store.otlp_endpoint": self.settings.store.otlp_endpoint, "trainer.publish": "false",
             "trainer.modes": '["production"]', "trainer.groups_per_batch": 2, "trainer.max_staleness": 9,
-            "trainer.directory": trainer.directory, "trainer.trackers": '["tensorboard"]', "trainer.best_rollouts": 2,
+            "trainer.directory": trainer.directory, "trainer.trackers": '["tensorboard", "file"]', "trainer.best_rollouts": 2,
             "trainer.keep_checkpoints": 1,
         }  # fmt: skip
         overrides = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
@@ -119,6 +119,7 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
     first = service.once()
     assert "step 1 -> version 1: 2 groups, 4 rollouts" in first
     assert "version 1 on 2 held-out rollouts: return +0.500, success 0.50" in first
+    assert "best: version 1, validate_return +0.500 over 2 held-out rollouts" in first
 
     why = (
         "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 1 rollout to be "
@@ -186,6 +187,9 @@ def test_tensorboard_holds_every_versions_metrics(service: Service) -> None:
     assert [(one.step, one.value) for one in events.Scalars("train/mean_return")] == [(1, 0.5), (2, 0.5)]
     assert [(one.step, one.value) for one in events.Scalars("validate/return")] == [(1, 0.5)]
     assert [(one.step, one.value) for one in events.Scalars("validate/version")] == [(1, 1.0)]
+    (line,) = (trainer.directory / trainer.policy / trainer.branch / "metrics.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert (told["step"], told["data"]["train/mean_return"], told["data"]["staleness/max"]) == (2, 0.5, 1.0)
 
 
 def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny_model: Path) -> None:
@@ -196,10 +200,22 @@ def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny
     assert service.rows(metrics) == [(0, 0.0, 0.0), (1, 0.5, 2.0), (2, 0.0, 0.0)]
 
 
-def test_a_plan_as_json_says_the_same(service: Service) -> None:
-    from commands.train_plan import as_json
+def test_a_plan_is_a_table_and_as_json_says_the_same(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    from commands.train_plan import as_json, show
 
     plan = make_plan(service.settings)
+    show(plan)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "policy/main, run service, from version 2 (best: version 1, validate_return +0.500",
+        "over 2 held-out rollouts)",
+        "batch  group  mode        rollouts  what becomes of it",
+        "-      e      production  2 of 2    waits for others: a batch takes more",
+        "-      part   production  2 of 3    waits for its rollouts",
+        "-      kept   validate    2 of 2    of a mode that is not trained",
+        "There is nothing to train: 1 group is ready and a batch takes 2",
+        "(trainer.groups_per_batch); 1 group waits for 1 rollout to be built; 1 group is",
+        "of mode validate; 4 groups trained before.",
+    ]
     told = json.loads(as_json(plan))
     assert told["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
     assert (told["batches"], told["version"], told["sentence"]) == (0, 2, plan.sentence)
