@@ -37,10 +37,10 @@ def show(plan: Plan) -> None:
             words = f"{_WORDS[one.fate]}: {one.reason}" if one.reason else _WORDS[one.fate]
             table.add_row(str(one.batch or "-"), one.group_id or "-", one.mode, rollouts, words)
     champion = f" ({plan.best})" if plan.best else ""
-    console.print(f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}{champion}", highlight=False)
+    console.print(f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}{champion}", highlight=False, soft_wrap=True)
     if table.row_count:
         console.print(table)
-    console.print(plan.sentence[0].upper() + plan.sentence[1:], highlight=False)
+    console.print(plan.sentence[0].upper() + plan.sentence[1:], highlight=False, soft_wrap=True)
 
 
 def as_json(plan: Plan) -> str:

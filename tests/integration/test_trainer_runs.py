@@ -5,10 +5,14 @@ Store, builder, verl, TensorBoard are real. The traces are made by hand: mode pr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +58,13 @@ def send(
     answer.raise_for_status()
 
 
+def log_of(stderr: str) -> tuple[str, set[str]]:
+    """What was logged, and which of the heavy packages were imported."""
+    imports = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:")]
+    told = "\n".join(line for line in stderr.splitlines() if not line.startswith("import time:"))
+    return told, {name.split(".")[0] for name in imports} & {"torch", "verl", "ray", "tensorboard"}
+
+
 @dataclass
 class Service:
     """A store that holds one service's traces, and its trainer."""
@@ -62,8 +73,8 @@ class Service:
     client: Client
     model: Path
 
-    def once(self) -> str:
-        """Run the trainer as cron would; its log."""
+    def command(self, *words: str) -> list[str]:
+        """`spangrad train` with the service's settings; the interpreter says on stderr what it imports."""
         trainer = self.settings.trainer
         values = {
             "store.url": self.settings.store.url, "store.otlp_endpoint": self.settings.store.otlp_endpoint, "trainer.publish": "false",
@@ -72,10 +83,33 @@ class Service:
             "trainer.keep_checkpoints": 1,
         }  # fmt: skip
         overrides = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
-        command = [sys.executable, "-m", "spangrad", "train", "--once", "--model", str(self.model), "--run-id", RUN, *overrides]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "SPANGRAD_CONFIG": ""})
+        flags = ["--model", str(self.model), "--run-id", RUN, *overrides]
+        return [sys.executable, "-X", "importtime", "-m", "spangrad", "train", *words, *flags]
+
+    def run(self, *words: str) -> tuple[str, str, set[str]]:
+        """Run it as cron would: its output, its log, and which of the heavy packages it imported."""
+        environment = {**os.environ, "SPANGRAD_CONFIG": ""}
+        done = subprocess.run(self.command(*words), capture_output=True, text=True, check=False, timeout=240, env=environment)
         assert done.returncode == 0, done.stderr
-        return done.stderr
+        return (done.stdout, *log_of(done.stderr))
+
+    def run_in_terminal(self, *words: str) -> tuple[str, str]:
+        """Run it as a person would, stdout being a terminal: what stands there at the end, and its log."""
+        ours, theirs = pty.openpty()
+        environment = {**os.environ, "SPANGRAD_CONFIG": "", "TERM": "xterm", "COLUMNS": "140", "NO_COLOR": "1"}
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(self.command(*words), stdout=theirs, stderr=log, env=environment)
+            os.close(theirs)
+            shown = b""
+            with contextlib.suppress(OSError):  # the other end is closed
+                while part := os.read(ours, 65536):
+                    shown += part
+            os.close(ours)
+            code = process.wait(240)
+            log.seek(0)
+            told, _ = log_of(log.read())
+        assert code == 0, told
+        return shown.decode(), told
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in self.client.query(query).result_rows]
@@ -116,7 +150,8 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
     assert make_plan(settings).sentence == "there is nothing to train: 8 rollouts ended and not built (`spangrad build`)."
     loop.build_once(settings)
     assert service.fates() == {"a": "batch", "b": "batch", "c": "left", "part": "waiting", "kept": "other_mode"}
-    first = service.once()
+    _, first, heavy = service.run("--once")
+    assert heavy >= {"torch", "verl"}
     assert "step 1 -> version 1: 2 groups, 4 rollouts" in first
     assert "version 1 on 2 held-out rollouts: return +0.500, success 0.50" in first
     assert "best: version 1, validate_return +0.500 over 2 held-out rollouts" in first
@@ -125,13 +160,16 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
         "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 1 rollout to be "
         "built; 1 group is of mode validate; 2 groups trained before."
     )
-    second = service.once()
-    assert [line.split(": ", 1)[1] for line in second.splitlines()] == [why], "nothing is loaded when there is nothing to train"
+    _, second, heavy = service.run("--once")
+    assert [line.split(": ", 1)[1] for line in second.splitlines()] == [why]
+    assert heavy == set(), "nothing is loaded when there is nothing to train"
 
     send(store, tiny_model, ["d", "e"])
     loop.build_once(settings)
-    third = service.once()
-    assert "step 2 -> version 2: 2 groups, 4 rollouts" in third
+    shown, _ = service.run_in_terminal("--once")
+    assert "policy/main: 1 step, waited for rollouts" in shown
+    assert re.search(r"\n +2 +2 +\+0\.50 +0\.50 +- +- +1\.0 ", shown), "a row of the table"
+    assert "version 1 of policy is loaded on cpu" in shown, "the log stands above it"
     used = "SELECT Version, groupUniqArray(GroupId) AS g, count() FROM otel.v_batches GROUP BY Version ORDER BY Version"
     assert [(version, sorted(groups), count) for version, groups, count in service.rows(used)] == [(1, ["a", "b"], 4), (2, ["c", "d"], 4)]
     now = {"a": "trained", "b": "trained", "c": "trained", "d": "trained", "e": "left", "part": "waiting", "kept": "other_mode"}
@@ -206,17 +244,17 @@ def test_a_plan_is_a_table_and_as_json_says_the_same(service: Service, capsys: p
     plan = make_plan(service.settings)
     show(plan)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        "policy/main, run service, from version 2 (best: version 1, validate_return +0.500",
-        "over 2 held-out rollouts)",
+        "policy/main, run service, from version 2 (best: version 1, validate_return +0.500 over 2 held-out rollouts)",
         "batch  group  mode        rollouts  what becomes of it",
         "-      e      production  2 of 2    waits for others: a batch takes more",
         "-      part   production  2 of 3    waits for its rollouts",
         "-      kept   validate    2 of 2    of a mode that is not trained",
-        "There is nothing to train: 1 group is ready and a batch takes 2",
-        "(trainer.groups_per_batch); 1 group waits for 1 rollout to be built; 1 group is",
-        "of mode validate; 4 groups trained before.",
+        "There is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 1 rollout to be "
+        "built; 1 group is of mode validate; 4 groups trained before.",
     ]
-    told = json.loads(as_json(plan))
+    printed, _, heavy = service.run("--plan", "--json")
+    assert (json.loads(printed), heavy) == (json.loads(as_json(plan)), set())
+    told = json.loads(printed)
     assert told["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
     assert (told["batches"], told["version"], told["sentence"]) == (0, 2, plan.sentence)
     assert [one["group_id"] for one in told["groups"]] == ["e", "part", "kept"]
