@@ -63,11 +63,11 @@ class Ledger:
         self._branch = {"policy": policy, "branch": branch}
         self.lease_seconds = lease_seconds
         self._holder = holder or this_process()
-        self._database = Database(place)
+        self.database = Database(place)
 
     def close(self) -> None:
         """Close the database's connections."""
-        self._database.close()
+        self.database.close()
 
     def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
         """Enter the weights that this branch begins with.
@@ -78,7 +78,7 @@ class Ledger:
         Raises:
             LedgerError: there is a version already.
         """
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             if self._head(transaction) is not None:
                 raise LedgerError(f"the ledger of {self._branch['policy']} already has versions; weights to begin with come first.")
             same = sa.select(VERSIONS.c.version, VERSIONS.c.branch).where(
@@ -119,12 +119,12 @@ class Ledger:
         Raises:
             LedgerError: a rollout is in another batch, or there are no weights to train.
         """
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             head = self._head(transaction)
             if head is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
             row = self._lease(transaction)
-            if row and not is_over(row, self._database.now(transaction)):
+            if row and not is_over(row, self.database.now(transaction)):
                 return None
             if row:
                 self._undo(transaction, row)
@@ -135,7 +135,7 @@ class Ledger:
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
             transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
-            expires = self._database.now(transaction) + self.lease_seconds
+            expires = self.database.now(transaction) + self.lease_seconds
             transaction.execute(LEASES.insert().values(**values, holder=self._holder, expires=expires))
             try:
                 transaction.execute(BATCH_ROLLOUTS.insert(), [self._row(one, lease.batch_id) for one in rollouts])
@@ -148,8 +148,8 @@ class Ledger:
 
     def renew(self, lease: Lease) -> bool:
         """Hold a lease for another trainer.lease_seconds; False: it was undone."""
-        with self._database.transaction() as transaction:
-            expires = self._database.now(transaction) + self.lease_seconds
+        with self.database.transaction() as transaction:
+            expires = self.database.now(transaction) + self.lease_seconds
             return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(expires=expires)).rowcount == 1
 
     def commit(self, lease: Lease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
@@ -158,7 +158,7 @@ class Ledger:
         Raises:
             LedgerError: the lease is gone.
         """
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             if transaction.execute(LEASES.delete().where(LEASES.c.batch_id == lease.batch_id)).rowcount != 1:
                 raise LedgerError(
                     f"the lease of batch {lease.batch_id} (version {lease.version}) is gone: it expired and another trainer took over, or "
@@ -184,9 +184,9 @@ class Ledger:
         Returns:
             The versions that this call orphaned.
         """
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             row = self._lease(transaction)
-            if row is None or not (row["holder"] == self._holder or is_over(row, self._database.now(transaction))):
+            if row is None or not (row["holder"] == self._holder or is_over(row, self.database.now(transaction))):
                 return []
             self._undo(transaction, row)
             return [int(row["version"])]
@@ -197,7 +197,7 @@ class Ledger:
         Raises:
             LedgerError: the branch has not committed it.
         """
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             where = (*self._mine(VERSIONS), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
             found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
             if found is None:
@@ -211,20 +211,20 @@ class Ledger:
 
     def expire(self, groups: Iterable[Group], reason: ExpiryReason) -> None:
         """Put groups aside for good; idempotent."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             rows = [{**self._branch, **_group_key(group), "reason": reason.value} for group in groups]
-            self._database.insert_new(transaction, EXPIRED, rows)
+            self.database.insert_new(transaction, EXPIRED, rows)
 
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
         """Add what was not known when the version was committed."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             where = [*self._mine(VERSIONS), VERSIONS.c.version == version]
             old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
             transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
     def finished_groups(self, run_id: str, build_spec: str) -> set[tuple[str, str]]:
         """Mode and id of the groups that must not be taken: leased or trained under any specification, or expired under this one."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             taken = sa.select(BATCH_ROLLOUTS.c.mode, BATCH_ROLLOUTS.c.group_id).where(
                 *self._mine(BATCH_ROLLOUTS), BATCH_ROLLOUTS.c.run_id == run_id
             )
@@ -235,19 +235,19 @@ class Ledger:
 
     def expired(self) -> dict[Group, ExpiryReason]:
         """Every group put aside, and why."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             rows = transaction.execute(sa.select(EXPIRED).where(*self._mine(EXPIRED))).mappings()
             return {_group(row): ExpiryReason(row["reason"]) for row in rows}
 
     def versions(self) -> list[LedgerVersion]:
         """All versions, oldest first."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             rows = transaction.execute(sa.select(VERSIONS).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
             return [version_of(row) for row in rows]
 
     def version(self, number: int) -> LedgerVersion:
         """One version of this branch, which must be there."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             where = (*self._mine(VERSIONS), VERSIONS.c.version == number)
             return version_of(transaction.execute(sa.select(VERSIONS).where(*where)).mappings().one())
 
@@ -257,14 +257,14 @@ class Ledger:
 
     def frontier(self) -> LedgerVersion | None:
         """The branch's head: what the next step trains. None: training has not begun."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             where = (*self._mine(VERSIONS), VERSIONS.c.version == self._head(transaction))
             found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
             return version_of(found) if found else None
 
     def lineage(self) -> list[int]:
         """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
             rows = transaction.execute(sa.select(*columns).where(self._policy()))
             parents = {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
@@ -272,7 +272,7 @@ class Ledger:
 
     def lent(self) -> set[int]:
         """Versions of this branch that other branches have begun with and not trained further: their files are still needed."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             heads = VERSIONS.join(HEADS, sa.and_(*(VERSIONS.c[name] == HEADS.c[name] for name in ("policy", "branch", "version"))))
             begun = sa.select(VERSIONS.c.version).select_from(heads)
             mine = begun.where(self._policy(), VERSIONS.c.parent == VERSIONS.c.version, VERSIONS.c.parent_branch == self._branch["branch"])
@@ -284,31 +284,31 @@ class Ledger:
         Raises:
             LedgerError: no branch of the policy has committed it.
         """
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             where = (self._policy(), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
             if transaction.execute(sa.select(VERSIONS.c.version).where(*where)).first() is None:
                 raise LedgerError(f"{self._branch['policy']} has no committed version {version}. `spangrad policy list` shows them.")
-            self._database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
+            self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
 
     def unpin(self, version: int) -> None:
         """Leave a version's files to trainer.keep_checkpoints again; idempotent."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             transaction.execute(PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version))
 
     def pinned(self) -> set[int]:
         """Versions of the policy whose files are kept."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
 
     def holder(self) -> str | None:
         """Whose step is under way, for people. None: nobody's."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             row = self._lease(transaction)
             return shown(row["holder"]) if row else None
 
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """The rollouts of a batch, leased or committed, in order."""
-        with self._database.transaction() as transaction:
+        with self.database.transaction() as transaction:
             where = BATCH_ROLLOUTS.c.batch_id == batch_id
             order = (BATCH_ROLLOUTS.c.group_id, BATCH_ROLLOUTS.c.rollout_id, BATCH_ROLLOUTS.c.attempt)
             rows = transaction.execute(sa.select(BATCH_ROLLOUTS).where(where).order_by(*order)).mappings()

@@ -73,6 +73,12 @@ def open_ledger(settings: Settings) -> Ledger:
     return Ledger(ledger_place(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds)
 
 
+def existing_ledger(settings: Settings) -> Ledger | None:
+    """The ledger, to look into beside whoever trains. None: nothing was ever trained there."""
+    trainer = settings.trainer
+    return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
+
+
 def undo_leases(ledger: Ledger, settings: Settings) -> None:
     """Free the rollouts of a lease that nobody will commit, and remove what was written of versions that were never committed."""
     for version in ledger.recover():

@@ -49,8 +49,9 @@ def test_a_branch_has_one_step_at_a_time(place: Place):
     theirs = there.begin(rollouts("b"), 1)
     assert theirs
     assert (theirs.version, theirs.parent) == (2, 1)
+    there.commit(theirs, **FACTS)
     with pytest.raises(LedgerError, match="already in another batch"):
-        Ledger(place(), "policy", "main").commit(theirs, **FACTS) or here.begin(rollouts("b"))
+        here.begin(rollouts("b"))
     assert [(one.version, one.policy_version.parent) for one in here.versions()] == [(0, None), (1, 0), (2, 1)]
 
 
@@ -213,9 +214,10 @@ def race(place: str, branch: str, names: str) -> None:
     while left := [name for name in names.split(",") if ("train", f"group of {name}") not in ledger.finished_groups("run", "spec")]:
         try:
             lease = ledger.begin(rollouts(left[0]))
-        except LedgerError as error:
-            assert "already in another batch" in str(error)
-            continue
+        except LedgerError:
+            if not ledger.finished_groups("run", "spec") >= {("train", f"group of {left[0]}")}:
+                raise
+            continue  # another process was faster
         if lease:
             with beating(ledger, lease):
                 ledger.commit(lease, **FACTS)
@@ -223,18 +225,19 @@ def race(place: str, branch: str, names: str) -> None:
 
 
 def test_trainers_that_race_train_each_rollout_once_and_share_no_number(place: Place):
-    """Six processes, three on each of two branches."""
+    """Four processes, two on each of two branches."""
     names = [f"r{i}" for i in range(20)]
     branches = ("main", "other")
     for branch, base in zip(branches, ("00", "99"), strict=True):
         Ledger(place(), "policy", branch).register_initial(**{**BASE, "checksum": f"float32:{base}"})
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here), str(here.parent)])}
+    command = [sys.executable, "-c", RACE]
     racers = [
-        (branch, subprocess.Popen([sys.executable, "-c", RACE, str(place()), branch, ",".join(names)], stdout=subprocess.PIPE, text=True, env=env))
+        (branch, subprocess.Popen([*command, str(place()), branch, ",".join(names)], stdout=subprocess.PIPE, text=True, env=env))
         for branch in branches
-        for _ in range(3)
-    ]  # fmt: skip
+        for _ in range(2)
+    ]
     made: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
     for branch, racer in racers:
         out, _ = racer.communicate(timeout=120)
