@@ -39,9 +39,10 @@ FROM otel.v_lineage WHERE TraceId = {trace:String} AND SpanId = {span:String} OR
 """
 _BY_ROLLOUT = """
 SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, ''
-FROM otel.v_batches WHERE RolloutId IN {rollouts:Array(String)} ORDER BY Policy, Branch, Version, RolloutId, Attempt
+FROM otel.v_batches WHERE RolloutId IN {rollouts:Array(String)} AND (RunId IN {runs:Array(String)} OR empty({runs:Array(String)}))
+ORDER BY Policy, Branch, Version, RolloutId, Attempt
 """
-_ROLLOUTS_OF = "SELECT DISTINCT RolloutId FROM otel.v_rollout_spans WHERE TraceId = {trace:String} AND SpanId = {span:String}"
+_ROLLOUTS_OF = "SELECT DISTINCT RolloutId, RunId FROM otel.v_rollout_spans WHERE TraceId = {trace:String} AND SpanId = {span:String}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,8 @@ def of_version(client: Client, policy: str, number: int, branch: str | None, dep
     if not found:
         known = ", ".join(f"{policy}@{one.version} on {one.branch}" for one in list(versions.values())[-_NEWEST:])
         where = "" if branch is None else f" on branch {branch}"
-        raise StoreError(
-            f"the store knows no version {policy}@{number}{where}. {f'The newest are {known}.' if known else 'It knows none.'}"
-        )
+        others = f"The newest are {known}." if known else f"It knows none of {policy}."
+        raise StoreError(f"the store knows no version {policy}@{number}{where}. {others}")
     first = min(found, key=lambda one: one.parent == one.version)
     sizes = {batch: (int(groups), int(rollouts)) for batch, groups, rollouts in _rows(client, _SIZES, policy=policy)}
     way = [_filled(client, policy, one, sizes, with_spans=i < depth) for i, one in enumerate(ancestors(versions, first))]
@@ -167,11 +167,14 @@ def of_span(client: Client, trace: str, span: str) -> SpanLineage:
     Raises:
         StoreError: the store knows no such span.
     """
-    rollouts = [str(row[0]) for row in _rows(client, _ROLLOUTS_OF, trace=trace, span=span)]
+    of_rollouts = _rows(client, _ROLLOUTS_OF, trace=trace, span=span)
+    rollouts = sorted({str(row[0]) for row in of_rollouts})
     rows = _rows(client, _BY_CALL, trace=trace, span=span)
     if not rollouts and not rows:
         raise StoreError(f"the store holds no span {trace}/{span} of a rollout. `spangrad rollout show ID` draws those of one.")
-    rows = rows or _rows(client, _BY_ROLLOUT, rollouts=rollouts)
+    # An agent's own spans may not name their run; then the rollout's name has to do.
+    runs = sorted({str(row[1]) for row in of_rollouts} - {""})
+    rows = rows or _rows(client, _BY_ROLLOUT, rollouts=rollouts, runs=runs)
     trees = {policy: _versions(client, policy) for policy in {str(row[0]) for row in rows}}
     return SpanLineage(
         trace,

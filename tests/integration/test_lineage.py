@@ -33,7 +33,7 @@ def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -
 
 
 def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Settings, tiny_model: Path, run: str) -> None:
-    """Versions 0 <- 1 <- 2, back to 1, 1 <- 3; branch `fork` begins with 3 and makes 4."""
+    """Versions 0 <- 1 <- 2, back to 1, 1 <- 3; branch `fork` begins with 3 and makes 4 to 7, of the same rollouts and one more."""
     world = World(settings, tiny_model)
     trainer = trainer_over(world, settings)
     for name in ("a", "b"):
@@ -85,11 +85,13 @@ def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Setti
 
     back = of_span(world.client, f"TraceId-{run}-a-0", f"SpanId-{run}-a-0")
     assert [(one.version, one.rollout, one.transition, one.descendants) for one in back.versions] == [
-        (1, "a-0", f"TransitionId-{run}-a-0", [2, 3, 4])
-    ]
+        (4, "a-0", f"TransitionId-{run}-a-0", [5, 6, 7]), (1, "a-0", f"TransitionId-{run}-a-0", [2, 3, 4, 5, 6, 7]),
+    ]  # fmt: skip
+    of_4 = of_the_fork.ancestors[0]
     assert span_text(back) == [
         f"span SpanId-{run}-a-0 of trace TraceId-{run}-a-0, rollout a-0",
-        f"  {run}@1 on branch main: transition TransitionId-{run}-a-0 in group a, batch {batches[1]}, and by descent 2-4",
+        f"  {run}@4 on branch fork: transition TransitionId-{run}-a-0 in group a, batch {of_4.batch}, and by descent 5-7",
+        f"  {run}@1 on branch main: transition TransitionId-{run}-a-0 in group a, batch {batches[1]}, and by descent 2-7",
     ]
     # A tool's span, say: no transition is its own, and yet its rollout trained a version.
     beside = {
@@ -102,14 +104,17 @@ def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Setti
     }
     world.insert("rollout_spans", [beside])
     of_tool = of_span(world.client, f"tool-{run}", "tool")
-    assert [(one.version, one.transition, one.descendants) for one in of_tool.versions if one.policy == run] == [(2, "", [])]
+    assert [(one.version, one.transition, one.descendants) for one in of_tool.versions] == [
+        (5, "", [6, 7]),
+        (2, "", []),
+    ]
     assert span_text(of_tool)[0].endswith("no trained call itself; its rollout's calls trained")
     world.insert("rollout_spans", [{**beside, "RolloutKey": f"untrained-{run}", "SpanId": "other"}])
     nothing = of_span(world.client, f"tool-{run}", "other")
     assert nothing == SpanLineage(f"tool-{run}", "other", [f"untrained-{run}"], [])
     assert span_text(nothing) == [f"span other of trace tool-{run}, rollout untrained-{run}: trained no version"]
 
-    with pytest.raises(StoreError, match=rf"knows no version {run}@9\. The newest are {run}@1 on main, .*, {run}@4 on fork"):
+    with pytest.raises(StoreError, match=rf"knows no version {run}@9\. The newest are {run}@3 on main, .*, {run}@7 on fork"):
         of_version(world.client, run, 9, None, 1)
     with pytest.raises(StoreError, match=r"on branch nowhere\."):
         of_version(world.client, run, 3, "nowhere", 1)
@@ -135,10 +140,10 @@ def spangrad(settings: Settings, *arguments: str) -> str:
 def test_names_are_read_as_they_are_written() -> None:
     assert (version_name("a@b@3"), span_name("t/s")) == (("a@b", 3), ("t", "s"))
     for text in ("policy", "@3", "policy@", "policy@x", "policy@-1"):
-        with pytest.raises(SettingsError, match="names no version. Write POLICY@VERSION"):
+        with pytest.raises(SettingsError, match=r"names no version\. Write POLICY@VERSION"):
             version_name(text)
     for text in ("trace", "/span", "trace/"):
-        with pytest.raises(SettingsError, match="names no span. Write TRACE/SPAN"):
+        with pytest.raises(SettingsError, match=r"names no span\. Write TRACE/SPAN"):
             span_name(text)
 
 

@@ -49,7 +49,7 @@ def gateway() -> Iterator[Gateway]:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    """One that made versions 1, 2 and 3."""
+    """One that made versions 1 and 2, and has a third group."""
     made = wired(
         settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, keep_checkpoints=2), FakeSource(["a", "b"])
     )
