@@ -143,7 +143,7 @@ def figure(
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if decimals is not None:
         panel.decimals(decimals)
-    return panel.span(4).height(4).with_target(Query(sql, Format.TABLE))
+    return panel.span(3).height(4).with_target(Query(sql, Format.TABLE))
 
 
 def bars(title: str, sql: str, unit: str, description: str, *, name: str) -> barchart.Panel:

@@ -206,8 +206,11 @@ def _tool_runs() -> Panel:
 def _table() -> Panel:
     columns = f"""RunId, Mode, RolloutKey, Attempt, Timestamp, Duration, StatusCode, {_FAILURE} AS Failure,
             Attributes['{semconv.TASK_ID}'] AS Task, Attributes['{semconv.GROUP_ID}'] AS Group"""
+    # The engine evaluates a named subquery wherever it is named, an array once; only as a subquery's answer does it find rows by their key.
     sql = f"""
-        WITH shown AS (SELECT * FROM {roots(columns)} ORDER BY Timestamp DESC, RolloutKey, Attempt LIMIT 200)
+        WITH
+            shown AS (SELECT * FROM {roots(columns)} ORDER BY Timestamp DESC, RolloutKey, Attempt LIMIT 200),
+            (SELECT groupUniqArray(RolloutKey) FROM shown) AS keys
         SELECT r.RolloutKey AS rollout, r.Timestamp AS began, r.RunId AS run, r.Mode AS mode, r.Task AS task, r.Group AS group,
             r.Attempt AS attempt, if(r.Failure = '', r.StatusCode, r.Failure) AS outcome, r.Duration AS duration, t.Return AS return,
             c.Calls AS calls, c.Failed AS failed, c.Read AS prompts, c.Sampled AS responses, s.Runs AS tools, s.Failed AS errors,
@@ -217,26 +220,26 @@ def _table() -> Panel:
             SELECT RolloutKey, Attempt, count() AS Calls, countIf{_FAILED_CALL} AS Failed, sum(length(PromptIds)) AS Read,
                 sum(length(ResponseIds)) AS Sampled
             FROM otel.calls FINAL
-            PREWHERE RolloutKey IN (SELECT RolloutKey FROM shown)
+            PREWHERE RolloutKey IN (SELECT arrayJoin(keys))
             GROUP BY RolloutKey, Attempt
         ) AS c ON c.RolloutKey = r.RolloutKey AND c.Attempt = r.Attempt
         LEFT JOIN (
             SELECT RolloutKey, Attempt, count() AS Runs, countIf(StatusCode = 'Error') AS Failed, sum(Duration) AS Took
             FROM otel.rollout_spans FINAL
-            PREWHERE RolloutKey IN (SELECT RolloutKey FROM shown) AND RowKind = 'span'
+            PREWHERE RolloutKey IN (SELECT arrayJoin(keys)) AND RowKind = 'span'
             WHERE {IS_TOOL}
             GROUP BY RolloutKey, Attempt
         ) AS s ON s.RolloutKey = r.RolloutKey AND s.Attempt = r.Attempt
         LEFT JOIN (
             SELECT RunId, RolloutId, Attempt, toNullable(sum(arraySum(`Rewards.Value`))) AS Return
             FROM otel.transitions FINAL
-            WHERE {is_("BuildSpec", "dataset")} AND RolloutId IN (SELECT RolloutKey FROM shown)
+            WHERE {is_("BuildSpec", "dataset")} AND RolloutId IN (SELECT arrayJoin(keys))
                 AND (RunId, RolloutId, Revision, Content) IN (
                     SELECT RunId, RolloutId, newest.1, newest.2
                     FROM (
                         SELECT RunId, RolloutId, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
                         FROM otel.builds
-                        WHERE {is_("BuildSpec", "dataset")} AND RolloutId IN (SELECT RolloutKey FROM shown)
+                        WHERE {is_("BuildSpec", "dataset")} AND RolloutId IN (SELECT arrayJoin(keys))
                         GROUP BY RunId, RolloutId))
             GROUP BY RunId, RolloutId, Attempt
         ) AS t ON t.RunId = r.RunId AND t.RolloutId = r.RolloutKey AND t.Attempt = r.Attempt

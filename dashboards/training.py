@@ -15,6 +15,8 @@ from spangrad.settings import TrainerSettings
 
 GAP_ALARM = float(TrainerSettings.model_fields["logprob_gap_alarm"].default)
 
+_STAGES = ("idle", "load", "credit", "train", "checkpoint", "publish")
+
 _OF_ROLLOUT = "b.Version AS Version, b.GroupId AS GroupId, b.RunId AS RunId, b.RolloutId AS RolloutId, t.`Rewards.Value` AS Values"
 _RETURNS = f"""(
     SELECT Version, GroupId, RunId, RolloutId, sum(arraySum(Values)) AS Return
@@ -70,6 +72,13 @@ def _figures() -> list[Panel]:
         ),
         figure("Rollouts trained", f"SELECT sum({metric('rollouts')}) AS rollouts FROM {STEPS}", "short", "Rollouts in committed batches."),
         figure(
+            "Held-out success",
+            f"SELECT argMaxIf(Metrics['validate_success'], Version, mapContains(Metrics, 'validate_success')) AS success FROM {STEPS}",
+            "percentunit",
+            "Share of held-out rollouts that succeeded, of the newest version that was evaluated.",
+            decimals=1,
+        ),
+        figure(
             "Steps without change",
             f"SELECT countIf(Metrics['updated'] = 0) AS steps FROM {STEPS}",
             "none",
@@ -82,6 +91,13 @@ def _figures() -> list[Panel]:
             "none",
             "Versions that a crash left without a commit: their numbers stay taken, their rollouts are free again.",
             thresholds=steps("green", orange=1),
+        ),
+        figure(
+            "Rewards gamed",
+            f"SELECT countIf(Metrics['gaming_alarm'] > 0) AS versions FROM {STEPS}",
+            "none",
+            "Versions at which the trainer's alarm said that the return rises while success does not.",
+            thresholds=steps("green", red=1),
         ),
     ]
 
@@ -142,11 +158,11 @@ def _staleness() -> Panel:
     pairs = trained(USED, "b.Version AS Version, t.Version AS Sampled, t.Policy AS Answered")
     sql = f"""
         WITH (SELECT groupArray(Version) FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND Status = 'committed') AS versions
-        SELECT Version AS version, avg(Behind) AS mean, max(Behind) AS largest
+        SELECT Version AS version, sum(Behind * Calls) / sum(Calls) AS mean, max(Behind) AS largest
         FROM (
-            SELECT Version, arrayCount(one -> one > Sampled AND one < Version, versions) AS Behind
-            FROM {pairs}
-            WHERE Answered = ${{policy:singlequote}})
+            SELECT Version, Calls, arrayCount(one -> one > Sampled AND one < Version, versions) AS Behind
+            FROM (
+                SELECT Version, Sampled, count() AS Calls FROM {pairs} WHERE Answered = ${{policy:singlequote}} GROUP BY Version, Sampled))
         GROUP BY version
         ORDER BY version"""
     return over_versions(
@@ -202,10 +218,8 @@ def _tokens() -> Panel:
 def _seconds() -> Panel:
     # Of the rollouts only what the batch itself waited for: from its first rollout's begin to its last one's end.
     sql = f"""
-        SELECT s.Version AS version, r.Seconds AS rollouts, s.Train AS train, s.Checkpoint AS checkpoint, s.Publish AS publish
-        FROM (SELECT Version, {metric("seconds_train")} AS Train, {metric("seconds_checkpoint")} AS Checkpoint,
-                {metric("seconds_publish")} AS Publish
-            FROM {STEPS}) AS s
+        SELECT s.Version AS version, r.Seconds AS rollouts, {", ".join(f"s.{stage}" for stage in _STAGES)}
+        FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in _STAGES)} FROM {STEPS}) AS s
         LEFT JOIN (
             SELECT b.Version AS Version,
                 (max(toUnixTimestamp64Nano(e.Timestamp) + e.Duration) - min(toUnixTimestamp64Nano(e.Timestamp))) / 1e9 AS Seconds
@@ -221,8 +235,8 @@ def _seconds() -> Panel:
         "Seconds by stage",
         sql,
         "s",
-        "rollouts: from the first begin to the last end of the batch's rollouts. train, checkpoint, publish: as the trainer measured them."
-        " Rollouts of the next batch may overlap with them.",
+        "rollouts: from the first begin to the last end of the batch's rollouts. The others as the trainer measured them; idle: it waited"
+        " for whole groups. Rollouts of the next batch may overlap with all of them.",
         stacked=True,
     )
 

@@ -53,7 +53,8 @@ def number(name: str, label: str, description: str, value: str) -> dashboard.Tex
 
 def _query(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
     variable = dashboard.QueryVariable(name).label(label).description(description).datasource(SOURCE).query(inspect.cleandoc(sql))
-    return variable.refresh(VariableRefresh.ON_DASHBOARD_LOAD).sort(VariableSort.DISABLED)
+    timely = VariableRefresh.ON_TIME_RANGE_CHANGED if "$__time" in sql else VariableRefresh.ON_DASHBOARD_LOAD
+    return variable.refresh(timely).sort(VariableSort.DISABLED)
 
 
 def policy() -> dashboard.QueryVariable:

@@ -1,7 +1,7 @@
 """A store with what a short training run leaves: spans, rewards, transitions, drops, two versions and their batches.
 
-In: a directory and a model. Out: settings of a running store. Invariant: nothing is written by hand but the spans and the seconds of a
-publication that there was no engine for; the rest is the builder's, the trainer's and the mirror's own.
+In: a directory and a model. Out: settings of a running store. Invariant: nothing is written by hand but the spans, and metrics of what this
+run did not do; the rest is the builder's, the trainer's and the mirror's own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from trainer.loop import train
 from transition_builder import loop
 
 READ_TOKEN = "read"
-PUBLISHED = """
+ELSEWHERE = """
 INSERT INTO otel.policy_versions
-SELECT * REPLACE (mapUpdate(Metrics, map('seconds_publish', 0.25)) AS Metrics, now64(6) AS IngestedAt)
+SELECT * REPLACE (
+    mapUpdate(
+        map('seconds_publish', 0.25, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625, 'validate_success', 1.),
+        Metrics) AS Metrics,
+    now64(6) AS IngestedAt)
 FROM otel.policy_versions FINAL WHERE BatchId != ''
 """
-"""As the trainer does once a version is served."""
+"""What a trainer says that follows, publishes and evaluates; what this one said stays."""
 
 
 @contextmanager
@@ -54,7 +58,7 @@ def dashboard_world(directory: Path, model: Path) -> Generator[StoreSettings]:
         loop.build_once(settings)
         train(settings, follow=False)
         client = connect(store)
-        client.command(PUBLISHED)
+        client.command(ELSEWHERE)
         client.close()
         yield store
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
 
 import pytest
@@ -75,24 +76,25 @@ def ask(request: pytest.FixtureRequest, world: StoreSettings) -> Iterator[Ask]:
         client.close()
 
 
-def opened(model: dict[str, Any], ask: Ask) -> dict[str, Choice]:
+@cache
+def opened(name: str, ask: Ask) -> Mapping[str, Choice]:
     """What is chosen when the dashboard is opened: all where that is offered, else the first answer of the variable's query."""
     choices: dict[str, Choice] = {}
-    for variable in model["templating"]["list"]:
-        name, current = variable["name"], variable.get("current", {}).get("value")
+    for variable in MODELS[name]["templating"]["list"]:
+        current = variable.get("current", {}).get("value")
         if variable["type"] == "query":
             answer = ask(expand(variable["query"], choices, WINDOW))
             options = [str(row[0]) for row in answer.rows]
-            assert options, f"nothing to choose for {name}"
+            assert options, f"nothing to choose for {variable['name']}"
             assert len(set(options)) == len(options)
             assert [field_kind(type_) for _, type_ in answer.columns] in (["text"], ["text", "text"])
-            choices[name] = Choice(current if current == [ALL] else options[0], options)
+            choices[variable["name"]] = Choice(current if current == [ALL] else options[0], options)
         else:
-            choices[name] = Choice(current or "spangrad")
+            choices[variable["name"]] = Choice(current or "spangrad")
     return choices
 
 
-def narrowed(choices: dict[str, Choice]) -> dict[str, Choice]:
+def narrowed(choices: Choices) -> dict[str, Choice]:
     """One value, where all were chosen."""
     return {name: replace(one, value=[one.options[0]]) if one.value == [ALL] else one for name, one in choices.items()}
 
@@ -104,7 +106,7 @@ def judged(panel: Panel, ask: Ask, choices: Choices) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_panel_has_something_that_it_can_draw(name: str, ask: Ask) -> None:
-    choices = opened(MODELS[name], ask)
+    choices = opened(name, ask)
     for chosen in (choices, narrowed(choices)):
         assert {panel.title: found for panel in panels(MODELS[name]) if (found := judged(panel, ask, chosen))} == {}
 
@@ -122,9 +124,8 @@ def test_every_panel_has_something_that_it_can_draw(name: str, ask: Ask) -> None
     ],
 )
 def test_a_panel_of_the_wrong_type_is_found(title: str, right: str, wrong: str, complaint: str, ask: Ask) -> None:
-    model = MODELS["training"]
-    choices = opened(model, ask)
-    (panel,) = (one for one in panels(model) if one.title == title)
+    choices = opened("training", ask)
+    (panel,) = (one for one in panels(MODELS["training"]) if one.title == title)
     assert right in panel.sql
     assert judged(panel, ask, choices) == []
     found = judged(replace(panel, sql=panel.sql.replace(right, wrong)), ask, choices)
@@ -136,7 +137,7 @@ def test_a_panel_of_the_wrong_type_is_found(title: str, right: str, wrong: str, 
 
 def answers(name: str, ask: Ask, **chosen: str | Sequence[str]) -> Callable[[str], list[dict[str, Any]]]:
     """The rows that panels of a dashboard draw, by their titles; floats are rounded."""
-    choices = opened(MODELS[name], ask)
+    choices = dict(opened(name, ask))
     for variable, value in chosen.items():
         choices[variable] = replace(choices[variable], value=value if isinstance(value, str) else list(value))
     found = {panel.title: panel for panel in panels(MODELS[name])}
