@@ -41,10 +41,8 @@ def train(
     log_to_stderr()
     if plan:
         from commands.train_plan import as_json, show
-        from trainer.loop import require_beginning
         from trainer.planning import make_plan
 
-        require_beginning(settings)
         made = make_plan(settings)
         if json:
             print(as_json(made))

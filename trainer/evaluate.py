@@ -22,7 +22,8 @@ from spangrad.clickhouse import store_errors
 from spangrad.datasets import rows_sql
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
-from trainer.ledger import Ledger, LedgerVersion
+from trainer.ledger import Ledger
+from trainer.ledger_tables import LedgerVersion
 from trainer.measures import succeeded, weighted_return
 
 if TYPE_CHECKING:

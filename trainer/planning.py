@@ -13,6 +13,7 @@ from spangrad.weights import tokenizer_hash
 from trainer.evaluate import best, describe_best
 from trainer.ledger import Ledger
 from trainer.plan import Past, Plan, planned
+from trainer.recovery import existing_ledger, require_beginning
 from trainer.source import Source
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ def make_plan(settings: Settings) -> Plan:
     """What `train --once` would do now.
 
     Raises:
-        SpangradError: the store is not as it must be.
+        SpangradError: a setting or the store is not as it must be.
     """
-    trainer = settings.trainer
+    require_beginning(settings)
     client = connect(settings.store)
-    ledger = Ledger.reading(trainer.directory, trainer.policy, trainer.branch)
+    ledger = existing_ledger(settings)
     try:
         return plan_of(settings, client, ledger)
     finally:

@@ -16,6 +16,10 @@ from spangrad.gateway_http import ask_gateway, refusal
 from spangrad.settings import GatewaySettings
 from spangrad.types import PolicyVersion
 
+_REMEDY = (
+    "The version stays committed and is published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
+)
+
 
 class Publisher:
     """HTTP client of the gateway's administration of policies."""
@@ -24,9 +28,10 @@ class Publisher:
     """Seconds of each step of the last publication, of the engine that took the longest; `files`: what was read before. Empty: no engine
     had to take anything."""
 
-    def __init__(self, gateway: GatewaySettings) -> None:
-        """Talk to gateway.url, with gateway.token when there is one."""
+    def __init__(self, gateway: GatewaySettings, remedy: str = _REMEDY) -> None:
+        """Talk to gateway.url, with gateway.token when there is one; `remedy` ends what is said when that fails."""
         self._gateway = gateway
+        self._remedy = remedy
 
     def served(self, policy: str) -> int | None:
         """The version that the gateway serves. None: it has not admitted its engine yet.
@@ -58,13 +63,10 @@ class Publisher:
         try:
             return ask_gateway(self._gateway, method, path, body, self._gateway.request_timeout_seconds)
         except urllib.error.HTTPError as error:
-            raise GatewayError(
-                f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} The version stays committed and is "
-                "published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
-            ) from error
+            raise GatewayError(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
         except OSError as error:  # URLError and timeouts
             reason = getattr(error, "reason", error)
             raise GatewayError(
-                f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, set gateway.url, or "
-                "train without it by trainer.publish = false."
+                f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, or set "
+                f"gateway.url. {self._remedy}"
             ) from error

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
     from spangrad.settings import Settings
-    from trainer.ledger import LedgerVersion
+    from trainer.ledger_tables import LedgerVersion
     from trainer.source import BatchRollout
     from trainer.watching import Step
 

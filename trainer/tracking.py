@@ -17,7 +17,7 @@ from trainer.checkpoint import branch_directory
 
 if TYPE_CHECKING:
     from spangrad.settings import Settings
-    from trainer.ledger import LedgerVersion
+    from trainer.ledger_tables import LedgerVersion
     from trainer.watching import Step
 
 _PACKAGES = {

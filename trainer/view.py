@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.settings import TrainerSettings
 from trainer.evaluate import describe_validation
-from trainer.ledger import LedgerVersion
+from trainer.ledger_tables import LedgerVersion
 from trainer.watching import Step
 
 if TYPE_CHECKING:

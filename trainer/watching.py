@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer.ledger import LedgerVersion
+from trainer.ledger_tables import LedgerVersion
 from trainer.source import BatchRollout
 
 logger = logging.getLogger(__name__)

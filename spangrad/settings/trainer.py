@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from spangrad.settings.builder import Selection
 from spangrad.settings.section import Section
@@ -22,7 +22,11 @@ class TrainerSettings(Section):
     model: Path | None = None
     """Directory of the weights that training begins with. None: `spangrad train` asks for it."""
     directory: Path = Path("data/policies")
-    """Where checkpoints and the ledger live."""
+    """Where checkpoints live, and the ledger if trainer.ledger_url names no other place."""
+    ledger_url: SecretStr | None = None
+    """Database of the ledger, postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE. None: SQLite's ledger.db in trainer.directory."""
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """After which another trainer may take over a step whose process no longer renews its lease."""
     modes: tuple[str, ...] = ("train",)
     dataset: str | None = None
     """NAME, or NAME@REVISION, of the transitions to train on. None: those that the builder's settings make."""

@@ -33,6 +33,7 @@ from spangrad.weights import tokenizer_hash
 from trainer.ledger import Ledger
 from trainer.plan import Fate
 from trainer.planning import make_plan
+from trainer.source import BatchRollout, Group
 from transition_builder import loop
 
 RUN = "service"
@@ -178,15 +179,23 @@ def test_only_new_groups_are_trained_and_an_empty_run_says_why(service: Service,
 
 def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -> None:
     trainer = service.settings.trainer
+    one = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1})})
     ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
     try:
         before = (ledger.versions(), ledger.expired())
-        plan = make_plan(service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1})}))
+        plan = make_plan(one)
         assert (ledger.versions(), ledger.expired()) == before
+        group = Group(RUN, "production", plan.build_spec, "e")
+        ledger.begin([BatchRollout(group, f"e-{at}", 0, 0) for at in range(2)])
+        during = make_plan(one)
+        ledger.recover()
+        after = make_plan(one)
     finally:
         ledger.close()
     assert (plan.batches, plan.version) == (1, 2)
     assert [(one.group_id, one.batch, one.rollouts, one.size) for one in plan.having(Fate.BATCH)] == [("e", 1, 2, 2)]
+    assert (during.batches, [one.group_id for one in during.having(Fate.UNDER_WAY)]) == (0, ["e"])
+    assert after == plan
     fresh = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1, "max_staleness": 1})})
     stale = make_plan(fresh)
     assert [(one.group_id, str(one.reason)) for one in stale.having(Fate.PUT_ASIDE)] == [("e", "stale")]

@@ -18,7 +18,7 @@ from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import tracking
 from trainer.evaluate import Evaluation, best, describe_best, validation
-from trainer.ledger import LedgerVersion
+from trainer.ledger_tables import LedgerVersion
 from trainer.tracking import Trackers, grouped
 from trainer.view import LiveView, LogLines
 from trainer.watching import Clock, Stage, Step, Watchers
