@@ -114,7 +114,9 @@ class FakePublisher(Publisher):
         return json.loads(self._file.read_text())[-1]
 
     def publish(self, version: PolicyVersion) -> float:
-        self._file.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        own = self._file.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        own.replace(self._file)
         return 0.25
 
 
