@@ -146,7 +146,7 @@ def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None 
         ledger=ledger,
         source=source,
         optimiser=optimiser or FakeOptimiser(float(state.read_text()) if state.exists() else 0.0),
-        normalise=lambda values, _: values * 2 - 1,
+        normalise=lambda units: units.values * 2 - 1,
         mirror=FakeMirror(ledger),
         publisher=FakePublisher(served),
         shutdown=Shutdown(),

@@ -31,7 +31,7 @@ def assemble(
     Args:
         loaded: whole groups, other policies' calls and calls that are not selected among them: their rewards count.
         settings: policy, selection, credit, merging and lengths.
-        normalise: how values are compared within a group.
+        normalise: how values are compared.
         version: of the weights that will be trained.
         divisor: the number of rows will be a multiple of it.
 

@@ -25,8 +25,9 @@ from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
-from trainer.credit import CreditRule, Normalise
+from trainer.credit import CreditRule, Normalise, live_groups
 from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.learning import ESTIMATORS, check
 from trainer.ledger import FILE as LEDGER_FILE
 from trainer.ledger import Ledger, LedgerVersion
 from trainer.mirror import Mirror
@@ -166,13 +167,16 @@ class Trainer:
                 return None
             chosen = ready[: settings.groups_per_batch]
             loaded = self.source.load(chosen)
+            own = loaded.own(settings.policy, settings.selection)
             reasons = expiry_reasons(
                 chosen,
-                loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
+                loaded.transitions.filter(own),
                 lineage=self.ledger.lineage(),
                 max_staleness=settings.max_staleness,
                 tokenizer_hash=newest_version(self.ledger).tokenizer_hash,
                 max_tokens=settings.max_tokens_per_device,
+                alone=ESTIMATORS[settings.estimator].scope == "all",
+                live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
             )
             if not reasons:
                 return loaded
@@ -242,6 +246,7 @@ def train(settings: Settings, *, follow: bool) -> None:
             next call goes on.
     """
     CreditRule.of(settings.trainer).check()
+    check(settings.trainer)
     expression(settings.trainer.selection)
     shutdown = Shutdown()
     try:
@@ -258,7 +263,8 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     try:
         newest = prepare(ledger, settings)
 
-        from trainer.engine import Engine, group_relative
+        from trainer.engine import Engine
+        from trainer.estimators import estimator
 
         model = Path(newest.policy_version.path)
         optimiser = Engine(model, settings.trainer)
@@ -270,7 +276,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             ledger=ledger,
             source=Source(client, settings),
             optimiser=optimiser,
-            normalise=group_relative,
+            normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
             shutdown=shutdown,

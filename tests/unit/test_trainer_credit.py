@@ -12,21 +12,27 @@ from fakes import transition_row
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from trainer import credit
-from trainer.credit import Baseline, Credit, CreditRule
+from trainer.credit import Baseline, Credit, CreditRule, Units
 
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
 PAIRS = [(how, baseline) for how, takes in credit.BASELINES.items() for baseline in takes]
 HALF = 0.5**0.5  # of two values each lies this many standard deviations off the mean
 
 
-def normalise(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def normalise(units: Units) -> np.ndarray:
     """GRPO's formula in NumPy; the trainer uses verl's."""
+    values, groups = units.values, units.groups
     result = np.zeros(len(values))
     for group in set(groups.tolist()):
         rows = groups == group
         assert rows.sum() > 1, "a group of one must never reach the normaliser"
         result[rows] = (values[rows] - values[rows].mean()) / (values[rows].std(ddof=1) + 1e-6)
     return result
+
+
+def units(values: list[float]) -> Units:
+    """Of one group."""
+    return Units(np.array(values), np.zeros(len(values), np.int64), np.ones(len(values), np.int64))
 
 
 def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
@@ -113,9 +119,9 @@ def test_gigpo_compares_steps_of_equal_prompts_within_the_group():
             transition_row("d", 0, PromptIds=item, rewards=(0.5,), GroupId="other"),
         ]
     )
-    episode = normalise(np.array([1.0, 0.0, 1.0]), np.zeros(3))
-    at_home = normalise(np.array([0.5, 0.0, 0.0]), np.zeros(3))  # a came to 1 a step later, at gamma 1/2; b was there twice
-    at_item = normalise(np.array([1.0, 0.0]), np.zeros(2))
+    episode = normalise(units([1.0, 0.0, 1.0]))
+    at_home = normalise(units([0.5, 0.0, 0.0]))  # a came to 1 a step later, at gamma 1/2; b was there twice
+    at_item = normalise(units([1.0, 0.0]))
     by_hand = [
         episode[0] + 2 * at_home[0],
         episode[0] + 2 * at_item[0],
@@ -164,7 +170,7 @@ def test_turn_groups_compare_calls_of_the_same_turn_only():
             transition_row("c", 0, rewards=(0.0,)),
         ]
     )
-    first = normalise(np.array([1.0, 0.0, 0.0]), np.zeros(3))
+    first = normalise(units([1.0, 0.0, 0.0]))
     assert advantages(rows, "reward_to_go", "turn") == pytest.approx([first[0], HALF, first[1], -HALF, first[2]], abs=1e-4)
     assert advantages(rows, "own", "turn") == pytest.approx([0, HALF, 0, -HALF, 0], abs=1e-4)
 
