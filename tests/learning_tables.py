@@ -7,6 +7,7 @@ tensors that are laid out here by hand. `PYTHONPATH=. python tests/learning_tabl
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer import credit, learning
 from trainer.batch import layout
+from trainer.chains import chains
 from trainer.credit import CreditRule
 from trainer.engine import Engine
-from trainer.estimators import estimator
+from trainer.estimators import estimator, over_tokens
 from trainer.losses import actor_config
 from trainer.merge import separate
 
@@ -104,18 +106,74 @@ def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
     return [float(found[row, end]) for row, end in ends]
 
 
+def told(name: str, tokens: int) -> dict[str, np.ndarray]:
+    """What a forward pass might say of the tokens of the fixed batch, in their order."""
+    dice = np.random.default_rng(11)
+    if name == "gae":
+        return {"values": dice.normal(0, 0.5, tokens).astype(np.float32)}
+    return {
+        "old_log_probs": np.log(dice.uniform(0.2, 0.9, tokens)).astype(np.float32),
+        "sum_pi_squared": dice.uniform(0.2, 0.9, tokens).astype(np.float32),
+    }
+
+
+def tokens_here(settings: TrainerSettings) -> list[float]:
+    """The advantage of each sampled token, by rollout and turn, of an estimator that looks at each."""
+    calls = rollouts().sample(fraction=1, shuffle=True, seed=3)
+    rows, links = chains(calls, calls["Policy"] == "policy", settings.reward_weights)
+    batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), version=0, divisor=4), chains=links)
+    cells = batch.response_mask.astype(bool)
+    known: dict[str, np.ndarray] = {}
+    for key, flat in told(settings.estimator, int(cells.sum())).items():
+        known[key] = np.zeros(cells.shape, np.float32)
+        known[key][cells] = flat
+    advantages, _ = over_tokens(settings, batch, **known)
+    return advantages[cells].tolist()
+
+
+def tokens_by_verl(settings: TrainerSettings, *, observation: int) -> list[float]:
+    """The same by verl's function on rows of a rollout each, with so many tokens of observation between turns."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    mask, rewards = np.zeros((len(TURNS), 16)), np.zeros((len(TURNS), 16))
+    for row, (_, turns) in enumerate(TURNS.values()):
+        at = 0
+        for length, paid in turns:
+            mask[row, at : at + length] = 1
+            rewards[row, at + length - 1] = sum(WEIGHTS[key] * value for key, value in paid.items())
+            at += length + observation
+    cells = mask.astype(bool)
+    facts: dict[str, Any] = {"token_level_rewards": torch.from_numpy(rewards), "response_mask": torch.from_numpy(mask)}
+    for key, flat in told(settings.estimator, int(cells.sum())).items():
+        whole = np.full(cells.shape, 99.0)  # what is said of observations must not matter
+        whole[cells] = flat
+        facts[key] = torch.from_numpy(whole)
+    groups = (
+        {"gamma": settings.gamma, "lam": settings.gae_lambda}
+        if settings.estimator == "gae"
+        else {"index": [one for one, _ in TURNS.values()]}
+    )
+    found, _ = get_adv_estimator_fn(settings.estimator)(**facts, **groups)
+    return found.numpy()[cells].tolist()
+
+
 def estimator_table() -> list[str]:
-    """A line an estimator: the advantage of each of the five rollouts, which all of its calls have."""
+    """A line an estimator: the advantage of each of the five rollouts at its first token; most have it at all of them."""
     lines = ["| `trainer.estimator` | compares | needs | here | verl |", "| --- | --- | --- | --- | --- |"]
     scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch"}
     firsts = np.cumsum([0, *(len(turns) for _, turns in TURNS.values())])[:-1]
+    tokens = np.cumsum([0, *(sum(length for length, _ in turns) for _, turns in TURNS.values())])[:-1]
     for name, facts in learning.ESTIMATORS.items():
-        if facts.needs:
+        if facts.needs and not facts.by_token:
             lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs} | refused | |")
             continue
-        ours = advantages_here(TrainerSettings(estimator=name, reward_weights=WEIGHTS))
-        told = [" ".join(f"{values[first]:+.3f}" for first in firsts) for values in (ours, advantages_by_verl(name, "rollout"))]
-        lines.append(f"| `{name}` | {scopes[facts.scope]} | | {told[0]} | {told[1]} |")
+        settings = TrainerSettings(estimator=name, reward_weights=WEIGHTS)
+        if facts.by_token:
+            columns, at = (tokens_here(settings), tokens_by_verl(settings, observation=0)), tokens
+        else:
+            columns, at = (advantages_here(settings), advantages_by_verl(name, "rollout")), firsts
+        ours, theirs = (" ".join(f"{values[first]:+.3f}" for first in at) for values in columns)
+        lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs or ''} | {ours} | {theirs} |")
     return lines
 
 

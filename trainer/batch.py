@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.chains import Chains
 from trainer.merge import Sequences
 
 _T = TypeVar("_T", bound=np.generic)
@@ -46,6 +47,12 @@ class Batch:
     """Of the sampled tokens, under the weights at the step's start: what ratios are taken against. None: `logprobs`."""
     reference_logprobs: NDArray[np.float32] | None = None
     """Of the sampled tokens, under the weights that the policy is held to. None: it is held to none."""
+    chains: Chains | None = None
+    """How rows follow each other, where the estimator looks at each token. None: advantages are known."""
+    values: NDArray[np.float32] | None = None
+    """Of the sampled tokens, by the critic at the step's start. None: there is no critic."""
+    returns: NDArray[np.float32] | None = None
+    """Of the sampled tokens: what the critic is trained to say. None: there is no critic."""
     weights: NDArray[np.float32] | None = None
     """What each sampled token's loss is multiplied by. None: 1."""
 
@@ -139,5 +146,7 @@ def _take(batch: Batch, rows: NDArray[np.int64], count: int) -> Batch:
         real_rows=len(rows),
         old_logprobs=maybe(batch.old_logprobs),
         reference_logprobs=maybe(batch.reference_logprobs),
+        values=maybe(batch.values),
+        returns=maybe(batch.returns),
         weights=maybe(batch.weights),
     )

@@ -12,6 +12,7 @@ compared. No Ray cluster is started: the worker is used as the plain object that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ from numpy.typing import NDArray
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, parts
+from trainer.estimators import over_tokens
 from trainer.learning import check
-from trainer.losses import actor_config, checked_ppo_loss, correct, correction_metrics
+from trainer.losses import actor_config, checked_ppo_loss, correct, correction_metrics, value_loss_of
 from trainer.process import prepare_process, quiet
 
 STATE_FILE = "optimizer.pt"
@@ -60,6 +62,7 @@ class Engine:
             held = settings.reference or settings.model
             # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
             self._reference = _worker(held, settings, self.device) if settings.kl_coef else None
+            self._critic = _worker(model, settings, self.device, critic=True) if settings.estimator == "gae" else None
 
     @property
     def data_parallel_size(self) -> int:
@@ -84,22 +87,45 @@ class Engine:
         """
         settings, known = self.settings, {}
         several = settings.epochs * settings.mini_batches > 1
+        if batch.chains:
+            batch = self._estimated(batch)
         if self._reference:
             batch = replace(batch, reference_logprobs=self._logprobs(self._reference, batch))
         if several or settings.recompute_logprobs:
             batch, known = self._begun(batch)
-        if not self._trainable(batch):
-            told = known or self._pass(self._worker.infer_batch, batch)
-            return {**told, "grad_norm": 0.0, "updated": 0.0}
         steps: list[dict[str, float]] = []
         for _ in range(settings.epochs):
             for part in self._parts(batch):
                 if self._trainable(part):
                     steps.append(self._pass(self._worker.train_batch, part, step=len(steps)))
-        means = {
-            name: float(np.mean([one[name] for one in steps if name in one])) for name in dict.fromkeys(key for one in steps for key in one)
-        }
-        return {**means, **known, "grad_norm": max(one["grad_norm"] for one in steps), "updated": float(len(steps))}
+        told = _means(steps) if steps else known or self._pass(self._worker.infer_batch, batch)
+        told |= {**known, "grad_norm": max((one["grad_norm"] for one in steps), default=0.0), "updated": float(len(steps))}
+        if self._critic:
+            told |= self._train_critic(self._critic, batch)
+        return told
+
+    def _estimated(self, batch: Batch) -> Batch:
+        """The batch with advantages that the weights, or the critic, have a part in."""
+        if self._critic:
+            told = {"values": self._forward(self._critic, batch, "values")["values"]}
+        else:
+            found = self._forward(self._worker, batch, "log_probs", "sum_pi_squared", calculate_sum_pi_squared=True)
+            told = {"old_log_probs": found["log_probs"], "sum_pi_squared": found["sum_pi_squared"]}
+        advantages, returns = over_tokens(self.settings, batch, **told)
+        known = {"values": told["values"], "returns": returns} if self._critic else {}
+        return replace(batch, advantages=advantages, chains=None, **known)
+
+    def _train_critic(self, critic: Any, batch: Batch) -> dict[str, float]:
+        """Step the value model as often as the policy, towards the batch's returns; its loss is that before clipping of gradients."""
+        losses: list[float] = []
+        for _ in range(self.settings.epochs):
+            for part in self._parts(batch):
+                losses.append(self._raw(critic.train_batch, part)["critic/vf_loss"])
+        assert batch.values is not None
+        assert batch.returns is not None
+        mask = batch.response_mask.astype(bool)
+        left, spread = (batch.returns - batch.values)[mask].var(), batch.returns[mask].var()
+        return {"critic_loss": float(np.mean(losses)), "critic_explained": float(1 - left / max(spread, 1e-8))}
 
     def _begun(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with its logprobs at the start of the step and what follows of them; metrics. Later passes do not check the gap."""
@@ -128,12 +154,7 @@ class Engine:
 
     def _pass(self, through: Any, batch: Batch, *, step: int = 0) -> dict[str, float]:
         """One pass over a batch, forward and maybe backward, and its metrics."""
-        from verl.utils import tensordict_utils as tu
-
-        rows = _tensordict(batch, entropy=self.settings.entropy_coef != 0)
-        with quiet():
-            raw = tu.get(through(rows), "metrics")
-        metrics = {name: _scalar(value) for name, value in raw.items()}
+        metrics = self._raw(through, batch)
         norm = metrics.get("grad_norm", 0.0)
         if not np.isfinite(norm):
             before = f"after {step} others of this batch" if step else "so no step was taken"
@@ -146,16 +167,30 @@ class Engine:
             told |= {"logprob_gap": metrics["logprob_gap"], "logprob_gap_mean": metrics["logprob_gap_mean"]}
         return {**told, "grad_norm": norm}
 
+    def _raw(self, through: Any, batch: Batch) -> dict[str, float]:
+        """One pass over a batch, and verl's metrics of it."""
+        from verl.utils import tensordict_utils as tu
+
+        rows = _tensordict(batch, entropy=self.settings.entropy_coef != 0)
+        with quiet():
+            raw = tu.get(through(rows), "metrics")
+        return {name: _scalar(value) for name, value in raw.items()}
+
     def _logprobs(self, worker: Any, batch: Batch) -> NDArray[np.float32]:
         """Of the sampled tokens, under a worker's weights; 0 elsewhere."""
+        return self._forward(worker, batch, "log_probs")["log_probs"]
+
+    def _forward(self, worker: Any, batch: Batch, *names: str, **flags: bool) -> dict[str, NDArray[np.float32]]:
+        """What a worker's forward pass tells of the sampled tokens, by verl's names; 0 elsewhere."""
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import no_padding_2_padding
 
         rows = _tensordict(batch, entropy=False)
-        tu.assign_non_tensor(rows, compute_loss=False)
+        tu.assign_non_tensor(rows, compute_loss=False, **flags)
         with quiet():
-            found = no_padding_2_padding(worker.infer_batch(rows)["log_probs"], rows)
-        return found.float().cpu().numpy() * batch.response_mask.astype(np.float32)
+            output = worker.infer_batch(rows)
+            found = {name: no_padding_2_padding(output[name], rows) for name in names}
+        return {name: one.float().cpu().numpy() * batch.response_mask.astype(np.float32) for name, one in found.items()}
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Every parameter by its Hugging Face name, tied ones once."""
@@ -166,17 +201,18 @@ class Engine:
                 yield name, np.ascontiguousarray(tensor.detach().float().cpu().numpy())
 
     def save_state(self, directory: Path) -> None:
-        """Write what the weights do not hold: AdamW's moments, the schedule and the random state."""
+        """Write what the weights do not hold: AdamW's moments, the schedule, the random state, and the critic if there is one."""
         import torch
 
         inner = self._worker.engine
-        torch.save(
-            {"optimizer": inner.optimizer.state_dict(), "schedule": inner.lr_scheduler.state_dict(), "random": torch.get_rng_state()},
-            directory / STATE_FILE,
-        )
+        state = {"optimizer": inner.optimizer.state_dict(), "schedule": inner.lr_scheduler.state_dict(), "random": torch.get_rng_state()}
+        if self._critic:
+            critic = self._critic.engine
+            state["critic"] = {"weights": critic.module.state_dict(), "optimizer": critic.optimizer.state_dict()}
+        torch.save(state, directory / STATE_FILE)
 
     def load_state(self, directory: Path) -> None:
-        """Read what `save_state` wrote, so that training goes on as if it had never stopped.
+        """Read what `save_state` wrote, so that training goes on as if it had never stopped. A critic that it lacks begins anew.
 
         Raises:
             CheckpointError: the file is missing or damaged.
@@ -192,9 +228,18 @@ class Engine:
         inner.optimizer.load_state_dict(state["optimizer"])
         inner.lr_scheduler.load_state_dict(state["schedule"])
         torch.set_rng_state(state["random"])
+        if self._critic and "critic" in state:
+            self._critic.engine.module.load_state_dict(state["critic"]["weights"])
+            self._critic.engine.optimizer.load_state_dict(state["critic"]["optimizer"])
 
 
-def _worker(model: Path | None, settings: TrainerSettings, device: str) -> Any:
+def _means(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Of each metric, over the steps that tell it."""
+    names = dict.fromkeys(name for one in steps for name in one)
+    return {name: float(np.mean([one[name] for one in steps if name in one])) for name in names}
+
+
+def _worker(model: Path | None, settings: TrainerSettings, device: str, *, critic: bool = False) -> Any:
     from transformers.utils import logging as transformers_logging
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -205,7 +250,7 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str) -> Any:
     if device == "cpu":
         _register_cpu_engine()
     optimizer = FSDPOptimizerConfig(
-        lr=settings.learning_rate,
+        lr=settings.critic_learning_rate if critic else settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
         clip_grad=settings.clip_grad,
@@ -214,7 +259,7 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str) -> Any:
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="language_model",
+            model_type="value_model" if critic else "language_model",
             model_config=HFModelConfig(
                 path=str(model),
                 use_remove_padding=False,  # packing rows needs flash attention
@@ -234,8 +279,10 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str) -> Any:
             profiler_config=None,
         )
     )
-    worker.reset()
-    worker.set_loss_fn(functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm))
+    with _value_head():
+        worker.reset()
+    policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm)
+    worker.set_loss_fn(value_loss_of(settings, optimizer) if critic else policy_loss)
     return worker
 
 
@@ -243,9 +290,31 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str) -> Any:
 def _register_cpu_engine() -> None:
     """Verl registers its FSDP2 engine for accelerators only."""
     from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
     EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
+    EngineRegistry.register("value_model", ["fsdp2"], device="cpu")(FSDPEngineWithValueHead)
+
+
+@contextlib.contextmanager
+def _value_head() -> Iterator[None]:
+    """Verl loads value models with flash attention only, whatever the configuration says: load them as it loads policies."""
+    import transformers
+    from verl.utils import model as verls
+
+    def load(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        return transformers.AutoModelForTokenClassification.from_pretrained(
+            local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+        )
+
+    told = logging.getLogger("transformers.modeling_utils")  # warns that the head is new
+    original, verls.load_valuehead_model, level = verls.load_valuehead_model, load, told.level
+    told.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        verls.load_valuehead_model = original
+        told.setLevel(level)
 
 
 def _tensordict(batch: Batch, *, entropy: bool) -> Any:
@@ -270,6 +339,7 @@ def _tensordict(batch: Batch, *, entropy: bool) -> Any:
             "advantages": torch.from_numpy(batch.advantages),
             "temperature": torch.from_numpy(batch.temperature),
             "current": torch.from_numpy(batch.current),
+            **({} if batch.values is None else {"values": torch.from_numpy(batch.values), "returns": torch.from_numpy(batch.returns)}),
             **({} if batch.weights is None else {"rollout_is_weights": torch.from_numpy(batch.weights)}),
             **({} if batch.reference_logprobs is None else {"ref_log_prob": torch.from_numpy(batch.reference_logprobs)}),
         },

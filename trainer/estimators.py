@@ -1,8 +1,9 @@
 """Verl's advantage estimators, called on rollouts or calls.
 
-In: the trainer's settings, then `Units`. Out: one advantage a unit. Invariant: the numbers are those that verl's own function of the
-estimator's name gives for the units as rows, each with its value on its last token; a unit is one row however many calls it has, so
-that the number of turns does not bias its baseline.
+In: the trainer's settings, then `Units`, or a batch of chains and what a forward pass told of its tokens. Out: one advantage a unit, or
+a token. Invariant: the numbers are those that verl's own function of the estimator's name gives for the units as rows, each with its
+value on its last token, or for the chains as rows, each call's rewards on its last token; a rollout is one row however many calls it
+has, so that the number of turns does not bias its baseline.
 
 verl and torch are imported when units are first compared.
 """
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
+from trainer.batch import Batch
 from trainer.credit import Normalise, Units
 from trainer.learning import ESTIMATORS
 from trainer.process import prepare_process, quiet
@@ -61,6 +63,50 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
     found, _ = get_adv_estimator_fn(name)(**_accepted(name, facts))
     # One number a unit: rewards lie on last tokens and verl's discount is 1, so that all of a row's tokens have the same.
     return found[:, 0].double().numpy()
+
+
+def over_tokens(settings: TrainerSettings, batch: Batch, **told: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Advantage and return of each sampled token, by an estimator that looks at each.
+
+    Args:
+        settings: its name, `gamma` (a token) and `gae_lambda`.
+        batch: with `chains`.
+        told: what it needs to know of the batch's tokens, by verl's names; shaped as `logprobs`.
+    """
+    with quiet():
+        prepare_process()
+        import torch
+        from verl.trainer.config import AlgoConfig
+        from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    links = batch.chains
+    assert links is not None
+    row, column = np.nonzero(batch.response_mask[: batch.real_rows])
+    chain = links.rollout[row]
+    place = np.arange(len(chain)) - np.searchsorted(chain, chain)
+
+    def laid(values: NDArray[np.generic]) -> torch.Tensor:
+        whole = np.zeros((chain.max() + 1, place.max() + 1))
+        whole[chain, place] = values
+        return torch.from_numpy(whole)
+
+    last = np.append(row[1:] != row[:-1], [True])
+    facts = {
+        "token_level_rewards": laid(np.where(last, links.rewards[row], 0.0)),
+        "response_mask": laid(np.ones(len(row))),
+        "index": links.group[np.unique(links.rollout, return_index=True)[1]],
+        "gamma": settings.gamma,
+        "lam": settings.gae_lambda,
+        "config": AlgoConfig(),
+        **{name: laid(values[row, column]) for name, values in told.items()},
+    }
+    found = get_adv_estimator_fn(settings.estimator)(**_accepted(settings.estimator, facts))
+    results: list[NDArray[np.float32]] = []
+    for one in found:
+        spread = np.zeros(batch.logprobs.shape, np.float32)
+        spread[row, column] = one.numpy()[chain, place]
+        results.append(spread)
+    return results[0], results[1]
 
 
 def _accepted(name: str, facts: dict[str, object]) -> dict[str, object]:

@@ -21,11 +21,14 @@ Scope = Literal["group", "batch", "all"]
 
 
 class Need(StrEnum):
-    """What an estimator asks for beside values and groups. The trainer has none of these: such an estimator is refused."""
+    """What an estimator asks for beside values and groups."""
 
     CRITIC = "a critic"
+    """A value model, which is trained beside the policy."""
     GREEDY_ROLLOUT = "a greedy rollout"
-    SQUARED_PROBABILITIES = "the sum of squared probabilities at each token"
+    """The reward of a rollout at temperature 0. Nobody makes these: such an estimator is refused."""
+    FORWARD_PASS = "a forward pass"
+    """The sum of squared probabilities at each token."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class EstimatorFacts:
     tokens: bool = False
     """Whether a value counts by its number of trained tokens."""
 
+    @property
+    def by_token(self) -> bool:
+        """Whether it gives each token an advantage of its own, from the rewards where they were paid: credit schemes have no part in it."""
+        return self.needs in {Need.CRITIC, Need.FORWARD_PASS}
+
 
 ESTIMATORS: Mapping[Estimator, EstimatorFacts] = {
     "gae": EstimatorFacts("all", Need.CRITIC, tokens=True),
@@ -46,13 +54,13 @@ ESTIMATORS: Mapping[Estimator, EstimatorFacts] = {
     "grpo_passk": EstimatorFacts("group"),
     "grpo_vectorized": EstimatorFacts("group"),
     "opo": EstimatorFacts("group", tokens=True),
-    "optimal_token_baseline": EstimatorFacts("group", Need.SQUARED_PROBABILITIES, tokens=True),
+    "optimal_token_baseline": EstimatorFacts("group", Need.FORWARD_PASS, tokens=True),
     "reinforce_plus_plus": EstimatorFacts("all", tokens=True),
     "reinforce_plus_plus_baseline": EstimatorFacts("batch", tokens=True),
     "remax": EstimatorFacts("all", Need.GREEDY_ROLLOUT),
     "rloo": EstimatorFacts("group"),
     "rloo_vectorized": EstimatorFacts("group"),
-    "tir_optimal_token_baseline": EstimatorFacts("group", Need.SQUARED_PROBABILITIES, tokens=True),
+    "tir_optimal_token_baseline": EstimatorFacts("group", Need.FORWARD_PASS, tokens=True),
 }
 
 
@@ -109,12 +117,17 @@ def check(settings: TrainerSettings) -> None:
 
 
 def _check_estimator(settings: TrainerSettings) -> None:
-    needs = ESTIMATORS[settings.estimator].needs
-    if needs:
-        able = ", ".join(name for name, facts in ESTIMATORS.items() if facts.needs is None)
+    facts, needs = ESTIMATORS[settings.estimator], ESTIMATORS[settings.estimator].needs
+    if needs is Need.GREEDY_ROLLOUT:
+        able = ", ".join(name for name, one in ESTIMATORS.items() if one.needs is not needs)
         raise SettingsError(
             f"trainer.estimator = {settings.estimator!r} needs {needs}, which this trainer does not have. Set trainer.estimator to one "
             f"of {able}."
+        )
+    if facts.by_token and (settings.credit, settings.baseline) != ("identical", "rollout"):
+        raise SettingsError(
+            f"trainer.estimator = {settings.estimator!r} gives credit to each token by itself, and trainer.credit = {settings.credit!r} "
+            f"with trainer.baseline = {settings.baseline!r} has no part in it. Leave both out."
         )
     if settings.estimator == "gdpo" and (settings.baseline != "rollout" or settings.credit not in {"identical", "final_only"}):
         raise SettingsError(
@@ -168,6 +181,7 @@ def _check_merge(settings: TrainerSettings) -> None:
         return
     sequences = [name for name in settings.correction.reject if name.startswith("seq")]
     reasons = [
+        *([f"trainer.estimator = {settings.estimator!r}"] if ESTIMATORS[settings.estimator].by_token else []),
         *([f"trainer.loss = {settings.loss!r}"] if LOSSES[settings.loss].by_row else []),
         *([f"trainer.loss_aggregation = {settings.loss_aggregation!r}"] if settings.loss_aggregation.startswith("seq") else []),
         *(["trainer.correction.weights = 'sequence'"] if settings.correction.weights == "sequence" else []),

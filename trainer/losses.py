@@ -100,6 +100,17 @@ def checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, dp
     }
 
 
+def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
+    """The critic's loss, by verl."""
+    from verl.workers.config import CriticConfig
+    from verl.workers.utils.losses import value_loss
+
+    config = CriticConfig(
+        strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, cliprange_value=settings.critic_clip, optim=optimizer
+    )
+    return functools.partial(value_loss, config)
+
+
 def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
     """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl.
 

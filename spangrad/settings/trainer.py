@@ -98,6 +98,12 @@ class TrainerSettings(Section):
     """GiGPO: weight of a step's advantage beside its rollout's."""
     estimator: Estimator = "grpo"
     """How values are compared (docs/learning.md)."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """GAE: how far it looks beyond the next token's value. Its discount, a token, is trainer.gamma."""
+    critic_learning_rate: float = 1e-5
+    """GAE: of the value model, which begins as the policy with a new head."""
+    critic_clip: float = 0.5
+    """GAE: how far a value may leave what it was at the batch's start and still pull."""
     norm_by_std: bool = True
     """GRPO and its kin: divide by the group's standard deviation. False is Dr. GRPO."""
     skip_equal_groups: bool = False

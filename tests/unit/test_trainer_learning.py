@@ -22,9 +22,12 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"estimator": "gae"}, r"trainer\.estimator = 'gae' needs a critic.*Set trainer\.estimator to one of gdpo, gpg, grpo"),
-        ({"estimator": "remax"}, "needs a greedy rollout"),
-        ({"estimator": "optimal_token_baseline"}, "needs the sum of squared probabilities"),
+        (
+            {"estimator": "remax"},
+            r"trainer\.estimator = 'remax' needs a greedy rollout.*Set trainer\.estimator to one of gae, gdpo, gpg, grpo",
+        ),
+        ({"estimator": "gae", "credit": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
+        ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one response"),
         ({"estimator": "gdpo", "credit": "own", "baseline": "turn"}, "Set trainer.credit = 'identical'"),
         ({"loss": "dro"}, r"Set trainer\.loss_options\.dro_beta"),
         ({"loss": "gspo", "loss_options": {"tau_pos": 1.0}}, r"loss_options\.tau_pos: trainer\.loss = 'gspo'.*takes none"),
@@ -56,6 +59,8 @@ def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
     [
         {},
         {"estimator": "gdpo", "credit": "final_only"},
+        {"estimator": "gae", "gamma": 0.99, "gae_lambda": 0.95},
+        {"estimator": "optimal_token_baseline"},
         {"loss": "dro", "loss_options": {"dro_beta": 0.1}},
         {"loss_aggregation": "seq-mean-token-sum-norm", "loss_options": {"loss_scale_factor": 9, "clip_ratio_c": 2}},
         {"kl_coef": 0.1, "model": Path("/begins/here")},
