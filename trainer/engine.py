@@ -28,6 +28,7 @@ from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, parts
 from trainer.estimators import over_tokens
 from trainer.learning import check
+from trainer.lora import merged
 from trainer.losses import actor_config, checked_ppo_loss, correct, correction_metrics, value_loss_of
 from trainer.process import prepare_process, quiet
 
@@ -58,7 +59,7 @@ class Engine:
         self.settings = settings
         with quiet():
             self.device = prepare_process()
-            self._worker = _worker(model, settings, self.device)
+            self._worker = _worker(model, settings, self.device, rank=settings.lora_rank)
             held = settings.reference or settings.model
             # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
             self._reference = _worker(held, settings, self.device) if settings.kl_coef else None
@@ -193,19 +194,25 @@ class Engine:
         return {name: one.float().cpu().numpy() * batch.response_mask.astype(np.float32) for name, one in found.items()}
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Every parameter by its Hugging Face name, tied ones once."""
-        tied = getattr(self._worker.engine.module, "all_tied_weights_keys", None) or {}
-        tensors, _ = self._worker.engine.get_per_tensor_param()
+        """Every parameter by its Hugging Face name, tied ones once, with adapters merged."""
+        module = self._worker.engine.module
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        if self.settings.lora_rank:  # verl would merge them too, in bfloat16
+            tensors = merged(module.state_dict(), self.settings.lora_alpha / self.settings.lora_rank)
+        else:
+            tensors, _ = self._worker.engine.get_per_tensor_param()
         for name, tensor in tensors:
             if name not in tied:
                 yield name, np.ascontiguousarray(tensor.detach().float().cpu().numpy())
 
     def save_state(self, directory: Path) -> None:
-        """Write what the weights do not hold: AdamW's moments, the schedule, the random state, and the critic if there is one."""
+        """Write what the weights do not hold: AdamW's moments, schedule, random state, adapters beside their base, and the critic."""
         import torch
 
         inner = self._worker.engine
         state = {"optimizer": inner.optimizer.state_dict(), "schedule": inner.lr_scheduler.state_dict(), "random": torch.get_rng_state()}
+        if self.settings.lora_rank:  # what the merged weights do not tell apart
+            state["adapted"] = inner.module.state_dict()
         if self._critic:
             critic = self._critic.engine
             state["critic"] = {"weights": critic.module.state_dict(), "optimizer": critic.optimizer.state_dict()}
@@ -215,7 +222,7 @@ class Engine:
         """Read what `save_state` wrote, so that training goes on as if it had never stopped. A critic that it lacks begins anew.
 
         Raises:
-            CheckpointError: the file is missing or damaged.
+            CheckpointError: the file is missing or damaged, or has other adapters than the settings.
         """
         import torch
 
@@ -225,6 +232,19 @@ class Engine:
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
         inner = self._worker.engine
+        if ("adapted" in state) != bool(self.settings.lora_rank):
+            raise CheckpointError(
+                f"{file} was written {'with' if 'adapted' in state else 'without'} adapters, and trainer.lora_rank = "
+                f"{self.settings.lora_rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
+            )
+        try:
+            if "adapted" in state:
+                inner.module.load_state_dict(state["adapted"])
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{file} holds adapters of another shape than trainer.lora_rank = {self.settings.lora_rank} and trainer.lora_modules make. "
+                "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
+            ) from error
         inner.optimizer.load_state_dict(state["optimizer"])
         inner.lr_scheduler.load_state_dict(state["schedule"])
         torch.set_rng_state(state["random"])
@@ -239,7 +259,7 @@ def _means(steps: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([one[name] for one in steps if name in one])) for name in names}
 
 
-def _worker(model: Path | None, settings: TrainerSettings, device: str, *, critic: bool = False) -> Any:
+def _worker(model: Path | None, settings: TrainerSettings, device: str, *, critic: bool = False, rank: int = 0) -> Any:
     from transformers.utils import logging as transformers_logging
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -265,6 +285,9 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str, *, criti
                 use_remove_padding=False,  # packing rows needs flash attention
                 override_config={"attn_implementation": "sdpa"},
                 enable_gradient_checkpointing=device != "cpu",
+                lora_rank=rank,
+                lora_alpha=settings.lora_alpha,
+                target_modules=list(settings.lora_modules) or "all-linear",
             ),
             engine_config=FSDPEngineConfig(
                 strategy="fsdp2",

@@ -110,6 +110,12 @@ class TrainerSettings(Section):
     """Put groups aside in which no value differs from those that it is compared with (DAPO)."""
     merge: bool = False
     """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Train adapters of this rank and leave the weights as they are; versions are served merged. 0: train the weights."""
+    lora_alpha: int = 16
+    """What adapters are multiplied by, over the rank."""
+    lora_modules: tuple[str, ...] = ()
+    """Names of the layers that have adapters, such as `q_proj`. None: every linear one but the head."""
     learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0

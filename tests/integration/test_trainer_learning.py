@@ -14,7 +14,7 @@ import torch
 from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
 from sampling import distribution, logprobs_of, sampled_rows
 
-from spangrad.errors import TrainerError
+from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Aggregation, Correction, Estimator, KlEstimate, Loss
 from trainer import checkpoint, learning
@@ -355,3 +355,55 @@ def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
     assert found[-1]["entropy"] > found[0]["entropy"] + 0.1
     assert "entropy" not in Engine(tiny_model, TrainerSettings()).step(batch)
+
+
+def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_path: Path):
+    settings = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=8)
+    batch = fresh(tiny_model)
+    engine = Engine(tiny_model, settings)
+    before = {name: value.copy() for name, value in engine.weights()}
+    assert all(np.array_equal(before[name], value) for name, value in Engine(tiny_model, TrainerSettings()).weights()), "B begins as 0"
+    first = engine.step(batch)
+    assert (first["updated"], first["logprob_gap"] < 1e-4) == (1, True)
+    written = checkpoint.write(
+        tmp_path,
+        policy="p",
+        branch="main",
+        version=1,
+        parent=0,
+        batch_id="b",
+        base=tiny_model,
+        weights=engine.weights(),
+        save_state=engine.save_state,
+    )
+    changed = {name for name, value in engine.weights() if not np.array_equal(before[name], value)}
+    assert changed == {name for name in before if "proj" in name}, "every linear layer but the head"
+    sampled = pl.DataFrame(sampled_rows(written.path, 24, temperature=1.0, seed=2))
+    from_merged = layout(separate(sampled, pl.Series(np.linspace(-1, 1, 24))), version=0)
+    assert engine.step(replace(from_merged, advantages=0 * from_merged.advantages))["logprob_gap"] < 1e-4, (
+        "what is served is what is trained"
+    )
+    expected = engine.step(from_merged)
+    resumed = Engine(written.path, settings)
+    resumed.load_state(written.path)
+    assert resumed.step(from_merged) == expected
+    for (name, ours), (_, theirs) in zip(engine.weights(), resumed.weights(), strict=True):
+        assert np.array_equal(ours, theirs), name
+
+
+def test_adapters_that_a_checkpoint_does_not_hold_are_refused(tiny_model: Path, tmp_path: Path):
+    plain, adapted = Engine(tiny_model, TrainerSettings()), Engine(tiny_model, TrainerSettings(lora_rank=4))
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "adapted").mkdir()
+    plain.save_state(tmp_path / "plain")
+    adapted.save_state(tmp_path / "adapted")
+    with pytest.raises(CheckpointError, match=r"without adapters, and trainer\.lora_rank = 4.*begin a branch"):
+        adapted.load_state(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"with adapters, and trainer\.lora_rank = 0"):
+        plain.load_state(tmp_path / "adapted")
+    with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
+        Engine(tiny_model, TrainerSettings(lora_rank=2)).load_state(tmp_path / "adapted")
+    only = Engine(tiny_model, TrainerSettings(lora_rank=2, lora_modules=("q_proj",), learning_rate=1e-2))
+    before = {name: value.copy() for name, value in only.weights()}
+    only.step(fresh(tiny_model))
+    assert {name.split(".")[-2] for name, value in only.weights() if not np.array_equal(before[name], value)} == {"q_proj"}
