@@ -289,13 +289,12 @@ def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normali
     rows = units.with_columns(
         groups.select(pl.struct(pl.all()).rank("dense").cast(pl.Int64).alias("Group")).to_series(), pl.int_range(pl.len()).alias("Row")
     )
-    over = [] if rule.scope == "all" else ["Group"]
     values: Any = pl.selectors.starts_with("Value")
     tolerance = _EQUAL * pl.max_horizontal(pl.col("Value").abs().max(), pl.lit(1.0))
     spans = values.max() - values.min()
     shared, differs = pl.len() > 1, pl.any_horizontal(spans > tolerance)
-    facts = rows.group_by(*(over or [pl.lit(0)])).agg(Shared=shared, Differs=shared & differs)
-    rows = rows.join(facts, on=over, maintain_order="left") if over else rows.join(facts.select("Shared", "Differs"), how="cross")
+    facts = {"Shared": shared, "Differs": shared & differs}
+    rows = rows.with_columns(**(facts if rule.scope == "all" else {name: fact.over("Group") for name, fact in facts.items()}))
     result = np.zeros(len(rows))
     live = rows.filter("Differs" if rule.scope == "group" else "Shared")
     if live["Differs"].any():

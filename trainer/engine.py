@@ -99,9 +99,9 @@ class Engine:
             for part in self._parts(batch):
                 if self._trainable(part):
                     steps.append(self._pass(self._worker.train_batch, part, step=len(steps)))
-        told = _means(steps) if steps else known or self._pass(self._worker.infer_batch, batch)
-        told |= {**known, "grad_norm": max((one["grad_norm"] for one in steps), default=0.0), "updated": float(len(steps))}
-        if self._critic:
+        told = {**known, **_means(steps)} or self._pass(self._worker.infer_batch, batch)
+        told |= {"grad_norm": max((one["grad_norm"] for one in steps), default=0.0), "updated": float(len(steps))}
+        if self._critic and batch.response_mask.any():
             told |= self._train_critic(self._critic, batch)
         return told
 
@@ -117,11 +117,9 @@ class Engine:
         return replace(batch, advantages=advantages, chains=None, **known)
 
     def _train_critic(self, critic: Any, batch: Batch) -> dict[str, float]:
-        """Step the value model as often as the policy, towards the batch's returns; its loss is that before clipping of gradients."""
-        losses: list[float] = []
-        for _ in range(self.settings.epochs):
-            for part in self._parts(batch):
-                losses.append(self._raw(critic.train_batch, part)["critic/vf_loss"])
+        """Step the value model as often as the policy, towards the batch's returns."""
+        passes = (part for _ in range(self.settings.epochs) for part in self._parts(batch) if part.response_mask.any())
+        losses = [self._raw(critic.train_batch, part)["critic/vf_loss"] for part in passes]
         assert batch.values is not None
         assert batch.returns is not None
         mask = batch.response_mask.astype(bool)
@@ -136,8 +134,7 @@ class Engine:
             if self.settings.correction.weights or self.settings.correction.reject:
                 changes, metrics = correct(batch, self.settings)
                 batch, told = replace(batch, **changes), {**told, **metrics}
-        known = {name: value for name, value in told.items() if name.startswith(("logprob_gap", "correction_"))}
-        return replace(batch, current=np.zeros_like(batch.current)), known
+        return replace(batch, current=np.zeros_like(batch.current)), told
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """A batch's mini-batches, drawn anew each time from the random state that is saved with the optimiser's."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Literal
 
 from spangrad.errors import SettingsError
@@ -89,6 +90,16 @@ LOSSES: Mapping[Loss, LossFacts] = {
     "vanilla": LossFacts(("clip_ratio_c",)),
 }
 
+_RANGES = {
+    "clip_ratio_c": (1.0, inf),
+    "clip_cov_ratio": (0.0, 1.0),
+    "dro_beta": (0.0, inf),
+    "kl_cov_ratio": (0.0, 1.0),
+    "loss_scale_factor": (0.0, inf),
+    "tau_neg": (0.0, inf),
+    "tau_pos": (0.0, inf),
+}
+"""What an option must lie above, and must not exceed; any number where it is not here."""
 SCALE = "loss_scale_factor"
 """The option of the aggregation `seq-mean-token-sum-norm`: what a row's sum is divided by, in tokens."""
 REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")) - {
@@ -145,8 +156,13 @@ def _check_loss(settings: TrainerSettings) -> None:
             f"trainer.loss_options.{unknown[0]}: trainer.loss = {settings.loss!r} with trainer.loss_aggregation = "
             f"{settings.loss_aggregation!r} {told}. Take it out."
         )
-    if settings.loss == "dro" and settings.loss_options.get("dro_beta", 0) <= 0:
+    if settings.loss == "dro" and "dro_beta" not in settings.loss_options:
         raise SettingsError("trainer.loss = 'dro' needs the weight of its penalty. Set trainer.loss_options.dro_beta to a number above 0.")
+    for name, value in settings.loss_options.items():
+        low, high = _RANGES.get(name, (-inf, inf))
+        if not low < value < inf or value > high:
+            within = (f" above {low:g}" if low > -inf else " that is finite") + (f" and at most {high:g}" if high < inf else "")
+            raise SettingsError(f"trainer.loss_options.{name} = {value:g} has no meaning. Give a number{within}.")
 
 
 def _check_correction(settings: TrainerSettings) -> None:

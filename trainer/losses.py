@@ -54,7 +54,7 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
         clip_ratio_low=settings.clip_ratio if low is None else low,  # verl's own defaults would win over clip_ratio
         clip_ratio_high=settings.clip_ratio if high is None else high,
         loss_agg_mode=settings.loss_aggregation,
-        loss_scale_factor=None if scale is None else int(scale),
+        loss_scale_factor=scale,
         policy_loss=PolicyLossConfig(
             loss_mode=_WRAPPED + settings.loss if settings.loss in _WRAPS else settings.loss, rollout_correction=correction, **options
         ),

@@ -243,7 +243,11 @@ def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     settings = TrainerSettings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
     found = Engine(tiny_model, settings).step(layout(separate(rows, worth), version=0))
-    assert (found["updated"], found["correction_rejected"]) == (0, 1)
+    assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
+    critic = TrainerSettings(estimator="gae", recompute_logprobs=True, correction=settings.correction)
+    batch = chained(tiny_model)
+    found = Engine(tiny_model, critic).step(replace(batch, logprobs=batch.logprobs - batch.response_mask, current=batch.current & False))
+    assert (found["updated"], "critic_loss" in found) == (0, False)
 
 
 def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
