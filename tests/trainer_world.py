@@ -148,7 +148,7 @@ def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None 
         ledger=ledger,
         source=source,
         optimiser=optimiser or saved(newest),
-        normalise=lambda values, _: values * 2 - 1,
+        normalise=lambda units: units.values * 2 - 1,
         mirror=FakeMirror(ledger),
         publisher=FakePublisher(served),
         shutdown=Shutdown(),

@@ -27,11 +27,12 @@ from spangrad.settings import Settings
 from trainer import checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
-from trainer.credit import CreditRule, Normalise
+from trainer.credit import CreditRule, Normalise, live_groups
 from trainer.deferred import Deferred
 from trainer.eligibility import ExpiryReason, expiry_reasons
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
+from trainer.learning import ESTIMATORS, check
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.measures import measures
@@ -199,13 +200,16 @@ class Trainer:
             self.clock.begin()
             with self.clock.stage("load"):
                 loaded = self.source.load(chosen)
+            own = loaded.own(settings.policy, settings.selection)
             reasons = expiry_reasons(
                 chosen,
-                loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
+                loaded.transitions.filter(own),
                 lineage=self.ledger.lineage(),
                 max_staleness=settings.max_staleness,
                 tokenizer_hash=newest_version(self.ledger).tokenizer_hash,
                 max_tokens=settings.max_tokens_per_device,
+                alone=ESTIMATORS[settings.estimator].scope == "all",
+                live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
             )
             if not reasons:
                 return loaded
@@ -306,6 +310,7 @@ def train(settings: Settings, *, follow: bool) -> None:
             next call goes on.
     """
     CreditRule.of(settings.trainer).check()
+    check(settings.trainer)
     expression(settings.trainer.selection)
     shutdown = Shutdown()
     try:
@@ -323,7 +328,8 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     try:
         newest = prepare(ledger, settings)
 
-        from trainer.engine import Engine, group_relative
+        from trainer.engine import Engine
+        from trainer.estimators import estimator
 
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)
@@ -342,7 +348,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             ledger=ledger,
             source=source,
             optimiser=optimiser,
-            normalise=group_relative,
+            normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
             shutdown=shutdown,
