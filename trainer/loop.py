@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,16 +27,24 @@ from spangrad.settings import Settings
 from trainer import checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
-from trainer.credit import CreditRule, Normalise
+from trainer.credit import CreditRule, Normalise, live_groups
+from trainer.deferred import Deferred
 from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
+from trainer.learning import ESTIMATORS, check
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.measures import measures
 from trainer.mirror import Mirror
+from trainer.planning import plan_of
 from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
+from trainer.view import LogLines
+from trainer.watchers import watchers_of
+from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +113,10 @@ class Trainer:
     """Whose weights the optimiser holds."""
     load_optimiser: Callable[[LedgerVersion], Optimiser]
     """One with a version's weights and state."""
+    evaluation: Evaluation | None = None
+    """None: held-out rollouts are not looked at."""
+    watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
+    clock: Clock = field(default_factory=Clock)
     _looked: float = 0.0
     _head: LedgerVersion | None = None
     """What the batch that was taken last is to train. None: none was taken."""
@@ -137,6 +149,7 @@ class Trainer:
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
             undo_leases(self.ledger, self.settings)
+            self.evaluate()
             try:
                 self._publish_again()
             except GatewayError as error:
@@ -169,8 +182,19 @@ class Trainer:
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
+                    self.evaluate()
                     return
             self._rest()
+
+    def evaluate(self) -> None:
+        """Measure versions on the held-out rollouts that were built since the last look."""
+        measured = self.evaluation.measure(self.ledger) if self.evaluation else []
+        for version in measured:
+            self.mirror.write(version)
+            self.watchers.evaluated(version, newest_version(self.ledger).version)
+        champion = best(self.ledger.versions(), self.settings.trainer) if measured else None
+        if champion:
+            logger.info("%s", describe_best(champion, self.settings.trainer))
 
     def take(self) -> Loaded | None:
         """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
@@ -182,14 +206,19 @@ class Trainer:
             if len(ready) < settings.groups_per_batch:
                 return None
             chosen = ready[: settings.groups_per_batch]
-            loaded = self.source.load(chosen)
+            self.clock.begin()
+            with self.clock.stage("load"):
+                loaded = self.source.load(chosen)
+            own = loaded.own(settings.policy, settings.selection)
             reasons = expiry_reasons(
                 chosen,
-                loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
+                loaded.transitions.filter(own),
                 lineage=self.ledger.lineage(),
                 max_staleness=settings.max_staleness,
                 tokenizer_hash=self._head.tokenizer_hash,
                 max_tokens=settings.max_tokens_per_device,
+                alone=ESTIMATORS[settings.estimator].scope == "all",
+                live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
             )
             if not reasons:
                 return loaded
@@ -224,7 +253,9 @@ class Trainer:
         """
         parent = self._head or newest_version(self.ledger)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
-        batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+        with self.clock.stage("credit"):
+            batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+            facts |= measures(loaded, settings, self.ledger.lineage())
         try:
             made = self._commit(loaded, batch, facts, parent)
         except BaseException:
@@ -237,38 +268,56 @@ class Trainer:
         if made is None:
             return False
         self.loaded = made
+        made = self._hand_over(made)
+        # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(made)
-        if self.publisher:
-            seconds = self.publisher.publish(made.policy_version)
-            self.ledger.add_metrics(made.version, {"seconds_publish": seconds})
-            made = self.ledger.version(made.version)
-            self.mirror.write(made)
+        number = len(self.ledger.committed_versions()) - 1
+        self.watchers.stepped(Step(number, made, loaded.rollouts, self.clock.stages))
+        self.evaluate()
         prune(self.ledger, self.settings)
-        logger.info("%s", describe(made, len(self.ledger.committed_versions()) - 1))
+        if self.evaluation:
+            self.evaluation.run_command(made, number)
+        self.clock.end()
         return True
 
+    def _hand_over(self, made: LedgerVersion) -> LedgerVersion:
+        """Publish what was made, unless another trainer of the branch has gone on from it already."""
+        if not self.publisher or newest_version(self.ledger).version != made.version:
+            return made
+        try:
+            with self.clock.stage("publish"):
+                seconds = self.publisher.publish(made.policy_version)
+        except GatewayError:
+            if newest_version(self.ledger).version == made.version:
+                raise
+            return made  # meanwhile; the gateway takes no older version
+        stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
+        self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
+        return self.ledger.version(made.version)
+
     def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
-        settings, began = self.settings.trainer, time.monotonic()
+        settings = self.settings.trainer
         with self.shutdown.shielded():
             lease = self.ledger.begin(loaded.rollouts, parent.version)
         if lease is None:
             return None
         with beating(self.ledger, lease):
             self._load(parent)
-            metrics = self.optimiser.step(batch)
-            trained = time.monotonic()
-            written = checkpoint.write(
-                settings.directory,
-                policy=settings.policy,
-                branch=settings.branch,
-                version=lease.version,
-                parent=lease.parent,
-                batch_id=lease.batch_id,
-                base=Path(parent.policy_version.path),
-                weights=self.optimiser.weights(),
-                save_state=self.optimiser.save_state,
-            )
-        metrics |= {"seconds_train": trained - began, "seconds_checkpoint": time.monotonic() - trained, **facts}
+            with self.clock.stage("train"):
+                metrics = self.optimiser.step(batch)
+            with self.clock.stage("checkpoint"):
+                written = checkpoint.write(
+                    settings.directory,
+                    policy=settings.policy,
+                    branch=settings.branch,
+                    version=lease.version,
+                    parent=lease.parent,
+                    batch_id=lease.batch_id,
+                    base=Path(parent.policy_version.path),
+                    weights=self.optimiser.weights(),
+                    save_state=self.optimiser.save_state,
+                )
+        metrics |= {**self.clock.seconds(), **facts}
         with self.shutdown.shielded():
             self.ledger.commit(
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
@@ -288,6 +337,7 @@ def train(settings: Settings, *, follow: bool) -> None:
             next call goes on.
     """
     CreditRule.of(settings.trainer).check()
+    check(settings.trainer)
     expression(settings.trainer.selection)
     shutdown = Shutdown()
     try:
@@ -301,10 +351,12 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     client = connect(settings.store)
     ledger = open_ledger(settings)
+    watchers = Watchers([])
     try:
         newest = prepare(ledger, settings)
 
-        from trainer.engine import Engine, group_relative
+        from trainer.engine import Engine
+        from trainer.estimators import estimator
 
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)
@@ -312,45 +364,31 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             engine = Engine(model, settings.trainer)
             if version.policy_version.batch_id:
                 engine.load_state(model)
+            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine
 
-        optimiser = load(newest)
-        logger.info("version %d of %s is loaded on %s", newest.version, settings.trainer.policy, optimiser.device)
+        optimiser = load(newest) if follow else Deferred(lambda: load(newest))
+        source = Source(client, settings)
+        watchers = watchers_of(settings, client)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
-            source=Source(client, settings),
+            source=source,
             optimiser=optimiser,
-            normalise=group_relative,
+            normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
             shutdown=shutdown,
             loaded=newest,
             load_optimiser=load,
+            evaluation=Evaluation(client, settings, source.build_spec),
+            watchers=watchers,
         )
         trainer.start()
         trainer.run(follow=follow)
+        if newest_version(ledger).version == newest.version and not follow:
+            logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
         ledger.close()
+        watchers.close()
         client.close()
-
-
-def describe(version: LedgerVersion, step: int) -> str:
-    """One line about a step."""
-    m = version.metrics
-    gap = f"{m['logprob_gap']:.0e}" if "logprob_gap" in m else "unknown"
-    parts = [
-        f"{m['groups']:.0f} groups",
-        f"{m['rollouts']:.0f} rollouts",
-        f"{m['transitions']:.0f} transitions",
-        *([f"{m['merge_ratio']:.1f}x fewer tokens in {m['sequences']:.0f} sequences"] if m["merge_ratio"] > 1 else []),
-        *([f"{m['too_long']:.0f} calls too long"] if m["too_long"] else []),
-        f"return {m['mean_return']:+.2f}",
-        f"gap {gap}",
-        f"train {m['seconds_train']:.2f} s",
-    ]
-    if "seconds_publish" in m:
-        parts.append(f"publish {m['seconds_publish']:.2f} s")
-    if not m.get("updated", 1):
-        parts.append("all advantages 0: weights as before")
-    return f"step {step} -> version {version.version}: {', '.join(parts)}"

@@ -13,6 +13,7 @@ from spangrad.errors import LedgerError, SettingsError
 from spangrad.settings import Settings
 from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
+from trainer.evaluate import best
 from trainer.ledger import Ledger
 from trainer.ledger_tables import FILE as LEDGER_FILE
 from trainer.ledger_tables import LedgerVersion, ledger_place
@@ -88,15 +89,16 @@ def undo_leases(ledger: Ledger, settings: Settings) -> None:
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:
-    """Remove the files of old versions: not the head's, pinned ones and those that another branch still needs."""
+    """Remove the files of old versions: not the head's, the best's, pinned ones and those that another branch still needs."""
     trainer, head = settings.trainer, ledger.frontier()
+    champion = best(ledger.versions(), trainer)
     checkpoint.prune(
         trainer.directory,
         trainer.policy,
         trainer.branch,
         committed=set(ledger.committed_versions()) - ledger.lent(),
         keep=trainer.keep_checkpoints,
-        spared=ledger.pinned() | ({head.version} if head else set()),
+        spared=ledger.pinned() | {one.version for one in (head, champion) if one},
     )
 
 

@@ -40,6 +40,8 @@ async def publish(stage: Stage, weights: list[Path], version: int, **more: objec
     body = {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
     status, answer = await ask(stage, "POST", f"{POLICY}/versions", body)
     answer.pop("seconds", None)
+    if "stages" in answer:
+        answer["stages"] = sorted(answer["stages"])
     return status, answer
 
 
@@ -52,6 +54,20 @@ async def wait_for(stage: Stage, status: str) -> None:
     async with asyncio.timeout(10):
         while status not in [one["status"] for one in await backends(stage)]:  # noqa: ASYNC110 - nobody tells us
             await asyncio.sleep(0.01)
+
+
+async def test_an_older_version_is_served_only_where_that_is_asked_for(weights: list[Path]) -> None:
+    async with several(*started(weights, 2)) as stage:
+        assert (await publish(stage, weights, 2))[0] == 200
+        status, said = await publish(stage, weights, 1)
+        assert (status, said["error"]["message"]) == (409, "version 1 is not newer than version 2, which is served.")
+        assert (await publish(stage, weights, 1, again=True))[0] == 200
+        assert await versions(stage) == [1, 1]
+        body = {"version": 1, "path": str(weights[0]), "checksum": checksum_directory(weights[0]), "again": True}
+        status, said = await ask(stage, "POST", f"{POLICY}/versions", body)
+        assert (status, said["error"]["message"]) == (409, "version 1 is not newer than version 1, which is served.")
+        assert (await publish(stage, weights, 2))[0] == 200
+        assert await versions(stage) == [2, 2]
 
 
 async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first(weights: list[Path]) -> None:
@@ -74,6 +90,7 @@ async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first
                 "version": 1,
                 "checksum": checksum_directory(weights[1]),
                 "backends": {f"policy-{number}": "serving" for number in range(3)},
+                "stages": [f"policy-{number}" for number in range(3)],
             },
         )
         assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6

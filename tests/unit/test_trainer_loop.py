@@ -61,20 +61,22 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     assert sorted(one.name for one in (tmp_path / "policies/policy/main").iterdir()) == ["v2"]
     newest = trainer.ledger.frontier()
     assert newest
-    known = {name: value for name, value in newest.metrics.items() if name not in {"seconds_train", "seconds_checkpoint"}}
+    timed = {f"seconds_{name}" for name in ("idle", "load", "credit", "train", "checkpoint")}
+    assert timed <= newest.metrics.keys()
+    known = {name: value for name, value in newest.metrics.items() if name not in timed}
     assert known == {
         "loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": 1.0,
         "transitions": 4.0, "too_long": 0.0, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
+        "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.
     assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
-    # Each version once as it was committed, and once with the seconds that publishing took.
-    assert [(one.version, "seconds_publish" in one.metrics) for one in trainer.mirror.written] == [
-        (0, False), (1, False), (1, True), (2, False), (2, True),
-    ]  # fmt: skip
-    line = r"step 2 -> version 2: 2 groups, 4 rollouts, 4 transitions, return \+0\.50, gap 2e-06, train \d\.\d\d s, publish 0\.25 s\n"
-    assert re.search(line, caplog.text)
+    # Each version once, with the seconds that publishing took: nobody waits for the copy.
+    written = [(one.version, "seconds_publish" in one.metrics) for one in trainer.mirror.written]
+    assert written == [(0, False), (1, True), (2, True)]
+    facts = r"2 groups, 4 rollouts, 4 transitions, return \+0\.50, success 0\.50, gap 2e-06"
+    assert re.search(rf"step 2 -> version 2: {facts}, train \d\.\d\d s, publish 0\.25 s, idle \d+%\n", caplog.text)
     trainer.run(follow=False)
     assert list(committed(trainer)) == [0, 1, 2], "a second run trains nothing"
 
@@ -122,6 +124,15 @@ def test_a_group_without_a_call_that_fits_is_put_aside(tmp_path: Path, base: Pat
     trainer = wired(settings(base, tmp_path, max_tokens_per_device=4), FakeSource(["a", "b"]))
     trainer.run(follow=False)
     assert trainer.ledger.expired() == {group("a"): ExpiryReason.TOO_LONG, group("b"): ExpiryReason.TOO_LONG}
+
+
+def test_groups_with_nothing_to_learn_from_are_put_aside_where_asked(tmp_path: Path, base: Path):
+    """DAPO's filter: the next groups fill the batch."""
+    equal = {"Rewards.Value": [1.0]}
+    trainer = wired(settings(base, tmp_path, skip_equal_groups=True), FakeSource(["a", "b", "c"], changes={"a": equal}))
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
+    assert trainer.ledger.expired() == {group("a"): ExpiryReason.EQUAL}
 
 
 def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -273,6 +284,8 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
     contradiction = settings(base, tmp_path, credit="reward_to_go", baseline="rollout")
     with pytest.raises(SettingsError, match=r"trainer\.baseline = 'turn'"):
         loop.train(contradiction, follow=False)
+    with pytest.raises(SettingsError, match="needs a greedy rollout"):
+        loop.train(settings(base, tmp_path, estimator="remax"), follow=False)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)
