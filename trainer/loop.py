@@ -268,12 +268,7 @@ class Trainer:
         if made is None:
             return False
         self.loaded = made
-        if self.publisher:
-            with self.clock.stage("publish"):
-                seconds = self.publisher.publish(made.policy_version)
-            stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
-            self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
-            made = self.ledger.version(made.version)
+        made = self._hand_over(made)
         # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(made)
         number = len(self.ledger.committed_versions()) - 1
@@ -284,6 +279,21 @@ class Trainer:
             self.evaluation.run_command(made, number)
         self.clock.end()
         return True
+
+    def _hand_over(self, made: LedgerVersion) -> LedgerVersion:
+        """Publish what was made, unless another trainer of the branch has gone on from it already."""
+        if not self.publisher or newest_version(self.ledger).version != made.version:
+            return made
+        try:
+            with self.clock.stage("publish"):
+                seconds = self.publisher.publish(made.policy_version)
+        except GatewayError:
+            if newest_version(self.ledger).version == made.version:
+                raise
+            return made  # meanwhile; the gateway takes no older version
+        stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
+        self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
+        return self.ledger.version(made.version)
 
     def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
         settings = self.settings.trainer
