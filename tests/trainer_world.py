@@ -114,7 +114,10 @@ class FakePublisher(Publisher):
         return json.loads(self._file.read_text())[-1]
 
     def publish(self, version: PolicyVersion) -> float:
-        self._file.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        # Another trainer's process may be reading.
+        written = self._file.with_name(f"served-{os.getpid()}.json")
+        written.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        written.replace(self._file)
         return 0.25
 
 
