@@ -7,7 +7,7 @@ branches, around versions that were rolled back; what is said of spans is what `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import StoreError
@@ -180,7 +180,7 @@ def of_span(client: Client, trace: str, span: str) -> SpanLineage:
         trace,
         span,
         sorted({*rollouts, *(str(row[5]) for row in rows)}),
-        [TrainedVersion(*row, descendants(trees[row[0]].values(), row[1], row[2])) for row in rows],
+        [TrainedVersion(*row, descendants=descendants(trees[row[0]].values(), row[1], row[2])) for row in rows],
     )
 
 
@@ -216,10 +216,8 @@ def _versions(client: Client, policy: str) -> dict[tuple[str, int], Ancestor]:
 
 def _filled(client: Client, policy: str, one: Ancestor, sizes: Mapping[str, tuple[int, int]], *, with_spans: bool) -> Ancestor:
     groups, rollouts = sizes.get(one.batch, (0, 0))
-    facts = {**{name: getattr(one, name) for name in Ancestor.__slots__}, "groups": groups, "rollouts": rollouts}
-    if with_spans:
-        facts["batch_rollouts"] = _batch(client, policy, one) if one.batch else []
-    return Ancestor(**facts)
+    shown = (_batch(client, policy, one) if one.batch else []) if with_spans else None
+    return replace(one, groups=groups, rollouts=rollouts, batch_rollouts=shown)
 
 
 def _batch(client: Client, policy: str, one: Ancestor) -> list[BatchRollout]:
@@ -227,7 +225,7 @@ def _batch(client: Client, policy: str, one: Ancestor) -> list[BatchRollout]:
     for group, rollout, attempt, *span in _rows(client, _SPANS, policy=policy, branch=one.branch, version=one.version):
         spans.setdefault((group, rollout, attempt), []).append(Trained(*span))
     rows = _rows(client, _ROLLOUTS, policy=policy, batch=one.batch)
-    return [BatchRollout(*row, spans.get((row[2], row[3], row[4]), [])) for row in rows]
+    return [BatchRollout(*row, spans=spans.get((row[2], row[3], row[4]), [])) for row in rows]
 
 
 def _rows(client: Client, sql: str, **parameters: Any) -> list[Any]:

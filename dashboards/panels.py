@@ -143,7 +143,12 @@ def figure(
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if decimals is not None:
         panel.decimals(decimals)
-    return panel.span(3).height(4).with_target(Query(sql, Format.TABLE))
+    return panel.height(4).with_target(Query(sql, Format.TABLE))
+
+
+def beside(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
+    """Figures in one line, of equal width."""
+    return [panel.span(WIDTH // len(figures)) for panel in figures]
 
 
 def bars(title: str, sql: str, unit: str, description: str, *, name: str) -> barchart.Panel:
@@ -162,10 +167,9 @@ def rows(
     units: Mapping[str, str],
     links: Links | None = None,
     alarms: Mapping[str, float] | None = None,
-    hidden: Sequence[str] = (),
     height: int = 9,
 ) -> table.Panel:
-    """A table. `units`, `links`, `alarms` (red from a value on) and `hidden` speak of its columns by name."""
+    """A table. `units`, `links`, `alarms` (red from a value on) speak of its columns by name."""
     panel = table.Panel().title(title).description(description).datasource(SOURCE).unit("string")
     found: dict[str, list[tuple[str, Any]]] = {name: [("unit", unit)] for name, unit in units.items()}
     for name, (text, url) in (links or {}).items():
@@ -173,8 +177,6 @@ def rows(
     for name, value in (alarms or {}).items():
         found.setdefault(name, []).append(("thresholds", steps("text", red=value).build()))
         found[name].append(("custom.cellOptions", {"type": "color-text"}))
-    for name in hidden:
-        found.setdefault(name, []).append(("custom.hidden", True))
     for name, properties in found.items():
         panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
     return panel.span(WIDTH).height(height).with_target(Query(sql, Format.TABLE))

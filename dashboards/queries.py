@@ -52,24 +52,28 @@ def trained(used: str, columns: str) -> str:
     )"""
 
 
-def newest(table: str, time: str) -> str:
-    """Rows of otel.transitions or otel.drops that count: the chosen dataset's newest revision of each rollout.
+CHOSEN = f"{is_('BuildSpec', 'dataset')} AND {chosen('RunId', 'run')} AND {chosen('Mode', 'mode')}"
+"""Rollouts of the chosen dataset, runs and modes."""
+
+
+def newest(table: str, among: str, time: str | None = None) -> str:
+    """Rows of otel.transitions or otel.drops that count: those of each rollout's newest revision.
 
     Args:
         table: transitions or drops.
-        time: the column that the chosen time speaks of; a rollout without a row in it is not read.
+        among: a condition on BuildSpec, RunId, Mode and RolloutId.
+        time: the table's column that the chosen time speaks of; a rollout without a row in it is not read. None: whenever it was.
     """
-    own = f"{is_('BuildSpec', 'dataset')} AND {chosen('RunId', 'run')} AND {chosen('Mode', 'mode')} AND $__timeFilter({time})"
+    own = f"{among} AND $__timeFilter({time})" if time else among
     return f"""(
         SELECT * FROM otel.{table} FINAL
-        WHERE {own} AND (RunId, RolloutId, Revision, Content) IN (
-            SELECT RunId, RolloutId, newest.1, newest.2
+        WHERE {own} AND (RunId, RolloutId, BuildSpec, Revision, Content) IN (
+            SELECT RunId, RolloutId, BuildSpec, newest.1, newest.2
             FROM (
-                SELECT RunId, RolloutId, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
+                SELECT RunId, RolloutId, BuildSpec, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
                 FROM otel.builds
-                WHERE {is_("BuildSpec", "dataset")} AND {chosen("RunId", "run")} AND {chosen("Mode", "mode")}
-                    AND (RunId, RolloutId) IN (SELECT RunId, RolloutId FROM otel.{table} WHERE {own})
-                GROUP BY RunId, RolloutId))
+                WHERE {among} AND (RunId, RolloutId) IN (SELECT RunId, RolloutId FROM otel.{table} WHERE {own})
+                GROUP BY RunId, RolloutId, BuildSpec))
     )"""
 
 

@@ -5,11 +5,11 @@ In: otel.rollout_spans, otel.calls, otel.rewards, and the transitions of a datas
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
-from dashboards.panels import Panel, figure, over_time, rows, steps
-from dashboards.queries import IS_TOOL, TOOL_NAME, calls, roots, tools
+from dashboards.panels import Panel, beside, figure, over_time, rows, steps
+from dashboards.queries import IS_TOOL, TOOL_NAME, calls, newest, roots, tools
 from dashboards.variables import chosen, is_
 from spangrad import semconv
 
@@ -27,7 +27,7 @@ def build() -> dashboard.Dashboard:
         .with_variable(_policies())
         .with_variable(variables.dataset())
     )
-    for panel in _figures():
+    for panel in beside(_figures()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("Rollouts"))
     for panel in (_outcomes(), _durations()):
@@ -50,7 +50,7 @@ def _policies() -> dashboard.QueryVariable:
     return variables.some_of("policy", "policy", "Policies that answered in the chosen time.", sql)
 
 
-def _figures() -> list[Panel]:
+def _figures() -> list[stat.Panel]:
     failed = steps("green", orange=0.01, red=0.05)
     return [
         figure(
@@ -88,7 +88,7 @@ def _figures() -> list[Panel]:
             "ns",
             "From the gateway's request to the last byte of the answer.",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _outcomes() -> Panel:
@@ -232,15 +232,7 @@ def _table() -> Panel:
         ) AS s ON s.RolloutKey = r.RolloutKey AND s.Attempt = r.Attempt
         LEFT JOIN (
             SELECT RunId, RolloutId, Attempt, toNullable(sum(arraySum(`Rewards.Value`))) AS Return
-            FROM otel.transitions FINAL
-            WHERE {is_("BuildSpec", "dataset")} AND RolloutId IN (SELECT arrayJoin(keys))
-                AND (RunId, RolloutId, Revision, Content) IN (
-                    SELECT RunId, RolloutId, newest.1, newest.2
-                    FROM (
-                        SELECT RunId, RolloutId, argMin((Revision, Content), (-toInt64(Revision), IngestedAt, Content)) AS newest
-                        FROM otel.builds
-                        WHERE {is_("BuildSpec", "dataset")} AND RolloutId IN (SELECT arrayJoin(keys))
-                        GROUP BY RunId, RolloutId))
+            FROM {newest("transitions", f"{is_('BuildSpec', 'dataset')} AND RolloutId IN (SELECT arrayJoin(keys))")}
             GROUP BY RunId, RolloutId, Attempt
         ) AS t ON t.RunId = r.RunId AND t.RolloutId = r.RolloutKey AND t.Attempt = r.Attempt
         ORDER BY began DESC, rollout, attempt"""

@@ -5,11 +5,11 @@ In: otel.policy_versions, otel.batches, and the transitions and drops of a datas
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
-from dashboards.panels import Panel, bars, figure, over_time, over_versions, rows, steps
-from dashboards.queries import OF_BRANCH, STEPS, USED, metric, newest, trained
+from dashboards.panels import Panel, bars, beside, figure, over_time, over_versions, rows, steps
+from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, USED, metric, newest, trained
 from spangrad import semconv
 from spangrad.settings import TrainerSettings
 
@@ -37,7 +37,7 @@ def build() -> dashboard.Dashboard:
         .with_variable(variables.reward())
         .with_variable(variables.success())
     )
-    for panel in _figures():
+    for panel in beside(_figures()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("Learning"))
     for panel in (_success(), _returns(), _advantage(), _staleness()):
@@ -51,7 +51,7 @@ def build() -> dashboard.Dashboard:
     return made.with_row(dashboard.Row("Versions")).with_panel(_versions())
 
 
-def _figures() -> list[Panel]:
+def _figures() -> list[stat.Panel]:
     of_branch = f"FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt)"
     return [
         figure("Newest version", f"SELECT max(Version) AS version FROM {STEPS}", "none", "The newest committed version of the branch."),
@@ -80,7 +80,7 @@ def _figures() -> list[Panel]:
         ),
         figure(
             "Steps without change",
-            f"SELECT countIf(Metrics['updated'] = 0) AS steps FROM {STEPS}",
+            f"SELECT countIf({metric('updated')} = 0) AS steps FROM {STEPS}",
             "none",
             "Versions whose weights are their parent's, because every advantage of the batch was 0.",
             thresholds=steps("green", orange=1),
@@ -109,7 +109,7 @@ def _success() -> Panel:
             SELECT max(Version) AS Sampled,
                 sum(arraySum(arrayFilter((value, name) -> name = ${{reward:singlequote}}, `Rewards.Value`, `Rewards.Name`))) >= ${{success}}
                     AS Succeeded
-            FROM {newest("transitions", "Timestamp")}
+            FROM {newest("transitions", CHOSEN, "Timestamp")}
             WHERE Policy = ${{policy:singlequote}} AND Version IN (SELECT Version FROM otel.policy_versions WHERE {OF_BRANCH})
             GROUP BY RunId, RolloutId)
         GROUP BY version
@@ -254,25 +254,25 @@ def _sizes() -> Panel:
 
 def _drops() -> Panel:
     sql = f"""
-        SELECT $__timeInterval(IngestedAt) AS time, Reason AS reason, count() AS calls
-        FROM {newest("drops", "IngestedAt")}
+        SELECT $__timeInterval(IngestedAt) AS time, Reason AS reason, count() AS drops
+        FROM {newest("drops", CHOSEN, "IngestedAt")}
         GROUP BY time, reason
         ORDER BY time, reason"""
     return over_time(
         "Drops by reason",
         sql,
         "short",
-        "Policy calls that the builder left out of training, when it said so. docs/drops.md has the remedies.",
+        "Policy calls, and rollouts without any, that the builder left out of training, when it said so. docs/drops.md has the remedies.",
         stacked=True,
     )
 
 
 def _reasons() -> Panel:
     sql = f"""
-        SELECT Reason AS reason, count() AS calls
-        FROM {newest("drops", "IngestedAt")}
+        SELECT Reason AS reason, count() AS drops
+        FROM {newest("drops", CHOSEN, "IngestedAt")}
         GROUP BY reason
-        ORDER BY calls DESC, reason
+        ORDER BY drops DESC, reason
         LIMIT 30"""
     return bars("Drops in the chosen time", sql, "short", "The same, counted by reason.", name="reason")
 

@@ -33,10 +33,9 @@ def source() -> dashboard.DatasourceVariable:
     return dashboard.DatasourceVariable("datasource").label("store").type(DATA_SOURCE)
 
 
-def one_of(name: str, label: str, description: str, sql: str, *, default: str | None = None) -> dashboard.QueryVariable:
-    """One value out of a query's answers: the first, unless `default` names another."""
-    variable = _query(name, label, description, sql)
-    return variable.current(VariableOption(selected=True, text=default, value=default)) if default else variable
+def one_of(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
+    """One value out of a query's answers: the first, to begin with."""
+    return _query(name, label, description, sql)
 
 
 def some_of(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:

@@ -53,8 +53,11 @@ def dashboard_world(directory: Path, model: Path) -> Generator[StoreSettings]:
                 publish=False,
             ),
         )
-        _send(store, _trained(model))
-        _send(store, _held_out(model))
+        trained = _trained(model)
+        _send(store, trained.otlp())
+        # Delivered again but for one, so that nothing takes it for the same request: whoever counts must count each span once.
+        _send(store, trained.otlp(*[str(row["SpanId"]) for row in trained.spans[:-1]]))
+        _send(store, _held_out(model).otlp())
         loop.build_once(settings)
         train(settings, follow=False)
         client = connect(store)
@@ -105,6 +108,6 @@ def _call(spans: fakes.SpanFactory, parent: str, model: Path, *, seed: int, **wh
     return spans.call(parent, **facts, VersionStart=0, VersionEnd=0, TokenizerHash=tokenizer_hash(model), **where)
 
 
-def _send(store: StoreSettings, spans: fakes.SpanFactory) -> None:
+def _send(store: StoreSettings, body: bytes) -> None:
     headers = {"content-type": "application/json", "authorization": "Bearer write"}
-    httpx.post(f"{store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers=headers, timeout=30).raise_for_status()
+    httpx.post(f"{store.otlp_endpoint}/v1/traces", content=body, headers=headers, timeout=30).raise_for_status()

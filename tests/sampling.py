@@ -31,19 +31,20 @@ def sample(model: Path, prompt: list[int], length: int, temperature: float, *, s
     response: list[int] = []
     logprobs: list[float] = []
     for _ in range(length):
-        distribution = _distribution(model, [*prompt, *response], temperature)
-        token = int(torch.multinomial(distribution.exp(), 1, generator=dice))
+        after = distribution(model, [*prompt, *response], temperature)
+        token = int(torch.multinomial(after.exp(), 1, generator=dice))
         response.append(token)
-        logprobs.append(float(distribution[token]))
+        logprobs.append(float(after[token]))
     return response, logprobs
 
 
 def logprobs_of(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
     """Logprob of each token of a response under a model."""
-    return [float(_distribution(model, [*prompt, *response[:i]], temperature)[token]) for i, token in enumerate(response)]
+    return [float(distribution(model, [*prompt, *response[:i]], temperature)[token]) for i, token in enumerate(response)]
 
 
-def _distribution(model: Path, ids: list[int], temperature: float) -> Any:
+def distribution(model: Path, ids: list[int], temperature: float) -> Any:
+    """Logprobs of all tokens that may follow."""
     import torch
 
     with torch.no_grad():

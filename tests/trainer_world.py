@@ -114,10 +114,9 @@ class FakePublisher(Publisher):
         return json.loads(self._file.read_text())[-1]
 
     def publish(self, version: PolicyVersion) -> float:
-        # Another trainer's process may be reading.
-        written = self._file.with_name(f"served-{os.getpid()}.json")
-        written.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
-        written.replace(self._file)
+        own = self._file.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        own.replace(self._file)
         return 0.25
 
 
@@ -149,7 +148,7 @@ def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None 
         ledger=ledger,
         source=source,
         optimiser=optimiser or saved(newest),
-        normalise=lambda values, _: values * 2 - 1,
+        normalise=lambda units: units.values * 2 - 1,
         mirror=FakeMirror(ledger),
         publisher=FakePublisher(served),
         shutdown=Shutdown(),

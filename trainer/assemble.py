@@ -7,11 +7,16 @@ Invariant: a pure function but for its warnings; every call of the policy that i
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+
+import polars as pl
 
 from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, layout
+from trainer.chains import Chains, chains
 from trainer.credit import CreditRule, Normalise, advantages, named_returns, returns
 from trainer.eligibility import fits
+from trainer.learning import ESTIMATORS
 from trainer.merge import merge, separate
 from trainer.source import Loaded
 
@@ -31,7 +36,7 @@ def assemble(
     Args:
         loaded: whole groups, other policies' calls and calls that are not selected among them: their rewards count.
         settings: policy, selection, credit, merging and lengths.
-        normalise: how values are compared within a group.
+        normalise: how values are compared.
         version: of the weights that will be trained.
         divisor: the number of rows will be a multiple of it.
 
@@ -45,18 +50,24 @@ def assemble(
     """
     rule = CreditRule.of(settings)
     own = loaded.own(settings.policy, settings.selection)
-    values = advantages(loaded.transitions, own, rule, normalise=normalise)
-    calls = loaded.transitions.filter(own)
-    short = calls.select(fits(settings.max_tokens_per_device)).to_series()
-    long = calls.filter(~short)["TransitionId"]
+    short = loaded.transitions.select(fits(settings.max_tokens_per_device)).to_series()
+    long = loaded.transitions.filter(own & ~short)["TransitionId"]
     if len(long):
         names = ", ".join(long.head(_NAMED)) + (", ..." if len(long) > _NAMED else "")
         limit = settings.max_tokens_per_device
         told = "%d calls are longer than trainer.max_tokens_per_device = %d and are not trained, though their rewards count: %s"
         logger.warning(told, len(long), limit, names)
-    sequences = (merge if settings.merge else separate)(calls.filter(short), values.filter(short))
+    links: Chains | None = None
+    if ESTIMATORS[settings.estimator].by_token:
+        calls, links = chains(loaded.transitions, own & short, rule.reward_weights)
+        values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
+    else:
+        calls = loaded.transitions.filter(own & short)
+        values = advantages(loaded.transitions, own, rule, normalise=normalise).filter(short.filter(own))
+    sequences = (merge if settings.merge else separate)(calls, values)
+    batch = replace(layout(sequences, version=version, divisor=divisor), chains=links)
     metrics = {
-        "transitions": len(calls) - len(long),
+        "transitions": len(calls),
         "too_long": len(long),
         "sequences": len(sequences),
         "tokens": sequences.tokens,
@@ -67,4 +78,4 @@ def assemble(
         "mean_return": returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy().mean(),
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }
-    return layout(sequences, version=version, divisor=divisor), {name: float(value) for name, value in metrics.items()}
+    return batch, {name: float(value) for name, value in metrics.items()}

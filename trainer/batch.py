@@ -1,4 +1,4 @@
-"""From token sequences to the arrays of one training step.
+"""From token sequences to the arrays of one training step, and to the parts that several optimiser steps take.
 
 In: `Sequences`, one a call or merged. Out: a `Batch` of padded NumPy arrays in verl's layout (prompts to the left,
 responses to the right of one seam). Invariant: token ids and logprobs are the engine's, value by value, and a token has mask 1 exactly
@@ -8,12 +8,17 @@ fit a divisor have mask 0 throughout, so that they change neither loss nor gradi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.chains import Chains
 from trainer.merge import Sequences
+
+_T = TypeVar("_T", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,23 @@ class Batch:
     """Whether the weights to be trained sampled the row, so that their logprobs must agree with its own."""
     real_rows: int
     """Rows that are sequences; the rest are no-op rows."""
+    old_logprobs: NDArray[np.float32] | None = None
+    """Of the sampled tokens, under the weights at the step's start: what ratios are taken against. None: `logprobs`."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """Of the sampled tokens, under the weights that the policy is held to. None: it is held to none."""
+    chains: Chains | None = None
+    """How rows follow each other, where the estimator looks at each token. None: advantages are known."""
+    values: NDArray[np.float32] | None = None
+    """Of the sampled tokens, by the critic at the step's start. None: there is no critic."""
+    returns: NDArray[np.float32] | None = None
+    """Of the sampled tokens: what the critic is trained to say. None: there is no critic."""
+    weights: NDArray[np.float32] | None = None
+    """What each sampled token's loss is multiplied by. None: 1."""
 
     @property
     def trainable(self) -> bool:
-        """Whether any advantage differs from 0; without one the gradient is 0."""
-        return bool(np.any(self.advantages))
+        """Whether any advantage of a token in the loss differs from 0; without one the policy's gradient is 0."""
+        return bool(np.any(self.advantages[self.response_mask.astype(bool)]))
 
     @property
     def token_counts(self) -> list[int]:
@@ -87,4 +104,49 @@ def layout(sequences: Sequences, *, version: int, divisor: int = 1) -> Batch:
         temperature=np.pad(sequences.temperature, (0, padding), constant_values=1),
         current=np.pad(sequences.version == version, (0, padding)),
         real_rows=len(sequences),
+    )
+
+
+def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -> list[Batch]:
+    """Share a batch's sequences out among `count` optimiser steps, as evenly as rows allow; fewer where there are fewer rows.
+
+    Args:
+        batch: the whole.
+        order: a permutation of its `real_rows` rows: the first part takes the first of them.
+        count: how many parts.
+        divisor: each part gets no-op rows up to a multiple of it.
+    """
+    chosen = [rows for rows in np.array_split(np.asarray(order, np.int64), count) if len(rows)]
+    return [_take(batch, rows, -(-len(rows) // divisor) * divisor) for rows in chosen]
+
+
+def _take(batch: Batch, rows: NDArray[np.int64], count: int) -> Batch:
+    """Some rows of a batch, and no-op rows up to a count."""
+
+    def of(whole: NDArray[_T], fill: float = 0) -> NDArray[_T]:
+        result = np.full((count, *whole.shape[1:]), fill, whole.dtype)
+        result[: len(rows)] = whole[rows]
+        return result
+
+    def maybe(whole: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        return None if whole is None else of(whole)
+
+    attention = of(batch.attention_mask)
+    attention[len(rows) :, batch.prompts.shape[1] - 1] = 1
+    return replace(
+        batch,
+        prompts=of(batch.prompts),
+        responses=of(batch.responses),
+        attention_mask=attention,
+        response_mask=of(batch.response_mask),
+        logprobs=of(batch.logprobs),
+        advantages=of(batch.advantages),
+        temperature=of(batch.temperature, 1),
+        current=of(batch.current),
+        real_rows=len(rows),
+        old_logprobs=maybe(batch.old_logprobs),
+        reference_logprobs=maybe(batch.reference_logprobs),
+        values=maybe(batch.values),
+        returns=maybe(batch.returns),
+        weights=maybe(batch.weights),
     )

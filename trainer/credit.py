@@ -1,20 +1,20 @@
 """Credit assignment: from the raw rewards of transitions to one advantage a transition.
 
-In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `Rewards.Name` and `Rewards.Value`, which of
-them are trained, a `CreditRule`, and the function that compares values within a group (verl's GRPO, from `trainer.engine`). Out: one
-number a trained row, in the order of the rows given. Invariant: pure functions of whole columns; nothing here knows of the store or of
-PyTorch, nothing is stored, and the order of rows changes nothing.
+In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `ResponseIds`, `Rewards.Name` and
+`Rewards.Value`, which of them are trained, a `CreditRule`, and the function that compares values (an estimator of verl's, from
+`trainer.estimators`). Out: one number a trained row, in the order of the rows given. Invariant: pure functions of whole columns;
+nothing here knows of the store or of PyTorch, nothing is stored, and the order of rows changes nothing.
 
 Two levels, as in Agent Lightning (https://arxiv.org/abs/2508.03680): first a rollout's rewards become values of its calls, then a
 baseline turns values into advantages, which the loss applies to every token of a response. `SCHEMES` has one function a scheme; all
-are called the same way.
+are called the same way, with any estimator.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
+from trainer.learning import ESTIMATORS, Scope
 
 KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
 """What names a rollout's attempt; its first three name the group."""
@@ -30,11 +31,29 @@ GROUP = KEY[:3]
 
 Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
 Baseline = Literal["rollout", "turn"]
-Normalise = Callable[[NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
-"""Values and the group of each -> how far each lies above its group's mean, in standard deviations."""
 
+_NAMED = "Value."
+"""What begins the columns that hold one reward name's part of a value."""
 _EQUAL = 1e-9
 """Values of a group that differ by less than this part of their size are equal: what is left is rounding."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is compared: rollouts, or calls, each counting once. Every array has an element a unit."""
+
+    values: NDArray[np.float64]
+    """What each is worth."""
+    groups: NDArray[np.int64]
+    """Which ones share a baseline."""
+    lengths: NDArray[np.int64]
+    """Trained tokens of each."""
+    named: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
+    """The values' raw parts by reward name, where the rule asks for them (`by_name`): weighted, they add up to `values`."""
+
+
+Normalise = Callable[[Units], NDArray[np.float64]]
+"""Units -> an advantage each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +68,23 @@ class CreditRule:
     """GiGPO's omega."""
     reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
     """What rewards of a name are multiplied by; 1 for a name that is not here."""
+    scope: Scope = "group"
+    """What the estimator compares: how much of the batch it must see."""
+    by_name: bool = False
+    """Whether the estimator wants the rewards of each name apart (GDPO)."""
 
     @classmethod
     def of(cls, settings: TrainerSettings) -> CreditRule:
         """The trainer's."""
-        return cls(settings.credit, settings.baseline, settings.gamma, settings.step_weight, settings.reward_weights)
+        return cls(
+            settings.credit,
+            settings.baseline,
+            settings.gamma,
+            settings.step_weight,
+            settings.reward_weights,
+            ESTIMATORS[settings.estimator].scope,
+            settings.estimator == "gdpo",
+        )
 
     def check(self) -> None:
         """Refuse what has no meaning.
@@ -75,7 +106,7 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
         transitions: all calls of whole rollouts, other policies' too: their rewards count in the values.
         own: which of them are trained; only those are compared, and get an advantage each, in their order.
         rule: the scheme and its parameters; None: the defaults.
-        normalise: how values are compared within a group.
+        normalise: how values are compared.
 
     Raises:
         SettingsError: the rule has no meaning.
@@ -83,7 +114,9 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
     rule = rule or CreditRule()
     rule.check()
     columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
-    calls = transitions.select(*columns).with_columns(call_rewards(transitions, rule.reward_weights), own.alias("Own"))
+    calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(
+        call_rewards(transitions, rule.reward_weights), own.alias("Own"), *(_by_name(transitions) if rule.by_name else [])
+    )
     return SCHEMES[rule.credit](calls, rule, normalise).filter(own).alias("Advantage")
 
 
@@ -97,8 +130,8 @@ def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl
     (https://arxiv.org/abs/2402.03300, section 4.1.2) with verl's sample standard deviation.
     """
     if rule.baseline == "turn":
-        return _by_turn(calls, _spread(calls, _returns(calls), "Return"), normalise)
-    return _spread(calls, _rollout_advantages(calls, normalise), "Advantage")
+        return _by_turn(calls, _spread(calls, _returns(calls), "Return"), rule, normalise)
+    return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
 
 
 def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -110,7 +143,7 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
     spreading; a control for the other schemes (docs/credit.md: it learns nothing where earlier calls matter).
     """
     last = (pl.col("Turn") == pl.col("Turn").filter("Own").max()).over(*KEY).fill_null(value=False)
-    spread = _spread(calls, _rollout_advantages(calls, normalise), "Advantage")
+    spread = _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
     return calls.select(pl.when(last).then(spread).otherwise(0.0).alias("Advantage")).to_series()
 
 
@@ -119,7 +152,7 @@ def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) ->
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
     """
-    return _by_turn(calls, discounted(calls, rule.gamma), normalise)
+    return _by_turn(calls, discounted(calls, rule.gamma), rule, normalise)
 
 
 def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -128,7 +161,7 @@ def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Serie
     Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
     every call is graded on its own (docs/credit.md, inbox).
     """
-    return _by_turn(calls, calls["Reward"], normalise)
+    return _by_turn(calls, calls["Reward"], rule, normalise)
 
 
 def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -141,8 +174,8 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
     Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.step_weight.
     """
     steps = calls.select(*GROUP, State=pl.col("PromptIds").hash())
-    step = _among_own(calls, steps, discounted(calls, rule.gamma), normalise)
-    return _spread(calls, _rollout_advantages(calls, normalise), "Advantage") + rule.step_weight * step
+    step = _among_own(calls, steps, discounted(calls, rule.gamma), rule, normalise)
+    return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage") + rule.step_weight * step
 
 
 Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
@@ -181,6 +214,14 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
             f"{'one value a rollout' if baseline == 'rollout' else 'the calls at the same turn'}. Set trainer.baseline = {takes[0]!r}, or "
             f"trainer.credit to one of {others}."
         )
+
+
+def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule) -> pl.DataFrame:
+    """The groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest has nothing to learn from."""
+    differs = advantages(
+        transitions, own, replace(rule, scope="group", step_weight=1.0), normalise=lambda units: np.ones(len(units.values))
+    )
+    return transitions.filter(own).select(*GROUP).filter(differs != 0).unique(maintain_order=True)
 
 
 def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.Series:
@@ -232,34 +273,55 @@ def discounted(calls: pl.DataFrame, gamma: float) -> pl.Series:
     return (calls["Reward"] + calls.join(following, on=[*KEY, "Turn"], how="left", maintain_order="left")["After"]).alias("Value")
 
 
-def group_relative(groups: pl.DataFrame, values: pl.Series, normalise: Normalise) -> pl.Series:
-    """Compare each value with those of the rows that agree in every column of `groups`.
+def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Have values compared, each with those of the rows that agree in every column of `groups`.
 
-    Groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach `normalise`.
+    By the rule's scope: `group`: groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach
+    `normalise`. `batch`: groups of one are 0 and do not reach it; those of equal values count in what it knows of the batch. `all`: every
+    value reaches it, since none is compared with its group alone. Where all values of every group are equal, there is nothing to compare.
+
+    Args:
+        groups: what names each unit's group.
+        units: Value, Length, and a column a reward's name (`Value.NAME`) where the rule asks for them.
+        rule: its scope.
+        normalise: how values are compared.
     """
-    rows = groups.with_columns(
-        values.cast(pl.Float64).alias("Value"),
-        pl.struct(pl.all()).rank("dense").cast(pl.Int64).alias("Group"),
-        pl.int_range(pl.len()).alias("Row"),
+    rows = units.with_columns(
+        groups.select(pl.struct(pl.all()).rank("dense").cast(pl.Int64).alias("Group")).to_series(), pl.int_range(pl.len()).alias("Row")
     )
-    value: Any = pl.col("Value")
-    tolerance = _EQUAL * pl.max_horizontal(value.abs().max(), pl.lit(1.0))
-    differs = (pl.len() > 1) & (value.max() - value.min() > tolerance)
-    live = rows.filter(differs.over("Group"))
+    values: Any = pl.selectors.starts_with("Value")
+    tolerance = _EQUAL * pl.max_horizontal(pl.col("Value").abs().max(), pl.lit(1.0))
+    spans = values.max() - values.min()
+    shared, differs = pl.len() > 1, pl.any_horizontal(spans > tolerance)
+    facts = {"Shared": shared, "Differs": shared & differs}
+    rows = rows.with_columns(**(facts if rule.scope == "all" else {name: fact.over("Group") for name, fact in facts.items()}))
     result = np.zeros(len(rows))
-    if len(live):
-        result[live["Row"].to_numpy()] = normalise(live["Value"].to_numpy(), live["Group"].to_numpy())
+    live = rows.filter("Differs" if rule.scope == "group" else "Shared")
+    if live["Differs"].any():
+        named = {name.removeprefix(_NAMED): live[name].to_numpy() for name in live.columns if name.startswith(_NAMED)}
+        chosen = Units(live["Value"].to_numpy(), live["Group"].to_numpy(), live["Length"].to_numpy(), named)
+        result[live["Row"].to_numpy()] = normalise(chosen)
     return pl.Series("Advantage", result)
 
 
+def _by_name(transitions: pl.DataFrame) -> list[pl.Series]:
+    """The raw rewards of each name, a column `Reward.NAME` each."""
+    names = sorted(set(transitions["Rewards.Name"].explode(empty_as_null=False).to_list()))
+    alone = ({**dict.fromkeys(names, 0.0), name: 1.0} for name in names)
+    return [call_rewards(transitions, weights).alias(f"Reward.{name}") for name, weights in zip(names, alone, strict=True)]
+
+
 def _returns(calls: pl.DataFrame) -> pl.DataFrame:
-    return calls.group_by(*KEY, maintain_order=True).agg(Return=pl.col("Reward").sum())
+    sums: Any = pl.selectors.starts_with("Reward")
+    return calls.group_by(*KEY, maintain_order=True).agg(sums.sum()).rename(lambda name: name.replace("Reward", "Return", 1))
 
 
-def _rollout_advantages(calls: pl.DataFrame, normalise: Normalise) -> pl.DataFrame:
+def _rollout_advantages(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.DataFrame:
     """KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
-    rollouts = _returns(calls).join(calls.filter("Own").select(*KEY).unique(), on=KEY, how="semi", maintain_order="left")
-    return rollouts.select(*KEY).with_columns(group_relative(rollouts.select(*GROUP), rollouts["Return"], normalise))
+    trained = calls.filter("Own").group_by(*KEY, maintain_order=True).agg(pl.col("Length").sum())
+    rollouts = _returns(calls).join(trained, on=KEY, maintain_order="left")
+    units = rollouts.drop(*KEY).rename(lambda name: name.replace("Return", "Value", 1))
+    return rollouts.select(*KEY).with_columns(compare(rollouts.select(*GROUP), units, rule, normalise))
 
 
 def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, what: str) -> pl.Series:
@@ -267,13 +329,14 @@ def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, what: str) -> pl.Series
     return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[what]
 
 
-def _by_turn(calls: pl.DataFrame, values: pl.Series, normalise: Normalise) -> pl.Series:
-    return _among_own(calls, calls.select(*GROUP, "Turn"), values, normalise)
+def _by_turn(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    return _among_own(calls, calls.select(*GROUP, "Turn"), values, rule, normalise)
 
 
-def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, normalise: Normalise) -> pl.Series:
+def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
     """Compare trained calls with trained calls; the others have 0."""
     mine = calls["Own"]
+    units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(mine)
     result = np.zeros(len(calls))
-    result[mine.to_numpy()] = group_relative(groups.filter(mine), values.filter(mine), normalise).to_numpy()
+    result[mine.to_numpy()] = compare(groups.filter(mine), units, rule, normalise).to_numpy()
     return pl.Series("Advantage", result)

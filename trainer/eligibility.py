@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import polars as pl
 
+from trainer.credit import GROUP
 from trainer.source import GROUP_COLUMNS, Group
 
 
@@ -32,6 +33,8 @@ class ExpiryReason(StrEnum):
     """A call was sampled at temperature 0: its distribution has no logprobs to compare."""
     TOO_LONG = "too_long"
     """Every call of this policy in it is longer than a device takes (trainer.max_tokens_per_device)."""
+    EQUAL = "equal"
+    """No value in it differs from one that it is compared with, and trainer.skip_equal_groups says to leave such groups out."""
 
 
 def expiry_reasons(
@@ -42,6 +45,8 @@ def expiry_reasons(
     max_staleness: int,
     tokenizer_hash: str,
     max_tokens: int,
+    alone: bool = False,
+    live: pl.DataFrame | None = None,
 ) -> dict[Group, ExpiryReason]:
     """Find the groups that must be put aside; the first reason in the order of `ExpiryReason` that holds is given.
 
@@ -52,6 +57,8 @@ def expiry_reasons(
         max_staleness: how many committed versions may lie between a call's and the weights that will be trained.
         tokenizer_hash: the policy's.
         max_tokens: the longest call that fits a device.
+        alone: whether a rollout without another of its group has something to be compared with.
+        live: groups with something to learn from (`credit.live_groups`). None: those without are trained too.
     """
     fresh = lineage[-1 - max_staleness :]
     version, tokenizer = pl.col("Version"), pl.col("TokenizerHash")
@@ -63,13 +70,16 @@ def expiry_reasons(
         greedy=(pl.col("Temperature") <= 0).any(),
         too_long=(~fits(max_tokens)).all(),
     )
+    if live is not None:
+        marked = live.with_columns(equal=pl.lit(value=False))
+        facts = facts.join(marked, on=GROUP, how="left").with_columns(pl.col("equal").fill_null(value=True))
     found = {Group(*(row[name] for name in GROUP_COLUMNS)): row for row in facts.iter_rows(named=True)}
     reasons: dict[Group, ExpiryReason] = {}
     for group in groups:
         row = found.get(group)
         if row is None:
             reasons[group] = ExpiryReason.NO_TRANSITIONS
-        elif row["rollouts"] < 2:
+        elif row["rollouts"] < 2 and not alone:
             reasons[group] = ExpiryReason.ONE_ROLLOUT
         else:
             holds = [reason for reason in ExpiryReason if row.get(reason.value) is True]

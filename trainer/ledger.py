@@ -124,7 +124,7 @@ class Ledger:
             if head is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
             row = self._lease(transaction)
-            if row and not is_over(row, self.database.now(transaction)):
+            if row and not is_over(row["holder"], row["expires"], self.database.now(transaction)):
                 return None
             if row:
                 self._undo(transaction, row)
@@ -186,7 +186,7 @@ class Ledger:
         """
         with self.database.transaction() as transaction:
             row = self._lease(transaction)
-            if row is None or not (row["holder"] == self._holder or is_over(row, self.database.now(transaction))):
+            if row is None or not (row["holder"] == self._holder or is_over(row["holder"], row["expires"], self.database.now(transaction))):
                 return []
             self._undo(transaction, row)
             return [int(row["version"])]
@@ -348,14 +348,9 @@ class Ledger:
         }
 
 
-def is_over(lease: Mapping[str, object], now: float) -> bool:
-    """Whether a lease may be undone by anybody: it has expired, or its process is known to be dead.
-
-    Args:
-        lease: a row of LEASES: `expires`, `holder`.
-        now: by the clock that `expires` was set by.
-    """
-    return float(str(lease["expires"])) <= now or is_dead(str(lease["holder"]))
+def is_over(holder: str, expires: float, now: float) -> bool:
+    """Whether a lease may be undone by anybody: it has expired, or its process is known to be dead; both times by one clock."""
+    return expires <= now or is_dead(holder)
 
 
 def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:

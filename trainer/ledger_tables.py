@@ -7,7 +7,7 @@ database a transaction begins by taking the one right to write, so that what it 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ class Database:
             METADATA.create_all(transaction)
 
     @contextmanager
-    def transaction(self) -> Iterator[sa.Connection]:
+    def transaction(self) -> Generator[sa.Connection]:
         """One transaction: all of it happens, or nothing.
 
         Raises:

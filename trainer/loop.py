@@ -29,9 +29,10 @@ from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred
-from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.eligibility import ExpiryReason
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
+from trainer.learning import check
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.measures import measures
@@ -39,6 +40,7 @@ from trainer.mirror import Mirror
 from trainer.planning import plan_of
 from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.screening import screen
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
 from trainer.view import LogLines
@@ -199,14 +201,8 @@ class Trainer:
             self.clock.begin()
             with self.clock.stage("load"):
                 loaded = self.source.load(chosen)
-            reasons = expiry_reasons(
-                chosen,
-                loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
-                lineage=self.ledger.lineage(),
-                max_staleness=settings.max_staleness,
-                tokenizer_hash=newest_version(self.ledger).tokenizer_hash,
-                max_tokens=settings.max_tokens_per_device,
-            )
+            tokenizer = newest_version(self.ledger).tokenizer_hash
+            reasons = screen(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=tokenizer)
             if not reasons:
                 return loaded
             if ExpiryReason.STALE in reasons.values():
@@ -306,6 +302,7 @@ def train(settings: Settings, *, follow: bool) -> None:
             next call goes on.
     """
     CreditRule.of(settings.trainer).check()
+    check(settings.trainer)
     expression(settings.trainer.selection)
     shutdown = Shutdown()
     try:
@@ -323,7 +320,8 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     try:
         newest = prepare(ledger, settings)
 
-        from trainer.engine import Engine, group_relative
+        from trainer.engine import Engine
+        from trainer.estimators import estimator
 
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)
@@ -342,7 +340,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             ledger=ledger,
             source=source,
             optimiser=optimiser,
-            normalise=group_relative,
+            normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
             shutdown=shutdown,

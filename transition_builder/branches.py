@@ -50,7 +50,7 @@ class Lists:
     @property
     def bytes(self) -> memoryview:
         """Of all values."""
-        return memoryview(np.ascontiguousarray(self.values)).cast("B")
+        return np.ascontiguousarray(self.values).data.cast("B")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
--- The plain road: calls of agents that talk to an engine of ours directly, from their own openai-level spans.
+-- The plain road: calls of agents that talk to an engine of ours directly, from their own clients' spans.
 --
 -- The engine's middleware adds the field `spangrad` to its answers, and the span keeps the answer in output.value. The gateway takes that
 -- field out again, so that a call which it recorded is never here a second time. Whatever a sender writes there, the view must not fail:
@@ -18,14 +18,14 @@ CREATE TABLE IF NOT EXISTS otel.plain_answers (
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_answers_mv TO otel.plain_answers AS
 SELECT Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes
 FROM otel.otel_traces
-WHERE ScopeName = 'openinference.instrumentation.openai' AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
+WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instrumentation.anthropic') AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
     AND position(SpanAttributes['output.value'], '"spangrad"') > 0;
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_calls_mv TO otel.calls AS
 WITH
     answer.spangrad.generations AS generations,
     length(answer.choices) + length(generations) AS many,
-    -- Chats and completions have choices; of Responses the engine tells each time that it sampled.
+    -- Chats and completions have choices; of Responses and messages the engine tells each time that it sampled.
     multiIf(
         many > 1024 OR many * byteSize(SpanAttributes) > 268435456, [],
         notEmpty(answer.choices), arrayMap(one -> (

@@ -11,6 +11,61 @@ from pydantic import Field, SecretStr
 from spangrad.settings.builder import Selection
 from spangrad.settings.section import Section
 
+Estimator = Literal[
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+]
+"""Verl's advantage estimators, by verl's names."""
+
+Loss = Literal[
+    "bypass_mode",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "geo_mean",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "sapo",
+    "vanilla",
+]
+"""Verl's policy losses, by verl's names; `vanilla` is PPO's."""
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How verl makes one number of the losses of all tokens."""
+
+KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
+"""Verl's estimates of a KL divergence from a token's two logprobs; with `+` the gradient is that of `k2`, which is unbiased."""
+
+
+class Correction(Section):
+    """What is done about responses that other weights, or another arithmetic, sampled (docs/learning.md)."""
+
+    weights: Literal["token", "sequence"] | None = None
+    """What an importance weight, trainer's probability over sampled probability, stands for. None: no weights."""
+    threshold: str = "2.0"
+    """UPPER: weights are cut there (TIS). LOWER_UPPER: those outside count as 0 (IcePop)."""
+    normalise: bool = False
+    """Divide the weights by their mean."""
+    reject: dict[str, str] = Field(default_factory=dict[str, str])
+    """Which divergences make a token or a response count for nothing, by verl's names: LOWER_UPPER of a ratio, UPPER of others."""
+    objective: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """What trainer.loss `bypass_mode` does with the rest."""
+
 
 class TrainerSettings(Section):
     """The trainer."""
@@ -45,12 +100,53 @@ class TrainerSettings(Section):
     gamma: float = Field(default=1.0, ge=0, le=1)
     step_weight: float = 1.0
     """GiGPO: weight of a step's advantage beside its rollout's."""
+    estimator: Estimator = "grpo"
+    """How values are compared (docs/learning.md)."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """GAE: how far it looks beyond the next token's value. Its discount, a token, is trainer.gamma."""
+    critic_learning_rate: float = 1e-5
+    """GAE: of the value model, which begins as the policy with a new head."""
+    critic_clip: float = 0.5
+    """GAE: how far a value may leave what it was at the batch's start and still pull."""
+    norm_by_std: bool = True
+    """GRPO and its kin: divide by the group's standard deviation. False is Dr. GRPO."""
+    skip_equal_groups: bool = False
+    """Put groups aside in which no value differs from those that it is compared with (DAPO)."""
     merge: bool = False
     """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Train adapters of this rank and leave the weights as they are; versions are served merged. 0: train the weights."""
+    lora_alpha: int = 16
+    """What adapters are multiplied by, over the rank."""
+    lora_modules: tuple[str, ...] = ()
+    """Names of the layers that have adapters, such as `q_proj`. None: every linear one but the head."""
     learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    loss: Loss = "vanilla"
+    loss_aggregation: Aggregation = "token-mean"
+    loss_options: dict[str, float] = Field(default_factory=dict[str, float])
+    """Numbers of the loss, by verl's names; one that is not here has verl's default (docs/learning.md)."""
     clip_ratio: float = 0.2
+    """How far a ratio may leave 1 and still pull; in `dppo_tv` and `dppo_kl` a divergence."""
+    clip_ratio_low: float | None = None
+    """Below 1. None: clip_ratio."""
+    clip_ratio_high: float | None = None
+    """Above 1. None: clip_ratio."""
+    epochs: int = Field(default=1, ge=1)
+    """How often a batch is gone through."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimiser steps an epoch, each on a part of the batch's rows, drawn anew. Ratios are against the batch's start."""
+    recompute_logprobs: bool = False
+    """Take ratios against the trainer's own logprobs at the batch's start. False: against those that were sampled with."""
+    correction: Correction = Correction()
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the reference in the loss."""
+    kl_type: KlEstimate = "low_var_kl"
+    reference: Path | None = None
+    """Directory of the weights that the policy is held to. None: trainer.model."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy that the loss rewards."""
     clip_grad: float = 1.0
     max_tokens_per_device: int = 16384
     max_staleness: int = 0

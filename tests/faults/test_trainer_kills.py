@@ -67,11 +67,7 @@ def test_kills_at_random_points(
                 seen = len(trainers.log.read_text())
                 child = trainers.start(killed)
                 if fell.total() < kills:
-                    if chance.random() < 0.8:
-                        wait_for_weights(trainers, seen)
-                        time.sleep(chance.uniform(0, seconds * (steps + 1 - done) / steps))
-                    else:
-                        time.sleep(chance.uniform(0, 1))
+                    aim(killed, trainers, seen, chance, seconds * (steps + 1 - done) / steps)
                     try:
                         os.kill(child, signal.SIGKILL)
                     except ProcessLookupError:
@@ -85,6 +81,25 @@ def test_kills_at_random_points(
             assert left_behind(killed) == set()
             assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
     tell(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
+
+
+def aim(settings: Settings, trainers: Nursery, seen: int, chance: Random, seconds: float) -> None:
+    """Wait for the moment of a kill: a random one of the start or of all steps, or of the milliseconds around checkpoint and commit."""
+    stage = chance.choice(["start", "steps", "checkpoint", "commit"])
+    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    if stage == "start":
+        time.sleep(chance.uniform(0, 1))
+        return
+    wait_for_weights(trainers, seen)
+    if stage == "steps":
+        time.sleep(chance.uniform(0, seconds))
+        return
+    there = set(here.glob("*"))
+    awaited = ".writing-*" if stage == "checkpoint" else "v*"
+    end = time.monotonic() + 2 * seconds
+    while time.monotonic() < end and not set(here.glob(awaited)) - there:
+        time.sleep(0.0005)
+    time.sleep(chance.uniform(0, 0.02))
 
 
 def wait_for_weights(trainers: Nursery, seen: int) -> None:

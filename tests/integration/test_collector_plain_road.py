@@ -92,9 +92,11 @@ GENERATIONS = [
     ids=["completions", "responses", "too many"],
 )
 def test_completions_and_responses_are_rows_as_well(store: StoreSettings, answer: dict[str, Any], expected: list[Any]) -> None:
-    trace = uuid.uuid4().bytes
     columns = "Choice, PromptIds, ResponseIds, Logprobs, FinishReason, Aborted"
-    assert stored(store, span(trace, json.dumps({"id": "c", "model": "m", "spangrad": FIELD, **answer})), trace, columns) == expected
+    whole = json.dumps({"id": "c", "model": "m", "spangrad": FIELD, **answer})
+    for scope in (OPENAI_SCOPE, "openinference.instrumentation.anthropic"):
+        trace = uuid.uuid4().bytes
+        assert stored(store, span(trace, whole, scope=scope), trace, columns) == expected
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.types import DropReason, transition_id
-from trainer.engine import choose_platform
+from trainer.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
 from transition_builder.export.reading import Wanted
 from transition_builder.export.tally import LeftOut

@@ -14,7 +14,8 @@ from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from trainer import checkpoint, credit
 from trainer.batch import Batch, layout
-from trainer.engine import STATE_FILE, Engine, group_relative
+from trainer.engine import STATE_FILE, Engine
+from trainer.estimators import group_relative
 from trainer.merge import merge, separate
 
 SETTINGS = TrainerSettings(learning_rate=1e-3)

@@ -12,21 +12,28 @@ from fakes import transition_row
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from trainer import credit
-from trainer.credit import Baseline, Credit, CreditRule
+from trainer.credit import Baseline, Credit, CreditRule, Units
+from trainer.learning import Scope
 
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
 PAIRS = [(how, baseline) for how, takes in credit.BASELINES.items() for baseline in takes]
 HALF = 0.5**0.5  # of two values each lies this many standard deviations off the mean
 
 
-def normalise(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def normalise(units: Units) -> np.ndarray:
     """GRPO's formula in NumPy; the trainer uses verl's."""
+    values, groups = units.values, units.groups
     result = np.zeros(len(values))
     for group in set(groups.tolist()):
         rows = groups == group
         assert rows.sum() > 1, "a group of one must never reach the normaliser"
         result[rows] = (values[rows] - values[rows].mean()) / (values[rows].std(ddof=1) + 1e-6)
     return result
+
+
+def units(values: list[float]) -> Units:
+    """Of one group."""
+    return Units(np.array(values), np.zeros(len(values), np.int64), np.ones(len(values), np.int64))
 
 
 def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
@@ -113,9 +120,9 @@ def test_gigpo_compares_steps_of_equal_prompts_within_the_group():
             transition_row("d", 0, PromptIds=item, rewards=(0.5,), GroupId="other"),
         ]
     )
-    episode = normalise(np.array([1.0, 0.0, 1.0]), np.zeros(3))
-    at_home = normalise(np.array([0.5, 0.0, 0.0]), np.zeros(3))  # a came to 1 a step later, at gamma 1/2; b was there twice
-    at_item = normalise(np.array([1.0, 0.0]), np.zeros(2))
+    episode = normalise(units([1.0, 0.0, 1.0]))
+    at_home = normalise(units([0.5, 0.0, 0.0]))  # a came to 1 a step later, at gamma 1/2; b was there twice
+    at_item = normalise(units([1.0, 0.0]))
     by_hand = [
         episode[0] + 2 * at_home[0],
         episode[0] + 2 * at_item[0],
@@ -164,7 +171,7 @@ def test_turn_groups_compare_calls_of_the_same_turn_only():
             transition_row("c", 0, rewards=(0.0,)),
         ]
     )
-    first = normalise(np.array([1.0, 0.0, 0.0]), np.zeros(3))
+    first = normalise(units([1.0, 0.0, 0.0]))
     assert advantages(rows, "reward_to_go", "turn") == pytest.approx([first[0], HALF, first[1], -HALF, first[2]], abs=1e-4)
     assert advantages(rows, "own", "turn") == pytest.approx([0, HALF, 0, -HALF, 0], abs=1e-4)
 
@@ -283,3 +290,61 @@ def test_rewards_on_another_policys_calls_count_and_only_own_calls_get_an_advant
     )
     found = credit.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
     assert found.to_list() == pytest.approx([HALF, -HALF], abs=1e-4)
+
+
+SCOPES = [
+    transition_row("a", rewards=(1.0,), GroupId="mixed"),
+    transition_row("b", rewards=(0.0,), GroupId="mixed"),
+    transition_row("c", rewards=(1.0,), GroupId="equal"),
+    transition_row("d", rewards=(1.0,), GroupId="equal"),
+    transition_row("e", rewards=(3.0,), GroupId="lonely"),
+]
+
+
+@pytest.mark.parametrize(("scope", "seen"), [("group", [1, 0]), ("batch", [1, 0, 1, 1]), ("all", [1, 0, 1, 1, 3])])
+def test_an_estimator_sees_what_it_compares(scope: Scope, seen: list[float]):
+    rows, told = frame(SCOPES), list[float]()
+
+    def watch(units: Units) -> np.ndarray:
+        told.extend(units.values.tolist())
+        assert units.lengths.tolist() == [2] * len(units.values)
+        return units.values + 10
+
+    found = credit.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=watch)
+    assert told == seen
+    assert found.to_list() == [one["Rewards.Value"][0] + 10 if i < len(seen) else 0 for i, one in enumerate(SCOPES)]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scope", ["batch", "all"])
+def test_nothing_is_compared_where_all_values_are_equal(scope: Scope):
+    rows = frame(SCOPES[2:4])
+    found = credit.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
+    assert found.to_list() == [0, 0]
+
+
+def test_rewards_of_each_name_come_apart_and_add_up():
+    names = {"Rewards.Name": ["reward", "style"]}
+    rows = frame([transition_row("a", rewards=(1.0, 0.0), **names), transition_row("b", rewards=(0.0, 2.0), **names)])
+    told: list[Units] = []
+
+    def watch(units: Units) -> np.ndarray:
+        told.append(units)
+        return units.values
+
+    rule = CreditRule(reward_weights={"style": 0.5}, by_name=True, scope="batch")
+    credit.advantages(rows, rows["Policy"] == "policy", rule, normalise=watch)
+    (units,) = told
+    assert {name: part.tolist() for name, part in units.named.items()} == {"reward": [1, 0], "style": [0, 2]}
+    assert units.values.tolist() == [1, 1], "equal values, unlike parts: GDPO tells them apart"
+
+
+def test_live_groups_have_a_value_that_differs():
+    rows = frame([*SCOPES, transition_row("f", rewards=(9.0,), GroupId="equal", Policy="other")])
+    own = rows["Policy"] == "policy"
+    assert credit.live_groups(rows, own, CreditRule())["GroupId"].to_list() == ["mixed"]
+    turns = frame(
+        [transition_row("a", 0, rewards=(1.0,)), transition_row("a", 1), transition_row("b", 0), transition_row("b", 1, rewards=(1.0,))]
+    )
+    own = turns["Policy"] == "policy"
+    assert credit.live_groups(turns, own, CreditRule()).is_empty()
+    assert len(credit.live_groups(turns, own, CreditRule("own", "turn"))) == 1

@@ -54,3 +54,18 @@ def test_staleness_counts_committed_versions():
     assert reasons(old, lineage=(0, 4, 6), max_staleness=1) == {}
     assert reasons(old, lineage=(0, 4, 6, 7), max_staleness=1) == {GROUP: ExpiryReason.STALE}
     assert reasons(old, lineage=(0, 4, 6, 7), max_staleness=9) == {}
+
+
+def test_a_rollout_alone_is_taken_where_nothing_is_compared_within_groups():
+    frame = pl.DataFrame([transition_row("a")])
+    facts = {"lineage": (0,), "max_staleness": 0, "tokenizer_hash": "tokenizer", "max_tokens": 5}
+    assert expiry_reasons([GROUP], frame, **facts, alone=True) == {}  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_not_among_the_live_ones_is_equal():
+    frame = pl.DataFrame([*PAIR, *(transition_row(name, GroupId="other") for name in "cd")])
+    live = pl.DataFrame({"RunId": ["run"], "Mode": ["train"], "GroupId": ["other"]})
+    other = Group("run", "train", "spec", "other")
+    facts = {"lineage": (0,), "max_staleness": 0, "tokenizer_hash": "tokenizer", "max_tokens": 5}
+    assert expiry_reasons([GROUP, other], frame, **facts, live=live) == {GROUP: ExpiryReason.EQUAL}  # type: ignore[arg-type]
+    assert expiry_reasons([GROUP, other], frame, **facts) == {}  # type: ignore[arg-type]

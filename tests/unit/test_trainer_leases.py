@@ -130,7 +130,7 @@ def test_of_other_process_tables_nothing_is_known():
 
 @given(st.floats(0, 1e10), st.floats(-1e3, 1e3))
 def test_a_lease_is_over_when_its_time_is(now: float, left: float):
-    assert is_over({"expires": now + left, "holder": ELSEWHERE}, now) == (now + left <= now)
+    assert is_over(ELSEWHERE, now + left, now) == (now + left <= now)
 
 
 @given(st.data())

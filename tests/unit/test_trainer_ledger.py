@@ -82,6 +82,7 @@ def test_a_crash_orphans_the_number_and_frees_the_rollouts(place: Place):
     assert ledger.committed_versions() == [0, 2]
 
 
+@pytest.mark.parametrize("place", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(place: Place):
     """Law 4: whatever instruction is the last, recovery leaves all of a batch or nothing, and the next run does the rest once."""
 

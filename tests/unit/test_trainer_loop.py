@@ -126,6 +126,15 @@ def test_a_group_without_a_call_that_fits_is_put_aside(tmp_path: Path, base: Pat
     assert trainer.ledger.expired() == {group("a"): ExpiryReason.TOO_LONG, group("b"): ExpiryReason.TOO_LONG}
 
 
+def test_groups_with_nothing_to_learn_from_are_put_aside_where_asked(tmp_path: Path, base: Path):
+    """DAPO's filter: the next groups fill the batch."""
+    equal = {"Rewards.Value": [1.0]}
+    trainer = wired(settings(base, tmp_path, skip_equal_groups=True), FakeSource(["a", "b", "c"], changes={"a": equal}))
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
+    assert trainer.ledger.expired() == {group("a"): ExpiryReason.EQUAL}
+
+
 def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     prompts = [[1, 2], [1, 2, 4, 5, 6], [9, 9]]
@@ -275,6 +284,8 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
     contradiction = settings(base, tmp_path, credit="reward_to_go", baseline="rollout")
     with pytest.raises(SettingsError, match=r"trainer\.baseline = 'turn'"):
         loop.train(contradiction, follow=False)
+    with pytest.raises(SettingsError, match="needs a greedy rollout"):
+        loop.train(settings(base, tmp_path, estimator="remax"), follow=False)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)

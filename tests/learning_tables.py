@@ -1,0 +1,255 @@
+"""The tables of docs/learning.md: every estimator and loss of verl's by name, what it needs, and its value here and by verl.
+
+In: two fixed batches. Out: Markdown lines. Invariant: "here" goes the way that a training step goes, "verl" calls verl's own function on
+tensors that are laid out here by hand. `PYTHONPATH=. python tests/learning_tables.py` writes them into the page; a test compares.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from sampling import logprobs_of, sampled_rows
+
+from fakes import transition_row
+from spangrad.settings import TrainerSettings
+from trainer import credit, learning
+from trainer.batch import layout
+from trainer.chains import chains
+from trainer.credit import CreditRule
+from trainer.engine import Engine
+from trainer.estimators import estimator, over_tokens
+from trainer.losses import actor_config
+from trainer.merge import separate
+
+PAGE = Path(__file__).parents[1] / "docs" / "learning.md"
+SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
+WEIGHTS = {"reward": 1.0, "style": 0.5}
+TURNS = {  # group, and for each turn the tokens of its response and its rewards
+    "a": ("x", [(2, {}), (1, {"style": 1.0}), (3, {"reward": 1.0})]),
+    "b": ("x", [(2, {"reward": 0.0})]),
+    "c": ("x", [(1, {"style": -1.0}), (4, {"reward": 0.5})]),
+    "d": ("y", [(5, {"style": 1.0, "reward": 1.0})]),
+    "e": ("y", [(2, {}), (2, {"reward": 0.25})]),
+}
+"""Rollouts of the fixed batch of the estimators."""
+OPTIONS: dict[str, dict[str, float]] = {
+    "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0},
+    "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
+    "dro": {"dro_beta": 0.5},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.5},
+}
+"""Of losses that are told apart from others only so, on a small batch."""
+
+
+def rollouts() -> pl.DataFrame:
+    """The calls of the fixed batch of the estimators."""
+    rows: list[dict[str, object]] = []
+    for name, (group, turns) in TURNS.items():
+        for turn, (length, rewards) in enumerate(turns):
+            facts = {"GroupId": group, "ResponseIds": [7] * length, "Logprobs": [-0.5] * length}
+            rows.append(transition_row(name, turn, **facts, **{"Rewards.Name": list(rewards), "Rewards.Value": list(rewards.values())}))
+    return pl.DataFrame(rows, schema_overrides=SCHEMA)
+
+
+def advantages_here(settings: TrainerSettings) -> list[float]:
+    """Of each call."""
+    calls = rollouts()
+    return credit.advantages(calls, calls["Policy"] == "policy", CreditRule.of(settings), normalise=estimator(settings)).to_list()
+
+
+def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
+    """Of each call: verl's function on rows of a rollout each, with an observation of two tokens between turns, or of a call each."""
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    rows: list[tuple[str, list[tuple[int, float]], dict[str, float]]] = []
+    for group, turns in TURNS.values():
+        worth = [sum(WEIGHTS[key] * value for key, value in rewards.items()) for _, rewards in turns]
+        named = {key: sum(rewards.get(key, 0.0) for _, rewards in turns) for key in WEIGHTS}
+        if level == "rollout":
+            rows.append((group, [(length, 0.0) for length, _ in turns[:-1]] + [(turns[-1][0], sum(worth))], named))
+        else:
+            rows += [(f"{group}-{turn}", [(length, worth[turn])], named) for turn, (length, _) in enumerate(turns)]
+    mask, rewards, ends = np.zeros((len(rows), 12)), np.zeros((len(rows), 12)), []
+    for row, (_, pieces, _) in enumerate(rows):
+        at = 0
+        for length, value in pieces:
+            mask[row, at : at + length] = 1
+            rewards[row, at + length - 1] = value
+            ends.append((row, at + length - 1))
+            at += length + 2
+    # GDPO finds a row's last token by its attention.
+    attention = np.arange(13) <= np.array([max(end for at, end in ends if at == row) for row in range(len(rows))])[:, None] + 1
+    gdpo = {"gdpo_reward_keys": list(WEIGHTS), "gdpo_reward_weights": list(WEIGHTS.values())} if name == "gdpo" else {}
+    apart = {
+        "non_tensor_batch": {key: np.array([named[key] for _, _, named in rows]) for key in WEIGHTS},
+        "batch": {"prompts": torch.ones(len(rows), 1), "attention_mask": torch.from_numpy(attention.astype(np.int64))},
+    }
+    groups = np.array([group for group, _, _ in rows])
+    if name == "grpo_vectorized" or level == "turn":
+        groups = np.unique(groups, return_inverse=True)[1]
+    facts: dict[str, Any] = {
+        "token_level_rewards": torch.from_numpy(rewards),
+        "response_mask": torch.from_numpy(mask),
+        **({} if name == "reinforce_plus_plus" else {"index": groups}),
+        **({"config": AlgoConfig(**gdpo)} if not name.endswith("optimal_token_baseline") else {}),
+        **(apart if gdpo else {}),
+        **parameters,
+    }
+    found, _ = get_adv_estimator_fn(name)(**facts)
+    return [float(found[row, end]) for row, end in ends]
+
+
+def told(name: str, tokens: int) -> dict[str, np.ndarray]:
+    """What a forward pass might say of the tokens of the fixed batch, in their order."""
+    dice = np.random.default_rng(11)
+    if name == "gae":
+        return {"values": dice.normal(0, 0.5, tokens).astype(np.float32)}
+    return {
+        "old_log_probs": np.log(dice.uniform(0.2, 0.9, tokens)).astype(np.float32),
+        "sum_pi_squared": dice.uniform(0.2, 0.9, tokens).astype(np.float32),
+    }
+
+
+def tokens_here(settings: TrainerSettings) -> list[float]:
+    """The advantage of each sampled token, by rollout and turn, of an estimator that looks at each."""
+    calls = rollouts().sample(fraction=1, shuffle=True, seed=3)
+    rows, links = chains(calls, calls["Policy"] == "policy", settings.reward_weights)
+    batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), version=0, divisor=4), chains=links)
+    cells = batch.response_mask.astype(bool)
+    known: dict[str, np.ndarray] = {}
+    for key, flat in told(settings.estimator, int(cells.sum())).items():
+        known[key] = np.zeros(cells.shape, np.float32)
+        known[key][cells] = flat
+    advantages, _ = over_tokens(settings, batch, **known)
+    return advantages[cells].tolist()
+
+
+def tokens_by_verl(settings: TrainerSettings, *, observation: int) -> list[float]:
+    """The same by verl's function on rows of a rollout each, with so many tokens of observation between turns."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    mask, rewards = np.zeros((len(TURNS), 16)), np.zeros((len(TURNS), 16))
+    for row, (_, turns) in enumerate(TURNS.values()):
+        at = 0
+        for length, paid in turns:
+            mask[row, at : at + length] = 1
+            rewards[row, at + length - 1] = sum(WEIGHTS[key] * value for key, value in paid.items())
+            at += length + observation
+    cells = mask.astype(bool)
+    facts: dict[str, Any] = {"token_level_rewards": torch.from_numpy(rewards), "response_mask": torch.from_numpy(mask)}
+    for key, flat in told(settings.estimator, int(cells.sum())).items():
+        whole = np.full(cells.shape, 99.0)  # what is said of observations must not matter
+        whole[cells] = flat
+        facts[key] = torch.from_numpy(whole)
+    groups = (
+        {"gamma": settings.gamma, "lam": settings.gae_lambda}
+        if settings.estimator == "gae"
+        else {"index": [one for one, _ in TURNS.values()]}
+    )
+    found, _ = get_adv_estimator_fn(settings.estimator)(**facts, **groups)
+    return found.numpy()[cells].tolist()
+
+
+def estimator_table() -> list[str]:
+    """A line an estimator: the advantage of each of the five rollouts at its first token; most have it at all of them."""
+    lines = ["| `trainer.estimator` | compares | needs | here | verl |", "| --- | --- | --- | --- | --- |"]
+    scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch"}
+    firsts = np.cumsum([0, *(len(turns) for _, turns in TURNS.values())])[:-1]
+    tokens = np.cumsum([0, *(sum(length for length, _ in turns) for _, turns in TURNS.values())])[:-1]
+    for name, facts in learning.ESTIMATORS.items():
+        if facts.needs and not facts.by_token:
+            lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs} | refused | |")
+            continue
+        settings = TrainerSettings(estimator=name, reward_weights=WEIGHTS)
+        if facts.by_token:
+            columns, at = (tokens_here(settings), tokens_by_verl(settings, observation=0)), tokens
+        else:
+            columns, at = (advantages_here(settings), advantages_by_verl(name, "rollout")), firsts
+        ours, theirs = (" ".join(f"{values[first]:+.3f}" for first in at) for values in columns)
+        lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs or ''} | {ours} | {theirs} |")
+    return lines
+
+
+def sampled(model: Path) -> tuple[pl.DataFrame, pl.Series]:
+    """The fixed batch of the losses: 12 responses whose logprobs are those of other weights, so that some ratios are clipped."""
+    off = np.random.default_rng(5)
+    rows = pl.DataFrame(sampled_rows(model, 12, temperature=1.0, seed=1)).with_columns(Version=pl.lit(-1))
+    moved = [[float(np.float32(min(one + off.normal(0, 0.4), -1e-3))) for one in row] for row in rows["Logprobs"].to_list()]
+    return rows.with_columns(pl.Series("Logprobs", moved)), pl.Series(np.linspace(-1.5, 1, 12))
+
+
+def loss_settings(name: str, **changes: Any) -> TrainerSettings:
+    """Of a loss with its options for the fixed batch."""
+    return TrainerSettings(loss=name, loss_options=OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
+
+
+def loss_here(model: Path, settings: TrainerSettings) -> float:
+    """The loss of an optimiser step on the fixed batch."""
+    rows, worth = sampled(model)
+    engine = Engine(model, settings)
+    torch.manual_seed(0)
+    return engine.step(layout(separate(rows, worth), version=0))["loss"]
+
+
+def padded(rows: list[list[float]]) -> torch.Tensor:
+    """Rows of different lengths in one tensor."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], batch_first=True)
+
+
+def loss_by_verl(model: Path, settings: TrainerSettings) -> float:
+    """Verl's function on the fixed batch, with logprobs by transformers."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    rows, worth = sampled(model)
+    current = [logprobs_of(model, p, r) for p, r in zip(rows["PromptIds"].to_list(), rows["ResponseIds"].to_list(), strict=True)]
+    old = rows["Logprobs"].to_list()
+    config = actor_config(settings, None)
+    config.global_batch_info.clear()
+    torch.manual_seed(0)
+    loss, _ = get_policy_loss_fn(settings.loss)(
+        old_log_prob=padded(old),
+        log_prob=padded(current),
+        advantages=padded([[value] * len(row) for value, row in zip(worth, old, strict=True)]),
+        response_mask=padded([[1.0] * len(row) for row in old]).bool(),
+        loss_agg_mode=settings.loss_aggregation,
+        config=config,
+    )
+    return float(loss)
+
+
+def loss_table(model: Path) -> list[str]:
+    """A line a loss."""
+    lines = ["| `trainer.loss` | `trainer.loss_options` | merged rows | here | verl |", "| --- | --- | --- | --- | --- |"]
+    for name, facts in learning.LOSSES.items():
+        settings = loss_settings(name, clip_ratio=0.02)
+        options = ", ".join(f"`{one}`" for one in facts.options)
+        merged = "refused" if facts.by_row else "yes"
+        lines.append(f"| `{name}` | {options} | {merged} | {loss_here(model, settings):+.4f} | {loss_by_verl(model, settings):+.4f} |")
+    return lines
+
+
+def write(page: Path, tables: list[list[str]]) -> None:
+    """Put tables in the place of those with the same first line."""
+    text = page.read_text()
+    for table in tables:
+        head, _, rest = text.partition(table[0] + "\n")
+        after = rest.splitlines(keepends=True)
+        while after and after[0].startswith("|"):
+            after.pop(0)
+        text = head + "\n".join(table) + "\n" + "".join(after)
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    from examples.two_tools.model import build_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        build_model(Path(directory), seed=0)
+        write(PAGE, [estimator_table(), loss_table(Path(directory))])

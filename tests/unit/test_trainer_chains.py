@@ -1,0 +1,80 @@
+"""Rollouts as chains of rows: who follows whom, and where rewards go."""
+
+from __future__ import annotations
+
+import polars as pl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import transition_row
+from spangrad.settings import TrainerSettings
+from trainer.assemble import assemble
+from trainer.chains import chains
+from trainer.credit import returns
+from trainer.source import BatchRollout, Group, Loaded
+
+SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
+
+
+def test_rewards_of_calls_that_are_not_trained_go_to_the_call_before_or_the_first():
+    rows = pl.DataFrame(
+        [
+            transition_row("a", 0, rewards=(1.0,), Policy="other"),
+            transition_row("a", 1, rewards=(2.0,)),
+            transition_row("a", 2, rewards=(4.0,), Policy="other"),
+            transition_row("a", 3, rewards=(8.0,)),
+            transition_row("b", 0, rewards=(16.0,)),
+            transition_row("b", 1, rewards=(32.0,), Policy="other"),
+            transition_row("c", 0, rewards=(64.0,), GroupId="later"),
+            transition_row("d", 0, rewards=(128.0,), Policy="other"),
+        ],
+        schema_overrides=SCHEMA,
+    )
+    found, links = chains(rows[::-1], rows[::-1]["Policy"] == "policy", {"reward": 0.5})
+    assert found["CallId"].to_list() == ["call-a-1", "call-a-3", "call-b-0", "call-c-0"]
+    assert links.rollout.tolist() == [0, 0, 1, 2]
+    assert links.group.tolist() == [0, 0, 0, 1]
+    assert links.rewards.tolist() == [3.5, 4.0, 24.0, 32.0]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(-8, 8), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=5), st.randoms())
+def test_a_chains_rewards_add_up_to_the_return_whatever_the_order(rollouts: list[list[tuple[int, bool]]], dice: object):
+    rows = [
+        transition_row(f"r{i}", turn, rewards=(float(reward),), Policy="policy" if own else "other")
+        for i, turns in enumerate(rollouts)
+        for turn, (reward, own) in enumerate(turns)
+    ]
+    dice.shuffle(rows)  # type: ignore[attr-defined]
+    frame = pl.DataFrame(rows, schema_overrides=SCHEMA)
+    own = frame["Policy"] == "policy"
+    found, links = chains(frame, own, {})
+    expected = dict(returns(frame).select("RolloutId", "Return").rows())
+    assert len(found) == own.sum() == len(links.rewards)
+    assert links.rollout.tolist() == sorted(links.rollout.tolist())
+    for number in set(links.rollout.tolist()):
+        rows_of = [row for row, other in enumerate(links.rollout.tolist()) if other == number]
+        (name,) = set(found["RolloutId"][rows_of].to_list())
+        assert sum(links.rewards[rows_of].tolist()) == expected[name]
+        assert found["Turn"][rows_of].to_list() == sorted(found["Turn"][rows_of].to_list())
+
+
+def test_a_batch_for_an_estimator_of_tokens_leaves_advantages_to_the_engine():
+    rows = pl.DataFrame(
+        [
+            transition_row("b", 0, rewards=(1.0,)),
+            transition_row("a", 0),
+            transition_row("a", 1, rewards=(2.0,)),
+            transition_row("a", 2, rewards=(4.0,), PromptIds=[1] * 99),
+        ],
+        schema_overrides=SCHEMA,
+    )
+    loaded = Loaded([BatchRollout(Group("run", "train", "spec", "group"), name, 0, 0) for name in "ab"], rows)
+
+    def never(_: object) -> object:
+        raise AssertionError
+
+    batch, facts = assemble(loaded, TrainerSettings(estimator="gae", max_tokens_per_device=9), never, version=0, divisor=4)  # type: ignore[arg-type]
+    assert batch.chains is not None
+    assert (batch.chains.rollout.tolist(), batch.chains.rewards.tolist()) == ([0, 0, 1], [0, 6, 1])
+    assert not batch.advantages.any()
+    assert (batch.real_rows, facts["transitions"], facts["too_long"]) == (3, 3, 1)

@@ -1,0 +1,120 @@
+"""Which settings of learning go together: what cannot be done is refused before anything heavy starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
+from spangrad.settings.trainer import Correction
+from trainer import learning
+from trainer.batch import Batch, parts
+
+RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (
+            {"estimator": "remax"},
+            r"trainer\.estimator = 'remax' needs a greedy rollout.*Set trainer\.estimator to one of gae, gdpo, gpg, grpo",
+        ),
+        ({"estimator": "gae", "credit": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
+        ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one response"),
+        ({"estimator": "gdpo", "credit": "own", "baseline": "turn"}, "Set trainer.credit = 'identical'"),
+        ({"loss": "dro"}, r"Set trainer\.loss_options\.dro_beta"),
+        ({"loss_options": {"clip_ratio_c": 1.0}}, r"clip_ratio_c = 1 has no meaning. Give a number above 1\."),
+        ({"loss": "kl_cov", "loss_options": {"kl_cov_ratio": 2}}, "above 0 and at most 1"),
+        ({"loss": "kl_cov", "loss_options": {"ppo_kl_coef": float("nan")}}, "ppo_kl_coef = nan has no meaning"),
+        ({"loss": "gspo", "loss_options": {"tau_pos": 1.0}}, r"loss_options\.tau_pos: trainer\.loss = 'gspo'.*takes none"),
+        ({"loss_options": {"tau_pos": 1.0}}, r"takes clip_ratio_c\. Take it out"),
+        ({"loss_options": {"loss_scale_factor": 9}}, "takes clip_ratio_c"),
+        ({"kl_coef": 0.1}, r"Set trainer\.reference"),
+        ({"kl_coef": 0.1, "reference": Path("/nowhere")}, "is no directory"),
+        ({"correction": Correction(weights="token")}, "Set trainer.recompute_logprobs = true"),
+        ({"correction": Correction(weights="token", threshold="two"), **RECOMPUTED}, r"correction\.threshold = 'two' is neither"),
+        ({"correction": Correction(weights="token", threshold="2_1"), **RECOMPUTED}, "is neither"),
+        ({"correction": Correction(reject={"k9": "1"}), **RECOMPUTED}, r"reject\.k9 is not known"),
+        ({"correction": Correction(reject={"token_k1": "2"}), **RECOMPUTED}, "needs both bounds"),
+        ({"correction": Correction(reject={"token_k3": "1_2"}), **RECOMPUTED}, "has no lower bound"),
+        ({"correction": Correction(objective="reinforce")}, "is for trainer.loss = 'bypass_mode'"),
+        ({"loss": "bypass_mode", **RECOMPUTED}, "Set trainer.recompute_logprobs = false"),
+        ({"merge": True, "loss": "gspo"}, "trainer.loss = 'gspo' takes a row for one response"),
+        ({"merge": True, "loss_aggregation": "seq-mean-token-mean"}, "Set trainer.merge = false"),
+        ({"merge": True, "correction": Correction(weights="sequence"), **RECOMPUTED}, "trainer.correction.weights = 'sequence'"),
+        ({"merge": True, "correction": Correction(reject={"seq_sum_k2": "1"}), **RECOMPUTED}, r"trainer\.correction\.reject\.seq_sum_k2"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
+    with pytest.raises(SettingsError, match=says):
+        learning.check(TrainerSettings(**facts))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"estimator": "gdpo", "credit": "final_only"},
+        {"estimator": "gae", "gamma": 0.99, "gae_lambda": 0.95},
+        {"estimator": "optimal_token_baseline"},
+        {"loss": "dro", "loss_options": {"dro_beta": 0.1}},
+        {"loss_aggregation": "seq-mean-token-sum-norm", "loss_options": {"loss_scale_factor": 9, "clip_ratio_c": 2}},
+        {"kl_coef": 0.1, "model": Path("/begins/here")},
+        {"merge": True, "correction": Correction(weights="token", threshold="0.5_5", reject={"token_k1": "0.5_2"}), **RECOMPUTED},
+        {"loss": "bypass_mode", "correction": Correction(weights="sequence", objective="reinforce")},
+    ],
+)
+def test_what_goes_together_is_taken(facts: dict[str, Any]):
+    learning.check(TrainerSettings(**facts))
+
+
+def numbered(real: int, padding: int) -> Batch:
+    """Rows whose every array tells the row's number."""
+    count = real + padding
+    numbers = np.arange(1, count + 1)
+    wide = np.broadcast_to(numbers[:, None], (count, 2))
+    return Batch(
+        prompts=wide.copy(),
+        responses=wide.copy(),
+        attention_mask=np.ones((count, 4), np.int64),
+        response_mask=np.ones((count, 2), np.int64),
+        logprobs=wide.astype(np.float32),
+        advantages=wide.astype(np.float32),
+        temperature=numbers.astype(np.float32),
+        current=numbers % 2 == 0,
+        real_rows=real,
+        old_logprobs=wide.astype(np.float32),
+        weights=wide.astype(np.float32),
+    )
+
+
+@given(st.integers(1, 20), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4), st.randoms())
+def test_parts_share_the_rows_out(real: int, padding: int, count: int, divisor: int, dice: Any):
+    order = list(range(real))
+    dice.shuffle(order)
+    found = parts(numbered(real, padding), order, count, divisor=divisor)
+    assert len(found) == min(count, real)
+    assert max(one.real_rows for one in found) - min(one.real_rows for one in found) <= 1
+    seen: list[int] = []
+    for one in found:
+        rows, kept = len(one.prompts), one.real_rows
+        assert rows % divisor == 0
+        assert rows - kept < divisor
+        numbers = one.prompts[:kept, 0].tolist()
+        for array in (one.responses, one.logprobs, one.advantages, one.temperature[:, None], one.old_logprobs, one.weights):
+            assert array is not None
+            assert array[:kept, 0].tolist() == numbers
+        assert one.current[:kept].tolist() == [number % 2 == 0 for number in numbers]
+        assert one.reference_logprobs is None
+        assert not one.response_mask[kept:].any(), "no-op rows"
+        assert one.attention_mask[kept:].sum(axis=1).tolist() == [1] * (rows - kept)
+        assert one.temperature[kept:].tolist() == [1] * (rows - kept)
+        seen += numbers
+    assert seen == [row + 1 for row in order]

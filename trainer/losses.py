@@ -1,0 +1,178 @@
+"""Verl's policy losses, and what is checked and corrected before them.
+
+In: the trainer's settings; then what a forward pass gave and the rows that it was given. Out: verl's loss and metrics. Invariant: the
+logprobs of a forward pass are compared with those that the rows were sampled with before any loss is formed of them; a loss is the same
+however verl cuts its rows into micro-batches, but for those that look at all tokens of one (`clip_cov`, `kl_cov`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from spangrad.errors import TrainerError
+from spangrad.settings import TrainerSettings
+from trainer.batch import Batch
+from trainer.learning import SCALE
+
+_WRAPPED = "spangrad_"
+"""What begins verl's names of losses that are wrapped here."""
+_CORRECTION = {
+    "rollout_is_mean": "correction_weight_mean",
+    "rollout_is_min": "correction_weight_min",
+    "rollout_is_max": "correction_weight_max",
+    "rollout_is_eff_sample_size": "correction_effective_share",
+    "rollout_is_ratio_fraction_high": "correction_above",
+    "rollout_is_ratio_fraction_low": "correction_below",
+    "rollout_rs_masked_fraction": "correction_rejected",
+    "kl": "correction_kl",
+}
+"""Verl's metrics of a correction that are kept, and their names here."""
+
+
+def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
+    """Verl's configuration of a policy's loss."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.config.actor import PolicyLossConfig
+
+    _wrap_losses()
+    options: dict[str, Any] = dict(settings.loss_options)
+    scale = options.pop(SCALE, None)
+    of_actor = {name: options.pop(name) for name in ("clip_ratio_c", "tau_pos", "tau_neg") if name in options}
+    correction = RolloutCorrectionConfig(**_correction(settings), bypass_mode=True, loss_type=settings.correction.objective)
+    low, high = settings.clip_ratio_low, settings.clip_ratio_high
+    return FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_mini_batch_size=1,  # batches are cut by trainer.batch; verl asks for a number
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=True,
+        clip_ratio=settings.clip_ratio,
+        clip_ratio_low=settings.clip_ratio if low is None else low,  # verl's own defaults would win over clip_ratio
+        clip_ratio_high=settings.clip_ratio if high is None else high,
+        loss_agg_mode=settings.loss_aggregation,
+        loss_scale_factor=scale,
+        policy_loss=PolicyLossConfig(
+            loss_mode=_WRAPPED + settings.loss if settings.loss in _WRAPS else settings.loss, rollout_correction=correction, **options
+        ),
+        entropy_coeff=settings.entropy_coef,
+        use_kl_loss=settings.kl_coef > 0,
+        kl_loss_coef=settings.kl_coef,
+        kl_loss_type=settings.kl_type,
+        optim=optimizer,
+        **of_actor,
+    )
+
+
+def checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
+    """The policy's loss, by verl, once the logprobs of this forward pass agree with those the rows were sampled with.
+
+    Raises:
+        TrainerError: on every rank at once, before the backward pass.
+    """
+    import torch
+    from verl.utils.metric import AggregationType, Metric
+    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    logprobs = no_padding_2_padding(model_output["log_probs"], data).detach()
+    sampled = data["response_mask"].bool() & data["current"].bool()[:, None]
+    gap = torch.where(sampled, (logprobs.float() - data["rollout_log_probs"]).abs(), 0.0)
+    largest = gap.max().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=dp_group)
+    if not largest.item() <= alarm:
+        raise TrainerError(
+            f"the logprobs that responses were sampled with differ from the trainer's by up to {largest.item():.3g} nats "
+            f"(trainer.logprob_gap_alarm = {alarm:g}), so no step was taken. Check that the engine served this very version and dropped "
+            "its prefix cache at the reload, that it gives processed logprobs (--logprobs-mode processed_logprobs) without top-p, top-k, "
+            "penalties or grammars, that its tokenizer is the trainer's, and that its dtype is (trainer.dtype, engine.dtype). The groups "
+            "stay first in line: a new trainer.run_id leaves them behind."
+        )
+    loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    mean = gap.sum() * data["dp_size"] / max(data["current_tokens"], 1)  # verl averages over ranks, and sums over micro-batches
+    return loss, {
+        **metrics,
+        "logprob_gap": Metric(AggregationType.MAX, largest),
+        "logprob_gap_mean": Metric(AggregationType.SUM, mean),
+    }
+
+
+def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
+    """The critic's loss, by verl."""
+    from verl.workers.config import CriticConfig
+    from verl.workers.utils.losses import value_loss
+
+    config = CriticConfig(
+        strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, cliprange_value=settings.critic_clip, optim=optimizer
+    )
+    return functools.partial(value_loss, config)
+
+
+def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
+    """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl.
+
+    Args:
+        batch: with `old_logprobs`.
+        settings: `trainer.correction`.
+
+    Returns:
+        The changed fields of the batch (weights, response_mask, and advantages, which are 0 where a token was rejected); metrics.
+    """
+    import torch
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    real = slice(batch.real_rows)  # no-op rows would count in the means of what is told
+    assert batch.old_logprobs is not None
+    old, sampled, kept = (torch.from_numpy(one[real]) for one in (batch.old_logprobs, batch.logprobs, batch.response_mask))
+    weights, kept, told = compute_rollout_correction_and_rejection_mask(old, sampled, kept, **_correction(settings))
+    mask = np.zeros_like(batch.response_mask)
+    mask[real] = kept.numpy()
+    changes: dict[str, Any] = {"response_mask": mask, "advantages": batch.advantages * mask.astype(np.float32)}
+    if weights is not None:
+        whole = np.zeros_like(batch.logprobs)
+        whole[real] = weights.batch["rollout_is_weights"].numpy()
+        changes["weights"] = whole
+    return changes, correction_metrics(told)
+
+
+def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """What verl tells of a correction, under the names of this project."""
+    return {ours: metrics[f"rollout_corr/{theirs}"] for theirs, ours in _CORRECTION.items() if f"rollout_corr/{theirs}" in metrics}
+
+
+def _correction(settings: TrainerSettings) -> dict[str, Any]:
+    correction = settings.correction
+    return {
+        "rollout_is": correction.weights,
+        "rollout_is_threshold": correction.threshold,
+        "rollout_is_batch_normalize": correction.normalise,
+        "rollout_rs": ",".join(correction.reject) or None,
+        "rollout_rs_threshold": ",".join(correction.reject.values()) or None,
+    }
+
+
+def _geo_mean(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
+    """Verl takes the mean over the rows of a micro-batch, no-op rows among them: make it the sum over the batch's rows by their number."""
+    loss, metrics = verl(**facts)
+    info = facts["config"].global_batch_info
+    return loss * len(facts["log_prob"]) / info["global_batch_size"] * info["dp_size"], metrics
+
+
+def _bypass_mode(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
+    """Verl refuses a micro-batch of no-op rows: let their tokens through, whose advantages are 0."""
+    mask = facts["response_mask"]
+    return verl(**{**facts, "response_mask": mask if mask.any() else ~mask})
+
+
+_WRAPS = {"geo_mean": _geo_mean, "bypass_mode": _bypass_mode}
+
+
+@functools.cache
+def _wrap_losses() -> None:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+
+    for name, wrap in _WRAPS.items():
+        register_policy_loss(_WRAPPED + name)(functools.partial(wrap, get_policy_loss_fn(name)))
