@@ -27,12 +27,12 @@ from spangrad.settings import Settings
 from trainer import checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
-from trainer.credit import CreditRule, Normalise, live_groups
+from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred
-from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.eligibility import ExpiryReason
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
-from trainer.learning import ESTIMATORS, check
+from trainer.learning import check
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.measures import measures
@@ -40,6 +40,7 @@ from trainer.mirror import Mirror
 from trainer.planning import plan_of
 from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.screening import screen
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
 from trainer.view import LogLines
@@ -209,17 +210,7 @@ class Trainer:
             self.clock.begin()
             with self.clock.stage("load"):
                 loaded = self.source.load(chosen)
-            own = loaded.own(settings.policy, settings.selection)
-            reasons = expiry_reasons(
-                chosen,
-                loaded.transitions.filter(own),
-                lineage=self.ledger.lineage(),
-                max_staleness=settings.max_staleness,
-                tokenizer_hash=self._head.tokenizer_hash,
-                max_tokens=settings.max_tokens_per_device,
-                alone=ESTIMATORS[settings.estimator].scope == "all",
-                live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
-            )
+            reasons = screen(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
             if not reasons:
                 return loaded
             if ExpiryReason.STALE in reasons.values():

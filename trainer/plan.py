@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
-from trainer.eligibility import ExpiryReason, expiry_reasons
+from trainer.eligibility import ExpiryReason
+from trainer.screening import screen
 from trainer.source import Group, GroupState, Loaded
 
 
@@ -194,15 +195,7 @@ def _reasons(
     settings: TrainerSettings,
 ) -> dict[Group, ExpiryReason]:
     groups = [one.group for one in chosen]
-    loaded = load(groups)
-    return expiry_reasons(
-        groups,
-        loaded.transitions.filter(loaded.own(settings.policy, settings.selection)),
-        lineage=lineage,
-        max_staleness=settings.max_staleness,
-        tokenizer_hash=tokenizer,
-        max_tokens=settings.max_tokens_per_device,
-    )
+    return screen(groups, load(groups), settings, lineage=lineage, tokenizer_hash=tokenizer)
 
 
 def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: ExpiryReason | None = None) -> PlannedGroup:
