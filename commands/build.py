@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import datetime
 from typing import Annotated
@@ -32,6 +33,8 @@ def build(
         raise SettingsError("--follow waits for what comes; --all and --as-of look at what is there. Leave one out.")
     settings = resolve(config, set_, {"builder.as_of": as_of.isoformat() if as_of else None})
     log_to_stderr()
+    # Its frames are small: threads cost the machine more than they save the builder.
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
     from transition_builder import loop
 
     if follow:

@@ -34,6 +34,11 @@ They were captured from small agents that nobody rewarded, and their gateway pre
 each with a reason that [drops.md](drops.md) explains. What matters here is the last column: every span that looks like a call of a model
 is part of a call that the builder concluded.
 
+Nobody names a rollout in these files, so each trace is one. `langchain*` have three: LangChain's own, and one for each request of its
+OpenAI client, whose spans lie in traces of their own. Nothing is joined across rollouts, so that each of the two calls is there twice: as
+LangChain tells of it, without ids, and as its client does. A rollout id on all of them, as the span processors put it there (or the link
+of `langchain_linked`), makes two calls of the four.
+
 """
 _HEADINGS = ("file", "spans", "calls", "transitions", "drops", "unaccounted")
 _ENDINGS = ("/chat/completions", "/completions", "/responses", "/messages")

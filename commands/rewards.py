@@ -76,6 +76,7 @@ def _backfill(
         list[str], Parameter(help="Name of a file NAME.sql in builder.rewards_directory; may be given several times.", negative=())
     ],
     dataset: str | None = None,
+    run_id: str | None = None,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
@@ -86,6 +87,7 @@ def _backfill(
     Args:
         since: rollouts of which something arrived since then: 2026-01-31T12:00 (UTC where it names no zone), or 7d, 12h, 30m ago.
         dataset: the dataset that gets the revision; builder.dataset by default.
+        run_id: only rollouts whose spans name this run (spangrad.run.id). Another run can follow, into the same revision.
     """
     from spangrad import datasets
     from spangrad.clickhouse import connect
@@ -95,7 +97,7 @@ def _backfill(
     name = dataset or settings.builder.dataset
     wanted = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
     builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": wanted})
-    versions = ", ".join(f"{one} {builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
+    versions = ", ".join(f"{one}@{builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
     log_to_stderr()
     with answering_store(settings.store) as store:
         client = connect(store)
@@ -104,10 +106,11 @@ def _backfill(
 
         sql.check(client, store.url, builder)
         if not any(one.name == name for one in datasets.known(client, store.url)):
-            datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "as built so far")
-        made = datasets.register(client, store.url, name, builder.spec, builder.decides, f"SQL rewards {versions}")
+            datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
+        why = f"backfill of {versions} over {f'run {run_id}' if run_id else 'all runs'} since {began.isoformat(timespec='seconds')}"
+        made = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
         with _progress(f"building {made}") as said:
-            summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, said)
+            summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, said, run_id)
         _report(client, store.url, made, str(summary) if summary.rollouts else "nothing new")
         client.close()
 

@@ -15,6 +15,8 @@ from spangrad.settings import Settings
 from spangrad.types import Mode
 
 _SHORT = 8
+ALREADY_TRAINED = "already_trained"
+"""Of a rollout that was built again, or by another specification, after a branch had trained it: otel.v_already_trained."""
 LEDGER = "ledger.db"
 """Of the trainer, in trainer.directory."""
 
@@ -171,8 +173,13 @@ def _trained(build: Build, record: Record, settings: Settings) -> list[str]:
                 f"It is trained: batch {one.batch} made version {one.version} of policy {one.policy} (branch {one.branch}){orphaned}."
             )
             if one.revision != build.revision:
-                lines.append(f"That was revision {one.revision}; what came since changes no version: a rollout is trained once.")
+                since = f"that was revision {one.revision}; what came since changes no version: a rollout is trained once."
+                lines.append(f"{ALREADY_TRAINED}: {since}")
         return lines
+    trainer = settings.trainer
+    if mine := [one for one in record.trained if (one.policy, one.branch) == (trainer.policy, trainer.branch) and one.status != "orphaned"]:
+        made = f"built by specification {mine[0].spec}, it helped to make version {mine[0].version} of policy {mine[0].policy}"
+        return [f"{ALREADY_TRAINED}: {made}, and branch {mine[0].branch} trains no rollout twice."]
     elsewhere = ", ".join(sorted({f"{one.policy} version {one.version}" for one in record.trained}))
     also = f" (As another specification built it, it helped to make {elsewhere}.)" if elsewhere else ""
     return [f"It is not trained: {reason}{also}" for reason in _untrained(build, record, settings)]

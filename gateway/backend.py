@@ -59,6 +59,8 @@ class Backend(Upstream):
         """None: never reached while it was warm."""
         self.checksum = ""
         """Of the parameters in the engine's memory, in its dtype; empty: not known."""
+        self.publication: dict[str, float] = {}
+        """Seconds of each step of the last publication that succeeded; empty: there was none."""
         self.lock = asyncio.Lock()
         """Held by whoever changes the status."""
         self.restart_command = settings.restart_command

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from enum import StrEnum
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class Expected:
 
 
 async def put(backend: Backend, release: Release, expected: str, in_flight: InFlight = InFlight.KEEP) -> None:
-    """Make an engine serve a release; the caller holds its lock.
+    """Make an engine serve a release; the caller holds its lock. `backend.publication` then says how long each step took.
 
     Raises:
         EngineError: the engine failed; the message says what state that left.
@@ -101,40 +102,58 @@ def _expected_checksum(release: Release, dtype: str) -> str:
         raise PublicationError(409, str(error)) from error
 
 
+class _Steps:
+    """The step that a publication is at, and the seconds of those before it."""
+
+    def __init__(self, first: str) -> None:
+        self.now = first
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def to(self, step: str) -> None:
+        """The step is done, and the next one begins."""
+        ended = time.monotonic()
+        self.seconds[self.now] = self.seconds.get(self.now, 0.0) + ended - self._began
+        self.now, self._began = step, ended
+
+
 async def _replace_weights(backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus) -> None:
     """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
-    step = "pause"
+    steps = _Steps("pause")
     try:
         if before is BackendStatus.ASLEEP:
-            step = "wake_up"
+            steps.now = "wake_up"
             await backend.order("/wake_up", seconds=backend.seconds)
+            steps.to("pause")
         elif in_flight is InFlight.DRAIN:
-            step = "drain"
+            steps.now = "drain"
             await backend.drained()
-        step = "pause"
+            steps.to("pause")
         # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order("/pause?mode=keep")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
-        step = "reload"
+        steps.to("reload")
         await backend.reload(release.path)
-        step = "checksum"
+        steps.to("checksum")
         held = await backend.read_checksum()
         if held != expected:
             raise EngineError(f"the engine holds {held or 'no weights'} after the reload, not {expected}.")
-        step = "update_weight_version"
+        steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
-        step = "resume"
+        steps.to("resume")
         await backend.order("/resume")
         # Only now: in the pause, generation waits.
-        step = "probe"
+        steps.to("probe")
         await backend.probe(release.version)
+        steps.to("serve")
     except EngineError as error:
-        reason = f"publication of version {release.version} failed at {step}: {error}"
-        if step in {"drain", "pause"} and before is BackendStatus.SERVING:
+        reason = f"publication of version {release.version} failed at {steps.now}: {error}"
+        if steps.now in {"drain", "pause"} and before is BackendStatus.SERVING:
             await _resume_old(backend, reason)
         else:
             await _give_up(backend, reason)
         raise EngineError(f"{reason} The engine is {backend.status}.") from error
+    backend.publication = steps.seconds
 
 
 async def _resume_old(backend: Backend, reason: str) -> None:

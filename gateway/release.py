@@ -55,6 +55,8 @@ class Publication(msgspec.Struct, frozen=True):
     seconds: float
     backends: dict[str, str] = {}
     """Each engine's status, with the reason of those that are down."""
+    stages: dict[str, dict[str, float]] = {}
+    """Seconds of each step (pause, reload, checksum, ...) of the engines that took the version now."""
 
 
 async def publish(policy: Policy, request: PublicationRequest) -> Publication:
@@ -90,7 +92,8 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
             if release != policy.release:
                 policy.served(release)
             _withdraw_laggards(policy)
-        return _publication(policy, release, time.monotonic() - began)
+        took = [policy.canary.backend] if policy.canary else todo
+        return _publication(policy, release, time.monotonic() - began, took)
 
 
 async def promote(policy: Policy, order: Order, in_flight: InFlight) -> Publication:
@@ -243,6 +246,7 @@ def _withdraw_laggards(policy: Policy) -> None:
             one.take_down(f"the engine at {one.url} is behind: it serves version {one.info.version}, not {wanted.version}", broken=False)
 
 
-def _publication(policy: Policy, release: Release, seconds: float) -> Publication:
+def _publication(policy: Policy, release: Release, seconds: float, took: Sequence[Backend] = ()) -> Publication:
     backends = {one.name: f"{one.status}: {one.reason}" if one.reason else str(one.status) for one in policy.engines}
-    return Publication(policy.name, release.version, release.checksum, seconds, backends)
+    stages = {one.name: one.publication for one in took if one.status is not BackendStatus.DOWN}
+    return Publication(policy.name, release.version, release.checksum, seconds, backends, stages)

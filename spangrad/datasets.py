@@ -11,7 +11,7 @@ earlier ones stay where they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,12 @@ KEY = ("RunId", "BuildSpec", "RolloutId")
 """What names a built rollout: the columns that a condition for `builds_sql` may speak of."""
 ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
 """What rows of otel.transitions and otel.drops have in common with the row of otel.builds that makes them count."""
-_FACTS = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt", "Revision", "Content", "Calls", "Transitions", "Drops", "Watermark")
+_OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
+_FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Watermark", "RowsRead")
 _COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
 _TRIES = 10
+_LONGEST = 120
+"""Of a setting's value in a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,18 @@ def known(client: Client, url: str) -> list[Dataset]:
     return [Dataset(name, revision, spec, json.loads(text), reason, _time(created)) for name, revision, spec, text, reason, created in rows]
 
 
-def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str) -> Dataset:
+def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
     """Give a build specification a name: the revision that has the same specification, if there is one, else a new one.
 
     Several may do so at once: each revision goes to the first.
+
+    Args:
+        client: of the store.
+        url: of the store, for messages.
+        name: of the dataset.
+        build_spec: the specification's.
+        settings: what decided it: `BuilderSettings.decides`.
+        reason: what somebody did that led to a new revision. Stored with it is what differs from the one before.
 
     Raises:
         SettingsError: the name is none.
@@ -113,12 +124,40 @@ def register(client: Client, url: str, name: str, build_spec: str, settings: Map
         same = [one for one in of_name if one.build_spec == build_spec]
         if same:
             return same[-1]
-        row = [name, of_name[-1].revision + 1 if of_name else 1, build_spec, json.dumps(settings, sort_keys=True), reason]
+        why = "; ".join(part for part in (reason, _since(of_name[-1] if of_name else None, settings)) if part)
+        row = [name, of_name[-1].revision + 1 if of_name else 1, build_spec, json.dumps(settings, sort_keys=True), why]
         with store_errors(url):
             client.insert("otel.datasets", [row], column_names=["Name", "Revision", "BuildSpec", "Settings", "Reason"])
     raise StoreError(
         f"dataset {name!r} of the store at {url} got a new revision by others {_TRIES} times in a row. Give each its own name."
     )
+
+
+def _since(before: Dataset | None, settings: Mapping[str, Any]) -> str:
+    """What a revision has that the one before it has not: `as of TIME`, and the settings that differ."""
+    is_at, was_at = settings.get("as_of"), before.settings.get("as_of") if before else None
+    told = [f"as of {is_at}"] if is_at and is_at != was_at else []
+    if before is None:
+        return "; ".join([*told, "the first"])
+    now, then = (dict(_flat({name: value for name, value in one.items() if name != "as_of"})) for one in (settings, before.settings))
+    changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
+    said = ", ".join(f"{key} = {_short(now.get(key))} (was {_short(then.get(key))})" for key in changed)
+    told += [f"from all spans, not as of {was_at}"] if was_at and not is_at else []
+    return "; ".join([*told, f"other than {before}: {said}"] if said else told)
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted names; what is not set, and lists of nothing, are not there."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        elif value not in (None, [], ()):
+            yield f"{above}{name}", list(value) if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def builds_sql(as_of: datetime | None = None, where: str = "") -> str:

@@ -63,6 +63,18 @@ REWARD: Final = "spangrad.reward"
 ANSWER_FIELD: Final = "spangrad"
 """The extra field of an engine's answer: {"policy", "version_start", "version_end", "tokenizer_hash"}."""
 
+# The trainer's own spans: a step, and its stages below it. They name no rollout; what they consumed are their links.
+TRAINER_SCOPE: Final = "spangrad.trainer"
+TRAINER_BRANCH: Final = "spangrad.trainer.branch"
+TRAINER_VERSION: Final = "spangrad.trainer.version"
+"""The version that the step made."""
+TRAINER_PARENT: Final = "spangrad.trainer.parent"
+TRAINER_BATCH: Final = "spangrad.trainer.batch"
+TRAINER_METRIC: Final = "spangrad.trainer.metric"
+"""Followed by a metric's name."""
+TRAINER_CONSUMED: Final = "spangrad.trainer.rollout"
+"""On a link: the rollout whose root the link leads to; no span's own attribute."""
+
 # OpenTelemetry's generative AI conventions.
 GEN_AI_OPERATION: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER: Final = "gen_ai.provider.name"

@@ -7,7 +7,7 @@ that can be derived (returns, advantages, staleness) is a property or a pure fun
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -212,4 +212,10 @@ def call_id(trace_id: str, span_id: str, choice: int) -> str:
 
 def transition_id(call: str, build_spec: str, revision: int) -> str:
     """Name a transition: the first 16 bytes of SHA-256 over `call:specification:revision`, in hex."""
-    return hashlib.sha256(f"{call}:{build_spec}:{revision}".encode()).hexdigest()[:32]
+    return transition_ids([call], build_spec, revision)[0]
+
+
+def transition_ids(calls: Iterable[str], build_spec: str, revision: int) -> list[str]:
+    """Name the transitions of many calls."""
+    after, sha256 = f":{build_spec}:{revision}".encode(), hashlib.sha256
+    return [sha256(call.encode() + after).hexdigest()[:32] for call in calls]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from running_engine import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
+from running_postgres import running_postgres
 from running_store import running_store, store_settings
 
 from spangrad.settings import Settings, StoreSettings
@@ -57,3 +59,23 @@ def plugin_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
     monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")
     monkeypatch.setenv("SPANGRAD_ENGINE__MODEL", str(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Callable[[str], str]]:
+    """A running PostgreSQL, shared by the whole test run: the URL of a schema, by a name that is the test's own."""
+    with running_postgres() as schema:
+        yield schema
+
+
+Place = Callable[..., Path | str]
+"""Where a ledger lies, by name: the same place at each call."""
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Places of ledgers, on either database."""
+    if request.param == "sqlite":
+        return lambda name="": tmp_path / str(name)
+    schema, own = request.getfixturevalue("postgres"), f"t{uuid.uuid4().hex}"
+    return lambda name="": schema(f"{own}_{name}")

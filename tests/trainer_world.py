@@ -21,7 +21,8 @@ from spangrad.settings import BuilderSettings, Settings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
 from trainer.batch import Batch
-from trainer.ledger import Ledger, LedgerVersion
+from trainer.ledger import Ledger
+from trainer.ledger_tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.mirror import Mirror
 from trainer.publisher import Publisher
@@ -113,7 +114,9 @@ class FakePublisher(Publisher):
         return json.loads(self._file.read_text())[-1]
 
     def publish(self, version: PolicyVersion) -> float:
-        self._file.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        own = self._file.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
+        own.replace(self._file)
         return 0.25
 
 
@@ -134,10 +137,9 @@ def settings(base: Path, directory: Path, **changes: object) -> Settings:
 
 def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None = None) -> Trainer:
     """A trainer as `train` wires it, begun."""
-    ledger = Ledger(chosen.trainer.directory, chosen.trainer.policy, chosen.trainer.branch)
+    ledger = loop.open_ledger(chosen)
     newest = loop.prepare(ledger, chosen)
     source.changes = {name: {"TokenizerHash": newest.tokenizer_hash, **source.changes.get(name, {})} for name in source.names}
-    state = Path(newest.policy_version.path) / "optimizer.pt"
     served = chosen.trainer.directory / "served.json"
     if not served.exists():
         served.write_text("[0]")
@@ -145,14 +147,22 @@ def wired(chosen: Settings, source: FakeSource, optimiser: FakeOptimiser | None 
         settings=chosen,
         ledger=ledger,
         source=source,
-        optimiser=optimiser or FakeOptimiser(float(state.read_text()) if state.exists() else 0.0),
+        optimiser=optimiser or saved(newest),
         normalise=lambda units: units.values * 2 - 1,
         mirror=FakeMirror(ledger),
         publisher=FakePublisher(served),
         shutdown=Shutdown(),
+        loaded=newest,
+        load_optimiser=saved,
     )
     trainer.start()
     return trainer
+
+
+def saved(version: LedgerVersion) -> FakeOptimiser:
+    """The optimiser that a version's directory holds."""
+    state = Path(version.policy_version.path) / "optimizer.pt"
+    return FakeOptimiser(float(state.read_text()) if state.exists() else 0.0)
 
 
 def committed(trainer: Trainer) -> dict[int, list[str]]:
@@ -180,7 +190,7 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
         newest = loop.newest_version(trainer.ledger)
         assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0", "a step was repeated or skipped"
         here = {one.name for one in (own / "policy/main").iterdir()}
-        assert here == {"lock", *(f"v{version}" for version in batches if version)}, "an uncommitted version was left"
+        assert here == {f"v{version}" for version in batches if version}, "an uncommitted version was left"
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
     deaths = 0

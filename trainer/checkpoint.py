@@ -8,10 +8,11 @@ goes on from, and an engine casts them as it loads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.errors import CheckpointError
+from spangrad.types import VersionStatus
 from spangrad.weights import checksum_directory, tokenizer_hash
 
 MARKER = "STABLE"
@@ -80,18 +82,18 @@ def write(
         save_state: writes the optimiser's state into a directory.
 
     Raises:
-        CheckpointError: the version is there already.
+        CheckpointError: the version is there already, or cannot be written: the disk is full, say.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     final = version_directory(directory, policy, branch, version)
     if final.exists():
         raise CheckpointError(f"{final} exists, and version {version} was only now handed out. Move it away, and start again.")
-    final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f"{_TEMPORARY}{final.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name != MARKER and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
@@ -107,6 +109,11 @@ def write(
         _sync(temporary)
         temporary.rename(final)
         _sync(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"version {version} could not be written to {final.parent} ({error}). Make room there and start again: what was trained up to "
+            f"version {parent} is kept, and the batch is trained again."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return made
@@ -137,24 +144,47 @@ def verify(path: Path, checksum: str) -> None:
 def remove(directory: Path, policy: str, branch: str, version: int) -> None:
     """Remove a version, if it is there."""
     path = version_directory(directory, policy, branch, version)
-    if path.exists():
+    gone = path.with_name(f"{_TEMPORARY}{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # another trainer of the branch tidies up as well
         # Under its final name, a half-removed directory would look whole.
-        gone = path.with_name(f"{_TEMPORARY}{path.name}")
-        shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
         shutil.rmtree(gone)
 
 
-def prune(directory: Path, policy: str, branch: str, committed: Collection[int], keep: int) -> None:
-    """Remove all but the newest `keep` committed versions; the newest of all always stays."""
+def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, spared: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` committed versions and those that are `spared`; the newest of all always stays."""
     for version in sorted(committed)[: -max(keep, 1)]:
-        remove(directory, policy, branch, version)
+        if version not in spared:
+            remove(directory, policy, branch, version)
 
 
-def sweep(directory: Path, policy: str, branch: str) -> None:
-    """Remove what a crash left half-written or half-removed."""
-    for left in branch_directory(directory, policy, branch).glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(left)
+def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:
+    """Remove what a crash left half-written or half-removed, and versions that were never committed.
+
+    Args:
+        directory: trainer.directory.
+        policy: its name.
+        branch: its branch.
+        statuses: of the branch's versions, None where a step is under way. They are asked for once the directories have been seen: what
+            another trainer writes by then is under way or committed.
+    """
+    left = sorted(branch_directory(directory, policy, branch).glob(f"{_TEMPORARY}v*"))
+    whole = sorted(branch_directory(directory, policy, branch).glob("v*"))
+    known = statuses()
+    for path in left:
+        if known.get(_number(path), VersionStatus.ORPHANED) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
+    for path in whole:
+        if known.get(_number(path)) is VersionStatus.ORPHANED:
+            remove(directory, policy, branch, _number(path))
+
+
+def _number(path: Path) -> int:
+    """Of the version that a directory is named after; -1 where it is named after none."""
+    digits = path.name.rpartition("v")[2]
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _sync(path: Path) -> None:

@@ -2,9 +2,14 @@
 
 In: groups of rollouts that are about to be trained. Out: a lease with a new version's number, and the committed frontier. Invariant:
 a rollout's attempt belongs to one batch of a policy's branch at most (the primary key of `batch_rollouts`), each change is one
-SQLite transaction, and a version's number is never handed out twice, in no branch of the policy: a call that names a version
-names its weights. A crash leaves either nothing, or a lease that `recover` undoes: its rollouts are free again, its number is marked
-orphaned.
+transaction, and a version's number is never handed out twice, in no branch of the policy: a call that names a version names its weights.
+
+A branch has one lease at a time, since each step trains what the one before it made; trainers of one branch take turns, those of several
+work side by side. A lease ends by its commit, or it is undone: by its own process when a step fails, by any other once its process is known
+to be dead or it has expired unrenewed. Then its rollouts are free again, its number is marked orphaned, and it cannot be committed.
+
+A branch's head is what its next step trains: the newest commit, or an older one after `rollback`. Versions that were rolled back stay, with
+their batches: what they were trained on is not trained again.
 
 A branch that begins with weights which another branch of the policy committed begins as that version: it has its number, and names it as
 its parent. What came before it counts as the new branch's past (`lineage`), so that rollouts which the old branch sampled are no staler
@@ -13,79 +18,21 @@ here than there.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import event
 from sqlalchemy.exc import IntegrityError
 
 from spangrad.errors import LedgerError
-from spangrad.types import PolicyVersion, VersionStatus
-from trainer.checkpoint import branch_directory
+from spangrad.types import VersionStatus
 from trainer.eligibility import ExpiryReason
+from trainer.holder import is_dead, shown, this_process
+from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
 from trainer.source import BatchRollout, Group
-
-FILE = "ledger.db"
-
-_METADATA = sa.MetaData()
-_BRANCH = ("policy", "branch")
-
-
-def _branch_key() -> list[sa.Column[Any]]:
-    return [sa.Column(name, sa.String, primary_key=True) for name in _BRANCH]
-
-
-_VERSIONS = sa.Table(
-    "versions",
-    _METADATA,
-    *_branch_key(),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("parent", sa.Integer, comment="NULL: training began with these weights"),
-    sa.Column("parent_branch", sa.String, nullable=False, server_default="", comment="the parent's; empty where there is none"),
-    sa.Column("batch_id", sa.String, unique=True, comment="NULL: training began with these weights"),
-    sa.Column("run_id", sa.String, nullable=False),
-    sa.Column("modes", sa.String, nullable=False, comment="of the rollouts that trained it, comma-separated"),
-    sa.Column("status", sa.String, comment="NULL: the step is under way"),
-    sa.Column("checksum", sa.String, nullable=False, server_default=""),
-    sa.Column("path", sa.String, nullable=False, server_default=""),
-    sa.Column("tokenizer_hash", sa.String, nullable=False, server_default=""),
-    sa.Column("metrics", sa.String, nullable=False, server_default="{}"),
-)
-_BATCHES = sa.Table(
-    "batches",
-    _METADATA,
-    sa.Column("batch_id", sa.String, primary_key=True),
-    *[sa.Column(name, sa.String, nullable=False) for name in _BRANCH],
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("committed", sa.Boolean, nullable=False),
-)
-_BATCH_ROLLOUTS = sa.Table(
-    "batch_rollouts",
-    _METADATA,
-    *_branch_key(),
-    sa.Column("run_id", sa.String, primary_key=True),
-    sa.Column("rollout_id", sa.String, primary_key=True),
-    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("batch_id", sa.String, nullable=False, index=True),
-    sa.Column("mode", sa.String, nullable=False),
-    sa.Column("group_id", sa.String, nullable=False),
-    sa.Column("build_spec", sa.String, nullable=False),
-    sa.Column("revision", sa.Integer, nullable=False),
-)
-_EXPIRED = sa.Table(
-    "expired_groups",
-    _METADATA,
-    *_branch_key(),
-    *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "mode", "build_spec", "group_id")],
-    sa.Column("reason", sa.String, nullable=False),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,50 +44,30 @@ class Lease:
     parent: int
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerVersion:
-    """A version as the ledger knows it."""
-
-    policy_version: PolicyVersion
-    branch: str
-    parent_branch: str
-    """Its own, or the one that this branch comes from; empty for the weights that training began with."""
-    run_id: str
-    modes: str
-    """Comma-separated; empty for the weights that training began with."""
-    tokenizer_hash: str
-    status: VersionStatus | None
-    """None: its step is under way."""
-    metrics: dict[str, float]
-
-    @property
-    def version(self) -> int:
-        """Its number."""
-        return self.policy_version.version
-
-
 class Ledger:
-    """The ledger of one branch of one policy; one process at a time."""
+    """The ledger of one branch of one policy, for one trainer."""
 
-    def __init__(self, directory: Path, policy: str, branch: str) -> None:
-        """Open the ledger in trainer.directory, making it when there is none.
+    def __init__(self, place: Path | str, policy: str, branch: str, *, lease_seconds: float = 60.0, holder: str | None = None) -> None:
+        """Open the ledger, making it when there is none.
+
+        Args:
+            place: trainer.directory, or a database's URL (trainer.ledger_url).
+            policy: its name.
+            branch: its branch.
+            lease_seconds: how long a lease holds unrenewed.
+            holder: who leases. None: this process.
 
         Raises:
-            LedgerError: another process trains this branch.
+            LedgerError: there is no such database.
         """
-        own = branch_directory(directory, policy, branch)
-        own.mkdir(parents=True, exist_ok=True)
         self._branch = {"policy": policy, "branch": branch}
-        self._lock = _lock(own / "lock", policy, branch)
-        self._engine = sa.create_engine(f"sqlite:///{directory / FILE}", poolclass=sa.StaticPool)
-        event.listen(self._engine, "connect", _configure)
-        event.listen(self._engine, "begin", _begin_immediate)
-        _METADATA.create_all(self._engine)
+        self.lease_seconds = lease_seconds
+        self._holder = holder or this_process()
+        self.database = Database(place)
 
     def close(self) -> None:
-        """Close the file and let another process train the branch."""
-        self._engine.dispose()
-        os.close(self._lock)
+        """Close the database's connections."""
+        self.database.close()
 
     def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
         """Enter the weights that this branch begins with.
@@ -151,21 +78,22 @@ class Ledger:
         Raises:
             LedgerError: there is a version already.
         """
-        with self._engine.begin() as transaction:
-            if self._newest_number(transaction) is not None:
+        with self.database.transaction() as transaction:
+            if self._head(transaction) is not None:
                 raise LedgerError(f"the ledger of {self._branch['policy']} already has versions; weights to begin with come first.")
-            same = sa.select(_VERSIONS.c.version, _VERSIONS.c.branch).where(
+            same = sa.select(VERSIONS.c.version, VERSIONS.c.branch).where(
                 self._policy(),
-                _VERSIONS.c.status == VersionStatus.COMMITTED,
-                _VERSIONS.c.checksum == checksum,
-                _VERSIONS.c.tokenizer_hash == tokenizer_hash,
+                VERSIONS.c.status == VersionStatus.COMMITTED,
+                VERSIONS.c.checksum == checksum,
+                VERSIONS.c.tokenizer_hash == tokenizer_hash,
             )
-            order = ((_VERSIONS.c.path == path).desc(), _VERSIONS.c.version.desc(), _VERSIONS.c.branch)
+            order = ((VERSIONS.c.path == path).desc(), VERSIONS.c.version.desc(), VERSIONS.c.branch)
             known = transaction.execute(same.order_by(*order)).first()
+            version = known.version if known else self._free_number(transaction)
             transaction.execute(
-                _VERSIONS.insert().values(
+                VERSIONS.insert().values(
                     **self._branch,
-                    version=known.version if known else self._free_number(transaction),
+                    version=version,
                     parent=known.version if known else None,
                     parent_branch=known.branch if known else "",
                     run_id=run_id,
@@ -176,25 +104,41 @@ class Ledger:
                     tokenizer_hash=tokenizer_hash,
                 )
             )
+            transaction.execute(HEADS.insert().values(**self._branch, version=version))
 
-    def begin(self, rollouts: Sequence[BatchRollout]) -> Lease:
+    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None) -> Lease | None:
         """Lease rollouts to a new batch, and hand out the number of the version that it will make.
+
+        Args:
+            rollouts: what the batch is made of.
+            parent: the version that will be trained. None: the head, whichever it is.
+
+        Returns:
+            None: another trainer's step is under way, or the head is no longer `parent`; look again.
 
         Raises:
             LedgerError: a rollout is in another batch, or there are no weights to train.
         """
-        with self._engine.begin() as transaction:
-            parent = self._newest_number(transaction, VersionStatus.COMMITTED)
-            if parent is None:
+        with self.database.transaction() as transaction:
+            head = self._head(transaction)
+            if head is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
-            lease = Lease(uuid.uuid4().hex, self._free_number(transaction), parent)
-            values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
+            row = self._lease(transaction)
+            if row and not is_over(row["holder"], row["expires"], self.database.now(transaction)):
+                return None
+            if row:
+                self._undo(transaction, row)
+            if parent not in {None, head}:
+                return None
+            lease = Lease(uuid.uuid4().hex, self._free_number(transaction), head)
             runs, modes = {one.group.run_id for one in rollouts}, {one.group.mode for one in rollouts}
-            row = {**values, "parent": parent, "parent_branch": self._branch["branch"]}
-            transaction.execute(_VERSIONS.insert().values(**row, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
-            transaction.execute(_BATCHES.insert().values(**values, committed=False))
+            values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
+            of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
+            transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
+            expires = self.database.now(transaction) + self.lease_seconds
+            transaction.execute(LEASES.insert().values(**values, holder=self._holder, expires=expires))
             try:
-                transaction.execute(_BATCH_ROLLOUTS.insert(), [self._row(one, lease.batch_id) for one in rollouts])
+                transaction.execute(BATCH_ROLLOUTS.insert(), [self._row(one, lease.batch_id) for one in rollouts])
             except IntegrityError as error:
                 raise LedgerError(
                     f"a rollout of this batch is already in another batch of {self._branch['policy']}/{self._branch['branch']} "
@@ -202,19 +146,28 @@ class Ledger:
                 ) from error
         return lease
 
+    def renew(self, lease: Lease) -> bool:
+        """Hold a lease for another trainer.lease_seconds; False: it was undone."""
+        with self.database.transaction() as transaction:
+            expires = self.database.now(transaction) + self.lease_seconds
+            return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(expires=expires)).rowcount == 1
+
     def commit(self, lease: Lease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
-        """Make a leased batch and its version final, in one transaction.
+        """Make a leased batch and its version final, and the branch's head, in one transaction.
 
         Raises:
             LedgerError: the lease is gone.
         """
-        with self._engine.begin() as transaction:
-            leased = _BATCHES.update().where(_BATCHES.c.batch_id == lease.batch_id, sa.not_(_BATCHES.c.committed)).values(committed=True)
-            if transaction.execute(leased).rowcount != 1:
-                raise LedgerError(f"the lease of batch {lease.batch_id} (version {lease.version}) is gone. Start `spangrad train` again.")
+        with self.database.transaction() as transaction:
+            if transaction.execute(LEASES.delete().where(LEASES.c.batch_id == lease.batch_id)).rowcount != 1:
+                raise LedgerError(
+                    f"the lease of batch {lease.batch_id} (version {lease.version}) is gone: it expired and another trainer took over, or "
+                    "the branch was rolled back. Nothing was committed. Start `spangrad train` again; raise trainer.lease_seconds if this "
+                    "process was held up for longer."
+                )
             transaction.execute(
-                _VERSIONS.update()
-                .where(_VERSIONS.c.batch_id == lease.batch_id)
+                VERSIONS.update()
+                .where(VERSIONS.c.batch_id == lease.batch_id)
                 .values(
                     status=VersionStatus.COMMITTED,
                     checksum=checksum,
@@ -223,116 +176,165 @@ class Ledger:
                     metrics=json.dumps(metrics),
                 )
             )
+            transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=lease.version))
 
     def recover(self) -> list[int]:
-        """Undo every lease that was never committed: free its rollouts and orphan its version's number.
+        """Undo the branch's lease if it is this process's, a dead one's or expired: free its rollouts, orphan its version's number.
 
         Returns:
             The versions that this call orphaned.
         """
-        with self._engine.begin() as transaction:
-            columns = sa.select(_BATCHES.c.batch_id, _BATCHES.c.version)
-            left = transaction.execute(columns.where(*self._mine(_BATCHES), sa.not_(_BATCHES.c.committed)))
-            leases = [(str(batch), int(version)) for batch, version in left]
-            batches = [batch for batch, _ in leases]
-            transaction.execute(_VERSIONS.update().where(_VERSIONS.c.batch_id.in_(batches)).values(status=VersionStatus.ORPHANED))
-            for table in (_BATCH_ROLLOUTS, _BATCHES):
-                transaction.execute(table.delete().where(table.c.batch_id.in_(batches)))
-        return sorted(version for _, version in leases)
+        with self.database.transaction() as transaction:
+            row = self._lease(transaction)
+            if row is None or not (row["holder"] == self._holder or is_over(row["holder"], row["expires"], self.database.now(transaction))):
+                return []
+            self._undo(transaction, row)
+            return [int(row["version"])]
+
+    def rollback(self, version: int) -> LedgerVersion:
+        """Make an older (or, taking that back, a newer) version of this branch its head; a step that is under way is given up.
+
+        Raises:
+            LedgerError: the branch has not committed it.
+        """
+        with self.database.transaction() as transaction:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
+            found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
+            if found is None:
+                policy, branch = self._branch.values()
+                raise LedgerError(f"branch {branch} of {policy} has committed no version {version}. `spangrad policy list` shows them.")
+            row = self._lease(transaction)
+            if row:
+                self._undo(transaction, row)
+            transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=version))
+            return version_of(found)
 
     def expire(self, groups: Iterable[Group], reason: ExpiryReason) -> None:
         """Put groups aside for good; idempotent."""
-        rows = [{**self._branch, **_group_key(group), "reason": reason.value} for group in groups]
-        if rows:
-            with self._engine.begin() as transaction:
-                transaction.execute(_EXPIRED.insert().prefix_with("OR IGNORE"), rows)
+        with self.database.transaction() as transaction:
+            rows = [{**self._branch, **_group_key(group), "reason": reason.value} for group in groups]
+            self.database.insert_new(transaction, EXPIRED, rows)
 
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
         """Add what was not known when the version was committed."""
-        with self._engine.begin() as transaction:
-            where = [*self._mine(_VERSIONS), _VERSIONS.c.version == version]
-            old = transaction.execute(sa.select(_VERSIONS.c.metrics).where(*where)).scalar_one()
-            transaction.execute(_VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
+        with self.database.transaction() as transaction:
+            where = [*self._mine(VERSIONS), VERSIONS.c.version == version]
+            old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
+            transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
     def finished_groups(self, run_id: str, build_spec: str) -> set[tuple[str, str]]:
         """Mode and id of the groups that must not be taken: leased or trained under any specification, or expired under this one."""
-        with self._engine.begin() as transaction:
-            taken = sa.select(_BATCH_ROLLOUTS.c.mode, _BATCH_ROLLOUTS.c.group_id).where(
-                *self._mine(_BATCH_ROLLOUTS), _BATCH_ROLLOUTS.c.run_id == run_id
+        with self.database.transaction() as transaction:
+            taken = sa.select(BATCH_ROLLOUTS.c.mode, BATCH_ROLLOUTS.c.group_id).where(
+                *self._mine(BATCH_ROLLOUTS), BATCH_ROLLOUTS.c.run_id == run_id
             )
-            expired = sa.select(_EXPIRED.c.mode, _EXPIRED.c.group_id).where(
-                *self._mine(_EXPIRED), _EXPIRED.c.run_id == run_id, _EXPIRED.c.build_spec == build_spec
+            expired = sa.select(EXPIRED.c.mode, EXPIRED.c.group_id).where(
+                *self._mine(EXPIRED), EXPIRED.c.run_id == run_id, EXPIRED.c.build_spec == build_spec
             )
             return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(taken, expired))}
 
     def expired(self) -> dict[Group, ExpiryReason]:
         """Every group put aside, and why."""
-        with self._engine.begin() as transaction:
-            rows = transaction.execute(sa.select(_EXPIRED).where(*self._mine(_EXPIRED))).mappings()
+        with self.database.transaction() as transaction:
+            rows = transaction.execute(sa.select(EXPIRED).where(*self._mine(EXPIRED))).mappings()
             return {_group(row): ExpiryReason(row["reason"]) for row in rows}
 
     def versions(self) -> list[LedgerVersion]:
         """All versions, oldest first."""
-        with self._engine.begin() as transaction:
-            rows = transaction.execute(sa.select(_VERSIONS).where(*self._mine(_VERSIONS)).order_by(_VERSIONS.c.version)).mappings()
-            return [_version(row) for row in rows]
+        with self.database.transaction() as transaction:
+            rows = transaction.execute(sa.select(VERSIONS).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
+            return [version_of(row) for row in rows]
+
+    def version(self, number: int) -> LedgerVersion:
+        """One version of this branch, which must be there."""
+        with self.database.transaction() as transaction:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == number)
+            return version_of(transaction.execute(sa.select(VERSIONS).where(*where)).mappings().one())
 
     def committed_versions(self) -> list[int]:
-        """Numbers of the committed versions, oldest first."""
+        """Numbers of the committed versions, oldest first; those that were rolled back among them."""
         return [one.version for one in self.versions() if one.status is VersionStatus.COMMITTED]
 
+    def frontier(self) -> LedgerVersion | None:
+        """The branch's head: what the next step trains. None: training has not begun."""
+        with self.database.transaction() as transaction:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == self._head(transaction))
+            found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
+            return version_of(found) if found else None
+
     def lineage(self) -> list[int]:
-        """Numbers of the committed versions that led to the newest one, oldest first: the branch's, and those it comes from."""
-        branches = self._branches()
-        found: set[int] = set()
-        branch, until = self._branch["branch"], None
-        while branch:
-            own = [(version, before) for version, before in branches.get(branch, []) if until is None or version <= until]
-            found |= {version for version, _ in own}
-            branch, until = (own[0][1], own[0][0]) if own else ("", None)
-        return sorted(found)
+        """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
+        with self.database.transaction() as transaction:
+            columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
+            rows = transaction.execute(sa.select(*columns).where(self._policy()))
+            parents = {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
+            return ancestry(parents, self._branch["branch"], self._head(transaction))
 
     def lent(self) -> set[int]:
         """Versions of this branch that other branches have begun with and not trained further: their files are still needed."""
-        others = [rows for branch, rows in self._branches().items() if branch != self._branch["branch"]]
-        return {rows[0][0] for rows in others if len(rows) == 1 and rows[0][1] == self._branch["branch"]}
+        with self.database.transaction() as transaction:
+            heads = VERSIONS.join(HEADS, sa.and_(*(VERSIONS.c[name] == HEADS.c[name] for name in ("policy", "branch", "version"))))
+            begun = sa.select(VERSIONS.c.version).select_from(heads)
+            mine = begun.where(self._policy(), VERSIONS.c.parent == VERSIONS.c.version, VERSIONS.c.parent_branch == self._branch["branch"])
+            return set(transaction.execute(mine).scalars())
 
-    def _branches(self) -> dict[str, list[tuple[int, str]]]:
-        """The policy's committed versions by branch, oldest first, each with its parent's branch."""
-        with self._engine.begin() as transaction:
-            query = sa.select(_VERSIONS.c.branch, _VERSIONS.c.version, _VERSIONS.c.parent_branch)
-            committed = query.where(self._policy(), _VERSIONS.c.status == VersionStatus.COMMITTED).order_by(_VERSIONS.c.version)
-            found: dict[str, list[tuple[int, str]]] = {}
-            for branch, version, parent_branch in transaction.execute(committed):
-                found.setdefault(branch, []).append((version, parent_branch))
-        return found
+    def pin(self, version: int) -> None:
+        """Keep a version's files whatever trainer.keep_checkpoints says; idempotent.
 
-    def frontier(self) -> LedgerVersion | None:
-        """The newest committed version. None: training has not begun."""
-        committed = [one for one in self.versions() if one.status is VersionStatus.COMMITTED]
-        return committed[-1] if committed else None
+        Raises:
+            LedgerError: no branch of the policy has committed it.
+        """
+        with self.database.transaction() as transaction:
+            where = (self._policy(), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
+            if transaction.execute(sa.select(VERSIONS.c.version).where(*where)).first() is None:
+                raise LedgerError(f"{self._branch['policy']} has no committed version {version}. `spangrad policy list` shows them.")
+            self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
+
+    def unpin(self, version: int) -> None:
+        """Leave a version's files to trainer.keep_checkpoints again; idempotent."""
+        with self.database.transaction() as transaction:
+            transaction.execute(PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version))
+
+    def pinned(self) -> set[int]:
+        """Versions of the policy whose files are kept."""
+        with self.database.transaction() as transaction:
+            return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
+
+    def holder(self) -> str | None:
+        """Whose step is under way, for people. None: nobody's."""
+        with self.database.transaction() as transaction:
+            row = self._lease(transaction)
+            return shown(row["holder"]) if row else None
 
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """The rollouts of a batch, leased or committed, in order."""
-        with self._engine.begin() as transaction:
-            where = _BATCH_ROLLOUTS.c.batch_id == batch_id
-            order = (_BATCH_ROLLOUTS.c.group_id, _BATCH_ROLLOUTS.c.rollout_id, _BATCH_ROLLOUTS.c.attempt)
-            rows = transaction.execute(sa.select(_BATCH_ROLLOUTS).where(where).order_by(*order)).mappings()
+        with self.database.transaction() as transaction:
+            where = BATCH_ROLLOUTS.c.batch_id == batch_id
+            order = (BATCH_ROLLOUTS.c.group_id, BATCH_ROLLOUTS.c.rollout_id, BATCH_ROLLOUTS.c.attempt)
+            rows = transaction.execute(sa.select(BATCH_ROLLOUTS).where(where).order_by(*order)).mappings()
             return [BatchRollout(_group(row), row["rollout_id"], row["attempt"], row["revision"]) for row in rows]
 
     def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c[name] == value for name, value in self._branch.items()]
 
-    def _newest_number(self, transaction: sa.Connection, status: VersionStatus | None = None) -> int | None:
-        query = sa.select(sa.func.max(_VERSIONS.c.version)).where(*self._mine(_VERSIONS))
-        return transaction.execute(query if status is None else query.where(_VERSIONS.c.status == status)).scalar()
-
     def _policy(self) -> sa.ColumnElement[bool]:
-        return _VERSIONS.c.policy == self._branch["policy"]
+        return VERSIONS.c.policy == self._branch["policy"]
+
+    def _head(self, transaction: sa.Connection) -> int | None:
+        return transaction.execute(sa.select(HEADS.c.version).where(*self._mine(HEADS))).scalar()
+
+    def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
+        return transaction.execute(sa.select(LEASES).where(*self._mine(LEASES))).mappings().first()
+
+    def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
+        batch = lease["batch_id"]
+        transaction.execute(VERSIONS.update().where(VERSIONS.c.batch_id == batch).values(status=VersionStatus.ORPHANED))
+        for table in (BATCH_ROLLOUTS, LEASES):
+            transaction.execute(table.delete().where(table.c.batch_id == batch))
 
     def _free_number(self, transaction: sa.Connection) -> int:
         """The policy's next, over all its branches."""
-        newest = transaction.execute(sa.select(sa.func.max(_VERSIONS.c.version)).where(self._policy())).scalar()
+        newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(self._policy())).scalar()
         return 0 if newest is None else newest + 1
 
     def _row(self, one: BatchRollout, batch_id: str) -> dict[str, object]:
@@ -346,47 +348,29 @@ class Ledger:
         }
 
 
+def is_over(holder: str, expires: float, now: float) -> bool:
+    """Whether a lease may be undone by anybody: it has expired, or its process is known to be dead; both times by one clock."""
+    return expires <= now or is_dead(holder)
+
+
+def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:
+    """Numbers of the versions from the first weights to a head, oldest first.
+
+    Args:
+        parents: of each (branch, version) its parent's (branch, version).
+        branch: the head's.
+        head: None: the branch has not begun.
+    """
+    found = set[int]()
+    while head is not None and (branch, head) in parents:
+        found.add(head)
+        branch, head = parents[branch, head]
+    return sorted(found)
+
+
 def _group_key(group: Group) -> dict[str, object]:
     return {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
 
 
 def _group(row: sa.RowMapping) -> Group:
     return Group(row["run_id"], row["mode"], row["build_spec"], row["group_id"])
-
-
-def _version(row: sa.RowMapping) -> LedgerVersion:
-    facts = PolicyVersion(row["policy"], row["version"], row["parent"], row["batch_id"], row["checksum"], row["path"])
-    status = VersionStatus(row["status"]) if row["status"] else None
-    return LedgerVersion(
-        facts,
-        row["branch"],
-        row["parent_branch"],
-        row["run_id"],
-        row["modes"],
-        row["tokenizer_hash"],
-        status,
-        json.loads(row["metrics"]),
-    )
-
-
-def _configure(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # transactions are ours: pysqlite would begin them late, and without a write lock
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000"):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_immediate(connection: sa.Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _lock(file: Path, policy: str, branch: str) -> int:
-    """Hold an advisory lock, which the kernel drops when this process ends, however it ends."""
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise LedgerError(
-            f"another process trains {policy}/{branch} ({file} is locked). Stop it, or set trainer.branch to another branch."
-        ) from None
-    return handle

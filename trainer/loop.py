@@ -5,6 +5,9 @@ ledger knows enough to go on. A lease without a commit is undone, at once when t
 start; a commit that was not yet copied to the store, or not published, is copied and published at the next start. Nothing is repeated,
 nothing skipped.
 
+A step trains the head of its branch. When somebody else moved it (another trainer of the branch, a rollback), its weights and its
+optimiser's state are loaded first; while another trainer's step is under way, this one waits.
+
 A batch in which every advantage is 0 takes no optimiser step, yet commits a version with its parent's weights: its groups are used, and
 lineage and step count stay whole.
 """
@@ -13,30 +16,38 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spangrad.clickhouse import connect
-from spangrad.errors import GatewayError, LedgerError, SettingsError
+from spangrad.errors import GatewayError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
-from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
-from trainer.credit import CreditRule, Normalise, live_groups
-from trainer.eligibility import ExpiryReason, expiry_reasons
-from trainer.learning import ESTIMATORS, check
-from trainer.ledger import FILE as LEDGER_FILE
-from trainer.ledger import Ledger, LedgerVersion
+from trainer.credit import CreditRule, Normalise
+from trainer.deferred import Deferred
+from trainer.eligibility import ExpiryReason, put_aside
+from trainer.evaluate import Evaluation, best, describe_best
+from trainer.heartbeat import beating
+from trainer.learning import check
+from trainer.ledger import Ledger
+from trainer.ledger_tables import LedgerVersion
+from trainer.measures import measures
 from trainer.mirror import Mirror
+from trainer.planning import plan_of
 from trainer.publisher import Publisher
+from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
+from trainer.view import LogLines
+from trainer.watchers import watchers_of
+from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -98,6 +109,14 @@ class Trainer:
     publisher: Publisher | None
     """None: versions are not published."""
     shutdown: Shutdown
+    loaded: LedgerVersion
+    """Whose weights the optimiser holds."""
+    load_optimiser: Callable[[LedgerVersion], Optimiser]
+    """One with a version's weights and state."""
+    evaluation: Evaluation | None = None
+    """None: held-out rollouts are not looked at."""
+    watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
+    clock: Clock = field(default_factory=Clock)
     _looked: float = 0.0
 
     def start(self) -> None:
@@ -122,6 +141,7 @@ class Trainer:
         """While nothing is ready: see now and then that the newest version is served, and tolerate a gateway that is away."""
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
+            self.evaluate()
             try:
                 self._publish_again()
             except GatewayError as error:
@@ -149,13 +169,24 @@ class Trainer:
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 return
-            loaded = self.take()
-            if loaded:
-                self.step(loaded)
-            elif follow:
-                self._rest()
-            else:
+            self._follow_head()
+            batch = self.take()
+            if batch and self.step(batch):
+                continue
+            if not batch and not follow:
+                self.evaluate()
                 return
+            self._rest()
+
+    def evaluate(self) -> None:
+        """Measure versions on the held-out rollouts that were built since the last look."""
+        measured = self.evaluation.measure(self.ledger) if self.evaluation else []
+        for version in measured:
+            self.mirror.write(version)
+            self.watchers.evaluated(version, newest_version(self.ledger).version)
+        champion = best(self.ledger.versions(), self.settings.trainer) if measured else None
+        if champion:
+            logger.info("%s", describe_best(champion, self.settings.trainer))
 
     def take(self) -> Loaded | None:
         """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
@@ -166,18 +197,11 @@ class Trainer:
             if len(ready) < settings.groups_per_batch:
                 return None
             chosen = ready[: settings.groups_per_batch]
-            loaded = self.source.load(chosen)
-            own = loaded.own(settings.policy, settings.selection)
-            reasons = expiry_reasons(
-                chosen,
-                loaded.transitions.filter(own),
-                lineage=self.ledger.lineage(),
-                max_staleness=settings.max_staleness,
-                tokenizer_hash=newest_version(self.ledger).tokenizer_hash,
-                max_tokens=settings.max_tokens_per_device,
-                alone=ESTIMATORS[settings.estimator].scope == "all",
-                live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
-            )
+            self.clock.begin()
+            with self.clock.stage("load"):
+                loaded = self.source.load(chosen)
+            newest = newest_version(self.ledger)
+            reasons = put_aside(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=newest.tokenizer_hash)
             if not reasons:
                 return loaded
             if ExpiryReason.STALE in reasons.values():
@@ -187,51 +211,82 @@ class Trainer:
                 self.ledger.expire(groups, reason)
                 logger.warning("%d groups will not be trained (%s): %s", len(groups), reason, ", ".join(one.group_id for one in groups))
 
-    def step(self, loaded: Loaded) -> None:
-        """Make one version of one batch; when anything goes wrong before the commit, undo the lease."""
-        parent = newest_version(self.ledger)
+    def _follow_head(self) -> None:
+        """Load the version that the next step trains, where that is not the one that the last step made."""
+        head = newest_version(self.ledger)
+        if head.version != self.loaded.version:
+            self.optimiser = self.load_optimiser(head)
+            self.loaded = head
+            self.mirror.catch_up()
+            logger.info("version %d is loaded: branch %s was moved there by somebody else", head.version, head.branch)
+
+    def step(self, loaded: Loaded) -> bool:
+        """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
+
+        Returns:
+            False: another trainer's step is under way, or the branch has another head by now.
+        """
+        parent = self.loaded
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
-        batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+        with self.clock.stage("credit"):
+            batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+            facts |= measures(loaded, settings, self.ledger.lineage())
         try:
             made = self._commit(loaded, batch, facts, parent)
         except BaseException:
             self.shutdown.end()
-            undo_leases(self.ledger, self.settings)
+            try:
+                undo_leases(self.ledger, self.settings)
+            except (SpangradError, OSError) as error:  # what went wrong first is to be told; the next start cleans up
+                logger.warning("%s", error)
             raise
-        self.mirror.write(made)
+        if made is None:
+            return False
+        self.loaded = made
         if self.publisher:
-            seconds = self.publisher.publish(made.policy_version)
-            self.ledger.add_metrics(made.version, {"seconds_publish": seconds})
-            made = newest_version(self.ledger)
-            self.mirror.write(made)
-        committed = self.ledger.committed_versions()
-        mine = set(committed) - self.ledger.lent()
-        checkpoint.prune(settings.directory, settings.policy, settings.branch, committed=mine, keep=settings.keep_checkpoints)
-        logger.info("%s", describe(made, len(committed) - 1))
+            with self.clock.stage("publish"):
+                seconds = self.publisher.publish(made.policy_version)
+            stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
+            self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
+            made = self.ledger.version(made.version)
+        # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
+        self.mirror.write(made)
+        number = len(self.ledger.committed_versions()) - 1
+        self.watchers.stepped(Step(number, made, loaded.rollouts, self.clock.stages))
+        self.evaluate()
+        prune(self.ledger, self.settings)
+        if self.evaluation:
+            self.evaluation.run_command(made, number)
+        self.clock.end()
+        return True
 
-    def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion:
-        settings, began = self.settings.trainer, time.monotonic()
+    def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
+        settings = self.settings.trainer
         with self.shutdown.shielded():
-            lease = self.ledger.begin(loaded.rollouts)
-        metrics = self.optimiser.step(batch)
-        trained = time.monotonic()
-        written = checkpoint.write(
-            settings.directory,
-            policy=settings.policy,
-            branch=settings.branch,
-            version=lease.version,
-            parent=lease.parent,
-            batch_id=lease.batch_id,
-            base=Path(parent.policy_version.path),
-            weights=self.optimiser.weights(),
-            save_state=self.optimiser.save_state,
-        )
-        metrics |= {"seconds_train": trained - began, "seconds_checkpoint": time.monotonic() - trained, **facts}
+            lease = self.ledger.begin(loaded.rollouts, parent.version)
+        if lease is None:
+            return None
+        with beating(self.ledger, lease):
+            with self.clock.stage("train"):
+                metrics = self.optimiser.step(batch)
+            with self.clock.stage("checkpoint"):
+                written = checkpoint.write(
+                    settings.directory,
+                    policy=settings.policy,
+                    branch=settings.branch,
+                    version=lease.version,
+                    parent=lease.parent,
+                    batch_id=lease.batch_id,
+                    base=Path(parent.policy_version.path),
+                    weights=self.optimiser.weights(),
+                    save_state=self.optimiser.save_state,
+                )
+        metrics |= {**self.clock.seconds(), **facts}
         with self.shutdown.shielded():
             self.ledger.commit(
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
             )
-        return newest_version(self.ledger)
+        return self.ledger.version(lease.version)
 
 
 def train(settings: Settings, *, follow: bool) -> None:
@@ -259,117 +314,45 @@ def train(settings: Settings, *, follow: bool) -> None:
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     client = connect(settings.store)
-    ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    ledger = open_ledger(settings)
+    watchers = Watchers([])
     try:
         newest = prepare(ledger, settings)
 
         from trainer.engine import Engine
         from trainer.estimators import estimator
 
-        model = Path(newest.policy_version.path)
-        optimiser = Engine(model, settings.trainer)
-        if newest.policy_version.batch_id:
-            optimiser.load_state(model)
-        logger.info("version %d of %s is loaded on %s", newest.version, settings.trainer.policy, optimiser.device)
+        def load(version: LedgerVersion) -> Engine:
+            model = Path(version.policy_version.path)
+            checkpoint.verify(model, version.policy_version.checksum)
+            engine = Engine(model, settings.trainer)
+            if version.policy_version.batch_id:
+                engine.load_state(model)
+            logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
+            return engine
+
+        optimiser = load(newest) if follow else Deferred(lambda: load(newest))
+        source = Source(client, settings)
+        watchers = watchers_of(settings, client)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
-            source=Source(client, settings),
+            source=source,
             optimiser=optimiser,
             normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
             shutdown=shutdown,
+            loaded=newest,
+            load_optimiser=load,
+            evaluation=Evaluation(client, settings, source.build_spec),
+            watchers=watchers,
         )
         trainer.start()
         trainer.run(follow=follow)
+        if newest_version(ledger).version == newest.version and not follow:
+            logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
         ledger.close()
+        watchers.close()
         client.close()
-
-
-def require_beginning(settings: Settings) -> None:
-    """See, before anything is opened or made, that there are weights to begin with, or a ledger that names some.
-
-    Raises:
-        SettingsError: there are neither.
-    """
-    model = settings.trainer.model
-    if model is None and not (settings.trainer.directory / LEDGER_FILE).exists():
-        raise SettingsError(
-            "trainer.model is not set. Give the directory of the weights that training begins with: `spangrad train --model DIR`."
-        )
-    if model is not None and not model.is_dir():
-        raise SettingsError(
-            f"trainer.model = {str(model)!r} is no directory. Give the one that holds the weights that training begins with."
-        )
-
-
-def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
-    """Undo what a crash left, enter the weights that training begins with if there are none, and verify the newest version.
-
-    Raises:
-        SettingsError: there is no version and no trainer.model.
-        CheckpointError: trainer.model holds no weights or tokenizer, or the newest version's directory is not what was committed.
-    """
-    undo_leases(ledger, settings)
-    if ledger.frontier() is None:
-        model = settings.trainer.model
-        if model is None:
-            raise SettingsError(
-                f"trainer.model is not set, and the ledger knows no version of {settings.trainer.policy} on {settings.trainer.branch}."
-                " Give the directory of the weights that training begins with: `spangrad train --model DIR`."
-            )
-        path = model.absolute()
-        ledger.register_initial(
-            checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer_hash(path), run_id=settings.trainer.run_id
-        )
-        begun = newest_version(ledger)
-        if begun.parent_branch:
-            logger.info("branch %s begins with version %d of branch %s", begun.branch, begun.version, begun.parent_branch)
-    newest = newest_version(ledger)
-    checkpoint.verify(Path(newest.policy_version.path), newest.policy_version.checksum)
-    return newest
-
-
-def undo_leases(ledger: Ledger, settings: Settings) -> None:
-    """Free the rollouts of leases without a commit, and remove what was written of their versions."""
-    trainer = settings.trainer
-    orphans = ledger.recover()
-    for version in orphans:
-        checkpoint.remove(trainer.directory, trainer.policy, trainer.branch, version)
-        logger.warning("version %d was never committed: its number stays taken, its rollouts are free again", version)
-    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch)
-
-
-def newest_version(ledger: Ledger) -> LedgerVersion:
-    """The version that the next step trains.
-
-    Raises:
-        LedgerError: there is none.
-    """
-    newest = ledger.frontier()
-    if newest is None:
-        raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
-    return newest
-
-
-def describe(version: LedgerVersion, step: int) -> str:
-    """One line about a step."""
-    m = version.metrics
-    gap = f"{m['logprob_gap']:.0e}" if "logprob_gap" in m else "unknown"
-    parts = [
-        f"{m['groups']:.0f} groups",
-        f"{m['rollouts']:.0f} rollouts",
-        f"{m['transitions']:.0f} transitions",
-        *([f"{m['merge_ratio']:.1f}x fewer tokens in {m['sequences']:.0f} sequences"] if m["merge_ratio"] > 1 else []),
-        *([f"{m['too_long']:.0f} calls too long"] if m["too_long"] else []),
-        f"return {m['mean_return']:+.2f}",
-        f"gap {gap}",
-        f"train {m['seconds_train']:.2f} s",
-    ]
-    if "seconds_publish" in m:
-        parts.append(f"publish {m['seconds_publish']:.2f} s")
-    if not m.get("updated", 1):
-        parts.append("all advantages 0: weights as before")
-    return f"step {step} -> version {version.version}: {', '.join(parts)}"

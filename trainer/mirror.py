@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from spangrad.clickhouse import store_errors
 from spangrad.types import VersionStatus
-from trainer.ledger import Ledger, LedgerVersion
+from trainer.ledger import Ledger
+from trainer.ledger_tables import LedgerVersion
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

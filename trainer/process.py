@@ -16,13 +16,21 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 
-def prepare_process() -> str:
-    """Choose the device, tell verl and PyTorch about this process of one worker, and return the device's name."""
+def choose_platform() -> str:
+    """Tell verl, before anything of it is imported, whether there is a GPU, and return the device's name: cuda or cpu."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trainer.cpu_platform")
+    return device
+
+
+def prepare_process() -> str:
+    """Tell verl and PyTorch about this process of one worker, and return the device's name."""
+    import torch
+
+    device = choose_platform()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -34,6 +34,23 @@ WHERE Mode IN %(modes)s AND GroupSize > 0
 GROUP BY Mode, GroupId
 HAVING uniqExact(RolloutId) >= max(GroupSize)
 ORDER BY max(FirstBuiltAt), Mode, GroupId
+"""
+
+_STATES = """
+SELECT Mode, GroupId, max(GroupSize), uniqExact(RolloutId)
+FROM {builds} AS v
+GROUP BY Mode, GroupId
+ORDER BY max(FirstBuiltAt), Mode, GroupId
+"""
+
+_UNBUILT = """
+SELECT uniqExact(RolloutId) FROM otel.v_rollouts
+WHERE RunId = %(run)s AND Final AND Mode IN %(modes)s
+    AND RolloutId NOT IN (SELECT RolloutId FROM otel.builds WHERE RunId = %(run)s AND BuildSpec = %(spec)s)
+"""
+
+_ELSEWHERE = """
+SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM otel.builds GROUP BY RunId, Ours ORDER BY max(IngestedAt) DESC LIMIT 5
 """
 
 _BUILDS = """
@@ -60,6 +77,22 @@ class Group:
     mode: str
     build_spec: str
     group_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a group is built."""
+
+    group: Group
+    rollouts: int
+    """That are built."""
+    size: int
+    """That it has when it is whole; 0: nobody said."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is built."""
+        return 0 < self.size <= self.rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +151,28 @@ class Source:
 
         Groups of unknown size (0) are never ready.
         """
-        query = _READY.format(builds=builds_sql(self._as_of, _MINE))
+        rows = self._rows(_READY.format(builds=builds_sql(self._as_of, _MINE)))
+        return [Group(self._run, mode, self.build_spec, group) for mode, group in rows]
+
+    def states(self) -> list[GroupState]:
+        """All groups of the run, of every mode and however far they are built, in the order of `ready`."""
+        rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, _MINE)))
+        return [GroupState(Group(self._run, mode, self.build_spec, group), count, size) for mode, group, size, count in rows]
+
+    def unbuilt(self) -> int:
+        """How many rollouts of the run, of the modes that are trained, have ended and are not built."""
+        ((count,),) = self._rows(_UNBUILT)
+        return count
+
+    def elsewhere(self) -> list[str]:
+        """What is built of other runs, or by other specifications, in words; the newest first."""
+        rows = self._rows(_ELSEWHERE)
+        return [f"{count} rollouts of run {run!r}{'' if ours else ' by another specification'}" for run, ours, count in rows]
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
         parameters = {"run": self._run, "modes": tuple(self._modes), "spec": self.build_spec}
         with store_errors(self._url):
-            rows = self._client.query(query, parameters=parameters).result_rows
-        return [Group(self._run, mode, self.build_spec, group) for mode, group in rows]
+            return [tuple(row) for row in self._client.query(query, parameters=parameters).result_rows]
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""

@@ -47,10 +47,10 @@ class Lists:
         """Some of the lists."""
         return Lists(self.values, self.first[rows], self.length[rows])
 
-    def text(self, row: int) -> bytes:
-        """A list's bytes."""
-        first = self.first[row]
-        return self.values[first : first + self.length[row]].tobytes()
+    @property
+    def bytes(self) -> memoryview:
+        """Of all values."""
+        return np.ascontiguousarray(self.values).data.cast("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,16 @@ def _goes_on(prompts: Lists, responses: Lists, earlier: Indices, later: Indices)
     end = prompts.first[later[at]] + before[at] + said[at] - 1
     same = prompts.values[end] == responses.values[responses.first[earlier[at]] + said[at] - 1]
     fits[at[~same]] = False
-    for row in at[same].tolist():
-        old, new = int(earlier[row]), int(prompts.first[later[row]])
-        length = int(before[row] + said[row])
-        fits[row] = prompts.values[new : new + length].tobytes() == prompts.text(old) + responses.text(old)
+    at = at[same]
+    asked, answered = prompts.bytes, responses.bytes
+    width = prompts.values.itemsize
+    new, old = (prompts.first[rows[at]] * width for rows in (later, earlier))
+    places = (at, new, old, before[at] * width, responses.first[earlier[at]] * width, said[at] * width)
+    for row, here, there, size, reply, more in zip(*(one.tolist() for one in places), strict=True):
+        middle = here + size
+        fits[row] = asked[here:middle].tobytes() == asked[there : there + size].tobytes() and (
+            asked[middle : middle + more].tobytes() == answered[reply : reply + more].tobytes()
+        )
     return fits
 
 

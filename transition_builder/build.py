@@ -15,7 +15,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.settings import BuilderSettings
-from spangrad.types import transition_id
+from spangrad.types import transition_ids
 from transition_builder import dialects, join, lineage, placing, reconcile, rewards
 from transition_builder.dialects import gateway
 from transition_builder.frames import DROPS, TRANSITIONS, Built, Frames, Verdict, concat, conform
@@ -43,7 +43,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     nodes, tree, recorded = read(frames)
     joined = join.join(nodes, tree, recorded, frames.answers, frames.dropped)
     placed = placing.place(nodes, joined)
-    calls = placed.calls
+    calls = reconcile.without_arrays(placed.calls)
 
     final = frames.rollouts.select(*_ATTEMPT)
     current = calls.join(final, on=_ATTEMPT, how="semi")
@@ -55,7 +55,9 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     concluded = reconcile.conclude(calls, frames.rollouts, given.faults, spec)
     known = concluded.join(final, on=_ATTEMPT, how="semi").select(*_ATTEMPT, "CallId", "Order", "Choice", Kept=pl.col("Reason") == "")
     return Built(
-        transitions=_transitions(concluded.filter(pl.col("Reason") == ""), rewards.spread(given.rewards, known), spec),
+        transitions=_transitions(
+            concluded.filter(pl.col("Reason") == ""), rewards.spread(given.rewards, known), placed.calls.select(*reconcile.ARRAYS), spec
+        ),
         drops=concat(
             [_drops(concluded.filter(pl.col("Reason") != ""), spec), _stamp(reconcile.empty_rollouts(frames.rollouts, calls), spec)], DROPS
         ),
@@ -89,10 +91,9 @@ def _stamp(frame: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
     return frame.with_columns(BuildSpec=pl.lit(spec.spec), Revision=pl.lit(REVISION), Content=pl.lit(0, pl.UInt64))
 
 
-def _transitions(kept: pl.DataFrame, given: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
-    name = spec.spec
-    ids = [transition_id(call, name, REVISION) for call in kept["CallId"]]
-    return conform(
+def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
+    ids = transition_ids(kept["CallId"], spec.spec, REVISION)
+    rows = (
         _stamp(kept, spec)
         .with_columns(
             pl.Series("TransitionId", ids, dtype=pl.String),
@@ -102,9 +103,9 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, spec: BuilderSettings)
         )
         .join(given, on="CallId", how="left")
         .with_columns(pl.col("Rewards.Name", "Rewards.Value", "Rewards.Source").fill_null([]))
-        .sort(*_ATTEMPT, "Turn", "Choice", "CallId"),
-        TRANSITIONS,
+        .sort(*_ATTEMPT, "Turn", "Choice", "CallId")
     )
+    return conform(rows.hstack(arrays[rows["Row"]]), TRANSITIONS)
 
 
 def _drops(dropped: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:

@@ -120,6 +120,7 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         .with_columns(
             Detail=pl.when(pl.col("Verdict") == Verdict.INCOMPLETE.value).then(missing).otherwise(pl.lit("")),
             LastArrival=pl.max_horizontal("IngestedAt", "last_arrival"),
+            RowsRead=pl.lit(None, pl.UInt64),
         ),
         ROLLOUTS,
     )

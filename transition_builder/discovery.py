@@ -17,7 +17,7 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects import MODEL_SPAN_SQL
-from transition_builder.frames import ACTIVITY, LOOSE, OWNERS, ROOTS, TRACES, Schema, concat, conform, empty
+from transition_builder.frames import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema, concat, conform, empty
 from transition_builder.reading import Reader, batches, microseconds
 
 OVERLAP = timedelta(seconds=120)
@@ -96,6 +96,14 @@ WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN %(traces)s AND Ro
     SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN %(traces)s)
 GROUP BY TraceId
 """
+_TALLY = """
+SELECT RunId, RolloutKey, RolloutKeySource, TraceId, uniqExact(Attempt, Timestamp, SpanId, Choice) AS Rows
+FROM otel.rollout_spans
+WHERE {arrived} AND {which}
+GROUP BY RunId, RolloutKey, RolloutKeySource, TraceId
+"""
+_OF_KEYS = "RolloutKey IN %(keys)s"
+_NAMELESS = f"{_UNNAMED} AND TraceId IN %(keys)s AND RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys WHERE TraceId IN %(keys)s)"
 
 
 class Discovery:
@@ -118,7 +126,7 @@ class Discovery:
 
     def done(self) -> None:
         """All that the look has found is known to the caller."""
-        if self._sweeps:
+        if self.sweeps:
             self._last_sweep = self._now
         self._last = self._now
         self._seen = self._seen_next
@@ -128,7 +136,8 @@ class Discovery:
         return self._last is None
 
     @property
-    def _sweeps(self) -> bool:
+    def sweeps(self) -> bool:
+        """Whether this look reads all that may have arrived since the last sweep: the first one, and one now and then."""
         assert self._now is not None
         return self._last_sweep is None or self._now - self._last_sweep >= _BETWEEN_SWEEPS
 
@@ -137,7 +146,7 @@ class Discovery:
         if self._last is None or self._last_sweep is None:
             since = microseconds(self._begin) if self._begin else 0
         else:
-            since = microseconds(self._last_sweep - OVERLAP if self._sweeps else self._last - _USUAL_OVERLAP)
+            since = microseconds(self._last_sweep - OVERLAP if self.sweeps else self._last - _USUAL_OVERLAP)
         return {"since": since, "spec": self._reader.spec}
 
     def new_roots(self) -> pl.DataFrame:
@@ -151,7 +160,7 @@ class Discovery:
         Those that name their rollout are looked for in sweeps only: their root comes, or is waited for for long.
         """
         of_built = " UNION ALL ".join(_OF_BUILT_SINCE.format(table=table) for table in ("transitions", "drops"))
-        which = "true" if self._sweeps else _UNNAMED
+        which = "true" if self.sweeps else _UNNAMED
         return conform(self._reader.frame(_LOOSE.format(arrived=self._arrived, which=which, of_built=of_built), self._window), LOOSE)
 
     def arrivals(self) -> pl.DataFrame:
@@ -159,7 +168,7 @@ class Discovery:
         which = _EVER_BUILT if self._first else "true"
         rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), LOOSE)
         self._seen_next = rows
-        return rows if self._sweeps else rows.join(self._seen, on=rows.columns, how="anti")
+        return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 
     def owners(self, traces: Iterable[str]) -> pl.DataFrame:
         """OWNERS of traces."""
@@ -176,6 +185,12 @@ class Discovery:
     def roots(self, rollouts: Iterable[str]) -> pl.DataFrame:
         """ROOTS of all attempts of rollouts."""
         return self._by_keys(_ROOTS.replace("{which}", "RolloutKey IN %(keys)s"), "keys", rollouts, ROOTS)
+
+    def tally(self, rollouts: Iterable[str]) -> pl.DataFrame:
+        """TALLY of all rows that name rollouts, and of those in the same traces that name none."""
+        named = self._by_keys(_TALLY.replace("{which}", _OF_KEYS), "keys", rollouts, TALLY)
+        nameless = self._by_keys(_TALLY.replace("{which}", _NAMELESS), "keys", named["TraceId"], TALLY)
+        return pl.concat([named, nameless]).unique([name for name in TALLY if name != "Rows"])
 
     def _by_keys(self, sql: str, name: str, keys: Iterable[str], schema: Schema) -> pl.DataFrame:
         asked = sql.format(arrived=self._arrived)

@@ -163,9 +163,13 @@ BUILT: Schema = {
     "Revision": pl.UInt32(),
     "Content": pl.UInt64(),
     "Watermark": MICROSECONDS,
+    "RowsRead": pl.UInt64(),
     "IngestedAt": MICROSECONDS,
 }
 """The newest revisions of rollouts that were built, and when they were written."""
+
+TALLY: Schema = {"RunId": _TEXT, "RolloutKey": _TEXT, "RolloutKeySource": _TEXT, "TraceId": _TEXT, "Rows": pl.UInt64()}
+"""How many rows of otel.rollout_spans have arrived, each counted once, by how they name their rollout and by their trace."""
 
 DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}
 """Spans of which their sender kept attributes back."""
@@ -175,9 +179,10 @@ ROLLOUTS: Schema = {
     "Verdict": _TEXT,
     "Detail": _TEXT,
     "LastArrival": MICROSECONDS,
+    "RowsRead": pl.UInt64(),
 }
-"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), whether it may be built, and when the
-newest row of it arrived that is known."""
+"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), whether it may be built, when the newest
+row of it arrived that is known, and how many of its rows were read; null before they are."""
 
 TRANSITIONS: Schema = {
     "RunId": _TEXT,
@@ -295,6 +300,7 @@ BUILDS: Schema = {
     "Transitions": pl.UInt32(),
     "Drops": pl.UInt32(),
     "Watermark": MICROSECONDS,
+    "RowsRead": pl.UInt64(),
     "Builder": _TEXT,
 }
 """A revision of a rollout that was built. Revision and Content of TRANSITIONS and DROPS are those of its row here; `build` leaves them

@@ -24,13 +24,13 @@ from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Settings
-from transition_builder import rewards
+from transition_builder import late, rewards
 from transition_builder.build import build
 from transition_builder.claims import Claims
 from transition_builder.complete import decide, facts
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import OVERLAP, Discovery
-from transition_builder.frames import LOOSE, ROOTS, Frames, Verdict, empty
+from transition_builder.frames import BUILT, LOOSE, ROOTS, Frames, Verdict, empty
 from transition_builder.reading import Reader
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import sql
@@ -41,13 +41,18 @@ from transition_builder.unclaimed import claim, judge, merge, rollouts_of, stale
 
 log = logging.getLogger(__name__)
 
-CALLS_A_BUILD = 2048
-"""Calls built at a time, about: bounds memory."""
-_CALLS_UNKNOWN = 16
+CALLS_A_BUILD = 16384
+"""Calls built at a time, at most."""
+BYTES_A_BUILD = 256 * 2**20
+"""What their rows weigh in memory, about; a build needs some times as much."""
+_BYTES_A_CALL = 20 * 2**10
+"""Before any was seen: of a prompt of 4,000 tokens and five spans."""
+_SIZE = pl.col("Calls").fill_null(16) + 1
+"""Of a rollout, in calls: those that its root counted, else a guess, and one for what it weighs itself."""
 _PATIENCE = 0.05
 """A waiting rollout is looked at again after this fraction of the time that it has waited."""
-ROLLOUTS_A_LOOK = 500
-"""Rollouts whose spans are read at a time: bounds memory."""
+ROLLOUTS_A_LOOK = 1024
+"""Rollouts whose lean spans are read at a time: bounds memory."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _SPAN = ["TraceId", "SpanId"]
 Said = Callable[[int, int], None]
@@ -99,12 +104,15 @@ class Builder:
     as if it were new.
     """
 
-    def __init__(self, settings: Settings, *, since: datetime | None = None, hurry: bool = False, said: Said = _nothing) -> None:
+    def __init__(
+        self, settings: Settings, *, since: datetime | None = None, run: str | None = None, hurry: bool = False, said: Said = _nothing
+    ) -> None:
         """Connect to the store.
 
         Args:
             settings: of the store and the build.
             since: build what has arrived since then; None: all that was not built.
+            run: build rollouts whose spans name this run alone; None: of all.
             hurry: conclude all that has ended, whatever of it may still arrive.
             said: told of progress.
 
@@ -118,6 +126,7 @@ class Builder:
         self._spec = settings.builder
         self._waits = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if hurry else self._spec
         self._hurry = hurry
+        self._run = run
         self._said = said
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._reader = Reader(client, settings)
@@ -127,8 +136,11 @@ class Builder:
         self._sink = Sink(self._reader, name)
         self._pending = empty(ROOTS).with_columns(CheckedAt=pl.col("IngestedAt"))
         self._loose = empty(LOOSE).with_columns(CheckedAt=pl.col("IngestedAt"))
-        self._examined = pl.DataFrame(schema={**{name: pl.String() for name in _ROLLOUT}, "Until": ROOTS["IngestedAt"]})
+        of_rollouts = {name: pl.String() for name in _ROLLOUT}
+        self._examined = pl.DataFrame(schema={**of_rollouts, "Until": ROOTS["IngestedAt"], "Examined": pl.UInt64()})
+        self._late = pl.DataFrame(schema={**of_rollouts, "Rows": pl.UInt64()})
         self._done = 0
+        self._bytes_a_call = _BYTES_A_CALL
 
     def register(self, dataset: str) -> datasets.Dataset:
         """Give the specification a name.
@@ -137,9 +149,7 @@ class Builder:
             SettingsError: the name is none.
             StoreError: the store failed.
         """
-        return datasets.register(
-            self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides, "built from these settings"
-        )
+        return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
 
     def look(self) -> Summary:
         """Build whatever is complete now.
@@ -168,7 +178,7 @@ class Builder:
         self._discovery.begin(now)
         self._admit(self._discovery.new_roots())
         self._remember_stale(self._discovery.arrivals())
-        self._loose = merge(self._loose, self._discovery.loose())
+        self._loose = merge(self._loose, self._of_run(self._discovery.loose()))
         self._discovery.done()
         self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
 
@@ -177,7 +187,10 @@ class Builder:
         if arrived.is_empty():
             return
         claimed = claim(arrived, self._discovery.owners(arrived.filter(~NAMED)["TraceId"])).rename({"RolloutKey": "RolloutId"})
-        behind = stale(claimed, self._built(claimed["RolloutId"]))
+        built = self._built(claimed["RolloutId"])
+        behind = stale(claimed, built)
+        if self._discovery.sweeps:
+            behind = pl.concat([behind, self._seen_late(built.join(behind, on=_ROLLOUT, how="anti"))])
         if behind.is_empty():
             return
         roots = self._discovery.roots(behind["RolloutId"]).filter("Final").join(behind, on=_ROLLOUT, how="semi")
@@ -187,14 +200,21 @@ class Builder:
         mine = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
             (pl.col("RunId") == "") | pl.struct(_ROLLOUT).is_in(rootless.select(pl.struct(_ROLLOUT)).to_series().implode())
         )
-        self._loose = merge(self._loose, arrived[mine["row"]])
+        self._loose = merge(self._loose, self._of_run(arrived[mine["row"]]))
+
+    def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
+        """Those of BUILT that lack rows which were on their way when they were read, as `stale` tells of them. Known until read."""
+        doubtful = late.doubtful(built)
+        found = late.more(doubtful, late.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
+        self._late = pl.concat([self._late.join(found, on=_ROLLOUT, how="anti"), found])
+        return doubtful.join(found, on=_ROLLOUT, how="semi").select(*_ROLLOUT, LastArrival="Watermark")
 
     def _conclude(self, now: datetime, summary: Summary) -> None:
         """Judge the rollouts whose turn it is, and build those that no longer wait."""
         due = _due(self._pending, now)
         for some in due.iter_slices(ROLLOUTS_A_LOOK):
             arrivals = self._source.arrivals(some)
-            for rollouts in _portions(self._mine(self._ended(some, arrivals, now))):
+            for rollouts in self._portions(self._mine(self._ended(some, arrivals, now))):
                 frames = self._frames(rollouts, arrivals, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
@@ -216,8 +236,11 @@ class Builder:
 
     def _built(self, rollouts: pl.Series) -> pl.DataFrame:
         """BUILT; what was found to be no news counts as read."""
-        built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left")
-        return built.with_columns(Watermark=pl.max_horizontal("Watermark", "Until")).drop("Until")
+        built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left").join(self._late, on=_ROLLOUT, how="left")
+        read = pl.max_horizontal("RowsRead", "Examined")
+        lacks = (pl.col("Rows") > read).fill_null(False)
+        until = pl.when(lacks).then(pl.lit(late.LONG_AGO).cast(BUILT["Watermark"])).otherwise(pl.max_horizontal("Watermark", "Until"))
+        return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
         """What to build rollouts from that have ended, as far as their calls are to be seen as well."""
@@ -244,7 +267,7 @@ class Builder:
         silent = judge(waiting, roots, activity, traces, now, self._spec, hurry=self._hurry)
         self._loose = _checked(self._loose, due, ["TraceId", "RolloutKey"], now)
         for some in silent.iter_slices(ROLLOUTS_A_LOOK):
-            for rollouts in _portions(self._mine(some)):
+            for rollouts in self._portions(self._mine(some)):
                 of_them = waiting.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"]
                 self._build(self._source.claimed_frames(rollouts, of_them), summary)
         for some in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
@@ -257,26 +280,43 @@ class Builder:
         return pl.duration(milliseconds=seconds * 1000)
 
     def _build(self, frames: Frames, summary: Summary) -> None:
+        weight = sum(frame.estimated_size() for frame in (frames.spans, frames.calls, frames.answers))
+        self._bytes_a_call = int(weight) // int(frames.rollouts.select(_SIZE.sum()).item()) + 1
         summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
         self._forget(frames.rollouts)
         read = frames.spans["TraceId"].unique()
         self._loose = self._loose.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
-        examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival")
+        examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival", Examined="RowsRead")
         self._examined = pl.concat([self._examined.join(examined, on=_ROLLOUT, how="anti"), examined])
         self._progress(frames.rollouts.height)
 
+    def _portions(self, rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:
+        """Whole rollouts, oldest first: as few portions of as many calls as one build may hold, by what calls weighed so far."""
+        if rollouts.is_empty():
+            return
+        most = max(1, min(CALLS_A_BUILD, BYTES_A_BUILD // self._bytes_a_call))
+        total = int(rollouts.select(_SIZE.sum()).item())
+        before = _SIZE.cum_sum() - _SIZE
+        numbered = rollouts.sort("IngestedAt", *_ROLLOUT).with_columns(portion=before * -(-total // most) // total)
+        yield from (portion.drop("portion") for portion in numbered.partition_by("portion", maintain_order=True))
+
     def _forget(self, rollouts: pl.DataFrame) -> None:
         """They are built."""
+        self._late = self._late.join(rollouts, on=_ROLLOUT, how="anti")
         self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
         self._loose = self._loose.filter(~(NAMED & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())))
 
     def _progress(self, done: int) -> None:
         self._done += done
-        self._said(self._done, self._done + self._pending.height + self._loose["RolloutKey"].n_unique())
+        waiting = pl.concat([self._pending["RolloutId"], self._loose["RolloutKey"].alias("RolloutId")]).n_unique()
+        self._said(self._done, self._done + waiting)
 
     def _admit(self, roots: pl.DataFrame) -> None:
-        new = roots.sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
+        new = self._of_run(roots).sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
         self._pending = pl.concat([self._pending, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+
+    def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
+        return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)
 
 
 def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
@@ -312,15 +352,16 @@ def build_all(settings: Settings, said: Said = _nothing) -> Summary:
     return _started(settings, hurry=True, said=said).look()
 
 
-def rebuild(settings: Settings, since: datetime, said: Said) -> Summary:
+def rebuild(settings: Settings, since: datetime, said: Said, run: str | None = None) -> Summary:
     """Build everything that has ended, and whose root or calls arrived since a time, as the settings' specification says.
 
-    What other specifications made of it stays; what this one has built already is not built again. The dataset is not registered.
+    What other specifications made of it stays; what this one has built already is not built again. The dataset is not registered. With a
+    run, only its rollouts are built.
 
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return Builder(settings, since=since, hurry=True, said=said).look()
+    return Builder(settings, since=since, run=run, hurry=True, said=said).look()
 
 
 def follow(settings: Settings) -> None:
@@ -360,12 +401,3 @@ def _check(spec: BuilderSettings) -> None:
             found = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
             reason = found[0] if found else "Polars refuses it"
             raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Mend it.") from None
-
-
-def _portions(rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """Whole rollouts, oldest first, about CALLS_A_BUILD calls at a time."""
-    if rollouts.is_empty():
-        return
-    size = pl.col("Calls").fill_null(_CALLS_UNKNOWN) + 1
-    numbered = rollouts.sort("IngestedAt", *_ROLLOUT).with_columns(portion=(size.cum_sum() - size) // CALLS_A_BUILD)
-    yield from (portion.drop("portion") for portion in numbered.partition_by("portion", maintain_order=True))

@@ -27,7 +27,7 @@ _QUERIES = 20
 _PLAIN = {"enable_http_compression": 0}
 """Arrow is compressed already, where that is worth it."""
 _NEWEST = """
-SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark,
+SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
     toUnixTimestamp64Micro(v.IngestedAt) AS IngestedAt
 FROM {builds} AS v
 """

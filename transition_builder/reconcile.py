@@ -29,6 +29,8 @@ from transition_builder.frames import NANOSECONDS, Verdict
 
 RETOKENIZED = "retokenized"
 """IdsSource of ids that the gateway made from a text."""
+ARRAYS = {"PromptIds": "PromptTokens", "ResponseIds": "ResponseTokens", "Logprobs": "LogprobCount"}
+"""A call's arrays, and what their lengths are called."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _ATTEMPT = [*_ROLLOUT, "Attempt"]
 _OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
@@ -46,11 +48,18 @@ _ABSENT = {
 """What a call is taken for where nothing says otherwise."""
 
 
+def without_arrays(calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls with the lengths of ARRAYS in their place, and Row: everything that is decided needs no more, and joins copy what they join."""
+    lengths = [pl.col(name).list.len().fill_null(0).alias(length) for name, length in ARRAYS.items()]
+    return calls.select(pl.exclude(*ARRAYS), *lengths, Row=pl.int_range(pl.len(), dtype=pl.UInt32))
+
+
 def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
     """Add what the root knows, Reason (empty: kept), Detail and Turn.
 
     Args:
-        calls: canonical, placed calls: `join.CANONICAL`, AgentName and Order, and those columns of `_ABSENT` that are known.
+        calls: canonical, placed calls `without_arrays`: of `join.CANONICAL`, AgentName and Order, and those columns of `_ABSENT` that are
+            known.
         rollouts: ROLLOUTS, all of the calls' among them.
         faults: rollouts that nobody rewarded: RunId, RolloutId, fault (why).
         spec: the selection, and what a call may be.
@@ -113,12 +122,12 @@ def _outcome() -> list[Rule]:
         (DropReason.ABORTED, pl.col("Aborted"), nothing),
         (DropReason.CALL_FAILED, _failed(), pl.format("HTTP {} {}", "HttpStatus", "ErrorType")),
         (DropReason.RETRIED, pl.col("Retried"), nothing),
-        (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (pl.col("ResponseIds").list.len() == 0), nothing),
+        (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (pl.col("ResponseTokens") == 0), nothing),
     ]
 
 
 def _known(spec: BuilderSettings) -> list[Rule]:
-    prompt, response, logprobs = (pl.col(name).list.len() for name in ("PromptIds", "ResponseIds", "Logprobs"))
+    prompt, response, logprobs = (pl.col(name) for name in ARRAYS.values())
     retokenized = pl.col("IdsSource") == RETOKENIZED
     nothing = pl.lit("")
     return [
@@ -135,7 +144,7 @@ def _trainable(spec: BuilderSettings) -> list[Rule]:
     sampled = pl.col("IdsSource") != RETOKENIZED
     start, end = pl.col("VersionStart"), pl.col("VersionEnd")
     versions = pl.format("from {} to {}", start.cast(pl.String).fill_null("?"), end.cast(pl.String).fill_null("?"))
-    tokens = pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len()
+    tokens = pl.col("PromptTokens") + pl.col("ResponseTokens")
     rules: list[Rule] = [(DropReason.UNKNOWN_VERSION, sampled & (start.is_null() | end.is_null()), pl.lit(""))]
     if spec.tokenizer_hash is not None:
         rules.append((DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))

@@ -117,6 +117,7 @@ def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFra
             BuildSpec=pl.lit(spec),
             Builder=pl.lit(builder),
             Watermark=pl.coalesce("LastArrival", "IngestedAt"),
+            RowsRead=pl.col("RowsRead").fill_null(0),
         )
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from spangrad.settings import Settings
-from transition_builder import dialects, join
+from transition_builder import dialects, join, late
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import Discovery
 from transition_builder.frames import (
@@ -25,6 +25,7 @@ from transition_builder.frames import (
     CALLS,
     DROPPED,
     MICROSECONDS,
+    ROLLOUTS,
     SPANS,
     Frames,
     Schema,
@@ -87,7 +88,7 @@ class Source:
         of_them = arrivals.filter(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode()))
         spans = _first_deliveries(of_them)
         inherited = spans.filter(~NAMED & IS_GATEWAY)["TraceId"]
-        return self._frames(rollouts, conform(spans, SPANS), self._calls([*rollouts["RolloutId"], *inherited]))
+        return self._frames(_read_of(rollouts, spans), conform(spans, SPANS), self._calls([*rollouts["RolloutId"], *inherited]))
 
     def claimed_frames(self, rollouts: pl.DataFrame, traces: Iterable[str]) -> Frames:
         """Everything that is known of rollouts without a root to claim their traces: each row is claimed by its own trace.
@@ -103,7 +104,7 @@ class Source:
         calls = self._calls([*keys, *further])
         owners = self._owners([*spans["TraceId"], *calls["TraceId"]])
         once = spans.unique(["TraceId", "SpanId", "RowKind", "Choice"], maintain_order=True)
-        return self._frames(rollouts, conform(claim(once, owners), SPANS), conform(claim(calls, owners), CALLS))
+        return self._frames(_read_of(rollouts, spans), conform(claim(once, owners), SPANS), conform(claim(calls, owners), CALLS))
 
     def _inherited(self, traces: Iterable[str]) -> Iterator[pl.DataFrame]:
         """ARRIVALS of traces that do not name their rollouts."""
@@ -161,6 +162,12 @@ class Source:
             }
             found.append(self._reader.frame(dialects.ANSWER_SQL, parameters).join(some, on=["TraceId", "SpanId"], how="semi"))
         return concat(found, ANSWERS)
+
+
+def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """ROLLOUTS with the number of rows that were read of them."""
+    counted = late.count(late.tally(rows), rollouts).rename({"Rows": "RowsRead"})
+    return conform(rollouts.drop("RowsRead").join(counted, on=["RunId", "RolloutId"], how="left", maintain_order="left"), ROLLOUTS)
 
 
 def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:

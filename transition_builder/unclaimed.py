@@ -158,6 +158,7 @@ def judge(
             Detail=pl.when(announced).then(pl.lit(NO_ROOT)).otherwise(pl.lit("")),
             SpanId=pl.lit(""),
             LastArrival=last,
+            RowsRead=pl.lit(None, pl.UInt64),
             Calls=pl.lit(None, pl.UInt32),
             Failure=pl.lit(""),
         ),

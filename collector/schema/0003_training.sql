@@ -110,6 +110,7 @@ CREATE TABLE IF NOT EXISTS otel.builds (
     Transitions UInt32 CODEC(ZSTD(1)),
     Drops UInt32 COMMENT 'With the one of a rollout that has no calls' CODEC(ZSTD(1)),
     Watermark DateTime64(6) COMMENT 'Arrival of the newest span that was read' CODEC(ZSTD(1)),
+    RowsRead UInt64 COMMENT 'Of otel.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),
     Builder LowCardinality(String) CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     Earliness UInt64 DEFAULT 18446744073709551615 - toUInt64(toUnixTimestamp64Micro(IngestedAt)) CODEC(ZSTD(1)),

@@ -37,10 +37,10 @@ CREATE VIEW IF NOT EXISTS otel.v_rewards AS SELECT * FROM otel.rewards FINAL;
 CREATE VIEW IF NOT EXISTS otel.v_builds AS
 SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
     newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Watermark,
-    newest.12 AS IngestedAt, FirstBuiltAt
+    newest.12 AS RowsRead, newest.13 AS IngestedAt, FirstBuiltAt
 FROM (
     SELECT RunId, BuildSpec, RolloutId, min(b.IngestedAt) AS FirstBuiltAt,
-        argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Watermark, b.IngestedAt),
+        argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Watermark, RowsRead, b.IngestedAt),
             (-toInt64(Revision), b.IngestedAt, Content)) AS newest
     FROM otel.builds AS b
     GROUP BY RunId, BuildSpec, RolloutId);
@@ -117,6 +117,16 @@ WHERE RowKind = 'span' AND SpanName = 'rollout' AND RolloutKeySource = 'rollout'
 CREATE VIEW IF NOT EXISTS otel.v_policy_versions AS SELECT * FROM otel.policy_versions FINAL;
 
 CREATE VIEW IF NOT EXISTS otel.v_batches AS SELECT * FROM otel.batches FINAL;
+
+-- Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.
+CREATE VIEW IF NOT EXISTS otel.v_already_trained AS
+SELECT
+    t.Policy AS Policy, t.Branch AS Branch, t.Version AS Version, t.BatchId AS BatchId, b.RunId AS RunId, b.Mode AS Mode, b.GroupId AS GroupId,
+    b.RolloutId AS RolloutId, t.BuildSpec AS TrainedSpec, t.Revision AS TrainedRevision, b.BuildSpec AS BuildSpec, b.Revision AS Revision,
+    b.IngestedAt AS BuiltAt
+FROM otel.v_builds AS b
+INNER JOIN otel.v_batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.RolloutId
+WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision;
 
 -- From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.
 CREATE VIEW IF NOT EXISTS otel.v_lineage AS

@@ -1,4 +1,4 @@
--- The plain road: calls of agents that talk to an engine of ours directly, from their own openai-level spans.
+-- The plain road: calls of agents that talk to an engine of ours directly, from their own clients' spans.
 --
 -- The engine's middleware adds the field `spangrad` to its answers, and the span keeps the answer in output.value. The gateway takes that
 -- field out again, so that a call which it recorded is never here a second time. Whatever a sender writes there, the view must not fail:
@@ -18,14 +18,27 @@ CREATE TABLE IF NOT EXISTS otel.plain_answers (
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_answers_mv TO otel.plain_answers AS
 SELECT Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes
 FROM otel.otel_traces
-WHERE ScopeName = 'openinference.instrumentation.openai' AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
+WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instrumentation.anthropic') AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
     AND position(SpanAttributes['output.value'], '"spangrad"') > 0;
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_calls_mv TO otel.calls AS
 WITH
-    tupleElement(choice, 'finish_reason') AS finish_reason,
-    tupleElement(choice, 'token_ids') AS response_ids,
-    length(answer.choices) <= 1024 AND length(answer.choices) * byteSize(SpanAttributes) <= 268435456 AS plausible
+    answer.spangrad.generations AS generations,
+    length(answer.choices) + length(generations) AS many,
+    -- Chats and completions have choices; of Responses and messages the engine tells each time that it sampled.
+    multiIf(
+        many > 1024 OR many * byteSize(SpanAttributes) > 268435456, [],
+        notEmpty(answer.choices), arrayMap(one -> (
+            one.index,
+            if(empty(one.prompt_token_ids), answer.prompt_token_ids, one.prompt_token_ids),
+            one.token_ids,
+            if(empty(one.logprobs.content), one.logprobs.token_logprobs, one.logprobs.content.logprob),
+            one.finish_reason
+        ), answer.choices),
+        arrayMap((one, place) -> (
+            toUInt16(place - 1), one.prompt_token_ids, one.token_ids, one.logprobs, one.finish_reason
+        ), generations, arrayEnumerate(generations))
+    ) AS choices
 SELECT
     SpanAttributes['spangrad.run.id'] AS RunId,
     SpanAttributes['spangrad.rollout.mode'] AS Mode,
@@ -33,7 +46,7 @@ SELECT
     if(SpanAttributes['spangrad.rollout.id'] != '', 'rollout', 'trace') AS RolloutKeySource,
     toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
     Timestamp, TraceId, SpanId,
-    tupleElement(choice, 'index') AS Choice,
+    choice.1 AS Choice,
     ParentSpanId,
     SpanAttributes['spangrad.process.id'] AS ProcessId,
     toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
@@ -41,27 +54,31 @@ SELECT
     answer.spangrad.policy AS Policy, answer.spangrad.version_start AS VersionStart, answer.spangrad.version_end AS VersionEnd,
     answer.model AS Model, answer.id AS ResponseId, answer.spangrad.tokenizer_hash AS TokenizerHash,
     'agent' AS IdsSource,
-    answer.prompt_token_ids AS PromptIds,
-    response_ids AS ResponseIds,
-    tupleElement(tupleElement(choice, 'logprobs'), 'content').logprob AS Logprobs,
+    choice.2 AS PromptIds,
+    choice.3 AS ResponseIds,
+    choice.4 AS Logprobs,
     asked.temperature AS Temperature, asked.top_p AS TopP, asked.top_k AS TopK, asked.min_p AS MinP,
     asked.presence_penalty AS PresencePenalty, asked.frequency_penalty AS FrequencyPenalty, asked.repetition_penalty AS RepetitionPenalty,
-    asked.response_format.type NOT IN ('', 'text') OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
-    finish_reason AS FinishReason,
-    finish_reason = '' AS Aborted
+    asked.response_format.type NOT IN ('', 'text') OR asked.text.format.type NOT IN ('', 'text') OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
+    choice.5 AS FinishReason,
+    choice.5 = '' AS Aborted
 FROM (
     SELECT
         *,
         JSONExtract(SpanAttributes['output.value'], 'Tuple(
             id String, model String, prompt_token_ids Array(UInt32),
             choices Array(Tuple(
-                index UInt16, finish_reason String, token_ids Array(UInt32), logprobs Tuple(content Array(Tuple(logprob Float32))))),
-            spangrad Tuple(policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String))') AS answer,
+                index UInt16, finish_reason String, token_ids Array(UInt32), prompt_token_ids Array(UInt32),
+                logprobs Tuple(content Array(Tuple(logprob Float32)), token_logprobs Array(Float32)))),
+            spangrad Tuple(
+                policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String,
+                generations Array(Tuple(
+                    prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String))))') AS answer,
         JSONExtract(SpanAttributes['llm.invocation_parameters'], 'Tuple(
             temperature Nullable(Float64), top_p Nullable(Float64), top_k Nullable(Int64), min_p Nullable(Float64),
             presence_penalty Nullable(Float64), frequency_penalty Nullable(Float64), repetition_penalty Nullable(Float64),
-            response_format Tuple(type String))') AS asked,
+            response_format Tuple(type String), text Tuple(format Tuple(type String)))') AS asked,
         JSONExtractRaw(SpanAttributes['llm.invocation_parameters'], 'tool_choice') AS tool_choice
     FROM otel.plain_answers
 )
-ARRAY JOIN if(plausible, answer.choices, []) AS choice;
+ARRAY JOIN choices AS choice;

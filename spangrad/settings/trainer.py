@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from spangrad.settings.builder import Selection
 from spangrad.settings.section import Section
@@ -77,7 +77,11 @@ class TrainerSettings(Section):
     model: Path | None = None
     """Directory of the weights that training begins with. None: `spangrad train` asks for it."""
     directory: Path = Path("data/policies")
-    """Where checkpoints and the ledger live."""
+    """Where checkpoints live, and the ledger if trainer.ledger_url names no other place."""
+    ledger_url: SecretStr | None = None
+    """Database of the ledger, postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE. None: SQLite's ledger.db in trainer.directory."""
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """After which another trainer may take over a step whose process no longer renews its lease."""
     modes: tuple[str, ...] = ("train",)
     dataset: str | None = None
     """NAME, or NAME@REVISION, of the transitions to train on. None: those that the builder's settings make."""
@@ -154,3 +158,17 @@ class TrainerSettings(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     publish: bool = True
     """Hand each version to the gateway."""
+    evaluate_every: int = Field(default=0, ge=0)
+    """After how many versions evaluate_command runs. 0: never."""
+    evaluate_command: tuple[str, ...] = ()
+    """Program and arguments that run the held-out tasks, `spangrad run --mode validate ...` say; the trainer waits for its end."""
+    success_reward: float = 1.0
+    """A rollout whose final reward is at least this has succeeded."""
+    best_metric: str = "validate_return"
+    """The metric by which the best version is chosen, whose checkpoint is kept; the highest is the best."""
+    best_rollouts: int = Field(default=8, ge=1)
+    """Held-out rollouts without which a version is not compared."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml", "file"], ...] = ()
+    """Where metrics go besides the store, by verl's own tracking; each needs its package and its own settings (docs/training.md)."""
+    traces: bool = True
+    """Send a span for each step to store.otlp_endpoint, with links to the rollouts that it consumed."""

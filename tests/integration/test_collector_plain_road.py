@@ -66,6 +66,39 @@ def test_an_answer_is_a_row_a_choice(store: StoreSettings) -> None:
     ]
 
 
+COMPLETION = {
+    "index": 0,
+    "finish_reason": "length",
+    "prompt_token_ids": [7],
+    "token_ids": [8, 9],
+    "logprobs": {"token_logprobs": [-0.5, -0.25], "tokens": ["a", "b"]},
+}
+GENERATIONS = [
+    {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop"},
+    {"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": [-0.25], "finish_reason": None},
+]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"choices": [COMPLETION, {**COMPLETION, "index": 1}]}, [(place, [7], [8, 9], [-0.5, -0.25], "length", False) for place in (0, 1)]),
+        (
+            {"output": [], "spangrad": {**FIELD, "generations": GENERATIONS}},
+            [(0, [1, 2], [3], [-0.5], "stop", False), (1, [1, 2, 3], [9], [-0.25], "", True)],
+        ),
+        ({"spangrad": {**FIELD, "generations": [GENERATIONS[0]] * 1025}}, NO_CALLS),
+    ],
+    ids=["completions", "responses", "too many"],
+)
+def test_completions_and_responses_are_rows_as_well(store: StoreSettings, answer: dict[str, Any], expected: list[Any]) -> None:
+    columns = "Choice, PromptIds, ResponseIds, Logprobs, FinishReason, Aborted"
+    whole = json.dumps({"id": "c", "model": "m", "spangrad": FIELD, **answer})
+    for scope in (OPENAI_SCOPE, "openinference.instrumentation.anthropic"):
+        trace = uuid.uuid4().bytes
+        assert stored(store, span(trace, whole, scope=scope), trace, columns) == expected
+
+
 @pytest.mark.parametrize(
     ("output", "expected"),
     [

@@ -204,6 +204,7 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
             "v_batches": "RolloutId",
             "v_policy_versions": "Version",
             "v_lineage": "Version, BatchId, RolloutId, TraceId",
+            "v_already_trained": "RolloutId",
         }.items()
     }
     each = [f"rollout-{trace}\t1" for trace in ("t1", "t2", "t3")]
@@ -213,6 +214,7 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
         **dict.fromkeys(("v_rollouts", "v_rewards", "v_transitions", "v_drops", "v_builds", "v_batches"), each),
         "v_policy_versions": ["1\t1"],
         "v_lineage": [f"1\tone\trollout-{trace}\t{trace}\t1" for trace in ("t1", "t2", "t3")],
+        "v_already_trained": [],
     }
 
 

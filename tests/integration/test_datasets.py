@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.errors import SettingsError, StoreError
-from spangrad.settings import StoreSettings
+from spangrad.settings import BuilderSettings, Selection, StoreSettings
 
 
 @pytest.mark.parametrize(("text", "named"), [("a", ("a", None)), ("a b@3", ("a b", 3))])
@@ -26,7 +26,7 @@ def test_what_names_no_dataset(text: str) -> None:
 
 def test_another_specification_is_the_next_revision_and_the_same_is_the_one_that_there_is(store: StoreSettings) -> None:
     client = connect(store)
-    first = datasets.register(client, store.url, "set", "spec-1", {"b": 1, "a": None}, "the first")
+    first = datasets.register(client, store.url, "set", "spec-1", {"b": 1, "a": None}, "to begin with")
     again = datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "another reason")
     second = datasets.register(client, store.url, "set", "spec-2", {"b": 2}, "a reward more")
     assert (first.name, first.revision, first.build_spec, first.settings, first.reason) == (
@@ -34,10 +34,10 @@ def test_another_specification_is_the_next_revision_and_the_same_is_the_one_that
         1,
         "spec-1",
         {"a": None, "b": 1},
-        "the first",
+        "to begin with; the first",
     )
     assert again == first
-    assert (str(second), second.build_spec, second.reason) == ("set@2", "spec-2", "a reward more")
+    assert (str(second), second.build_spec, second.reason) == ("set@2", "spec-2", "a reward more; other than set@1: b = 2 (was 1)")
     assert datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "back again") == first
 
     assert datasets.resolve(client, store.url, "set") == second
@@ -71,3 +71,26 @@ def test_specifications_that_are_named_at_once_get_a_revision_each(store: StoreS
     assert sorted(made, key=lambda one: one.revision) == there
     assert sorted(one.build_spec for one in there) == [f"spec-{number}" for number in range(4)]
     assert [one.revision for one in there] == [1, 2, 3, 4]
+
+
+def test_a_revision_says_how_it_differs_from_the_one_before(store: StoreSettings) -> None:
+    client = connect(store)
+    then = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    steps = [
+        BuilderSettings(),
+        BuilderSettings(selection=Selection(agents="solver|critic"), max_tokens=4096),
+        BuilderSettings(max_tokens=8192),
+        BuilderSettings(max_tokens=8192, as_of=then),
+        BuilderSettings(as_of=then + timedelta(days=1)),
+        BuilderSettings(tokenizer_hash="7" * 200),
+    ]
+    made = [datasets.register(client, store.url, "changing", one.spec, one.decides) for one in steps]
+    client.close()
+    assert [one.reason for one in made] == [
+        "the first",
+        "other than changing@1: max_tokens = 4096 (was none), selection.agents = solver|critic (was none)",
+        "other than changing@2: max_tokens = 8192 (was 4096), selection.agents = none (was solver|critic)",
+        "as of 2026-01-31T12:00:00Z",
+        "as of 2026-02-01T12:00:00Z; other than changing@4: max_tokens = none (was 8192)",
+        f"from all spans, not as of 2026-02-01T12:00:00Z; other than changing@5: tokenizer_hash = {'7' * 117}... (was none)",
+    ]

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import urllib.request
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -22,6 +24,7 @@ from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.types import DropReason, transition_id
+from trainer.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
 from transition_builder.export.reading import Wanted
 from transition_builder.export.tally import LeftOut
@@ -251,7 +254,7 @@ def test_preferences_pair_best_and_worst(store: StoreSettings, tmp_path: Path) -
 
 def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
-    rl_dataset = pytest.importorskip("verl.utils.dataset.rl_dataset")
+    rl_dataset = verl_module("verl.utils.dataset.rl_dataset")
     world = World(store, "ex-verl")
     first = two_turns(world, "r0", 1.0)[0]
     two_turns(world, "r1", 0.0)
@@ -284,7 +287,7 @@ def test_verl_reads_the_prompts(store: StoreSettings, tmp_path: Path, tiny_model
 
 def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
-    sft_dataset = pytest.importorskip("verl.utils.dataset.multiturn_sft_dataset")
+    sft_dataset = verl_module("verl.utils.dataset.multiturn_sft_dataset")
     world = World(store, "ex-verl-sft")
     opening = [user("say rome")]
     world.call("r0", *chat(opening, "clock rome"))
@@ -318,7 +321,7 @@ def test_verl_trains_the_replies(store: StoreSettings, tmp_path: Path, tiny_mode
 
 def test_verl_trains_json_lines_with_our_dataset_classes(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
-    load = pytest.importorskip("verl.trainer.sft_trainer").create_sft_dataset
+    load = verl_module("verl.trainer.sft_trainer").create_sft_dataset
     world = World(store, "ex-verl-lines")
     world.call("r0", *chat([user("say"), said("oslo"), user("say")], "lima", tools=[TOOL]), ids=([3, 4], [5, 6]), reward=1.0)
     world.commit()
@@ -351,6 +354,12 @@ def test_verl_trains_json_lines_with_our_dataset_classes(store: StoreSettings, t
         "attention_mask": [1, 1, 1, 1, 0, 0],
     }
     assert row("tokens.jsonl", "EngineTokens", pad_mode="no_padding", max_length=3, truncation="left")["input_ids"] == [4, 5, 6]
+
+
+def verl_module(name: str) -> ModuleType:
+    """A module of verl's, which is told first on which platform the other tests of this run train."""
+    choose_platform()
+    return import_module(name)
 
 
 def verl_datasets_file() -> str:

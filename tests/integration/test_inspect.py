@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
+from foreign_spans import FORESTS, planted
 
 import fakes
-from commands.inspect import examine, looks_like_a_call
+from commands.inspect import examine, looks_like_a_call, markdown
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 
@@ -38,6 +41,38 @@ def test_every_fixture_builds_and_nothing_is_unaccounted(tmp_path: Path) -> None
         assert int(calls) > 0, name
 
 
+def test_deliveries_in_any_order_and_number_change_no_count(tmp_path: Path) -> None:
+    """Every span of every fixture twice, in shuffled requests, through a real store: the rows of the page."""
+    random = Random(7)
+    for file in sorted((ROOT / "tests/fixtures/spans").glob("*.jsonl")):
+        spans = [
+            {**resource, "scopeSpans": [{**scope, "spans": [span]}]}
+            for line in file.read_text().splitlines()
+            for resource in json.loads(line)["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+        ] * 2
+        random.shuffle(spans)
+        requests = [json.dumps({"resourceSpans": spans[at : at + 20]}) for at in range(0, len(spans), 20)]
+        (tmp_path / file.name).write_text("\n".join(requests) + "\n")
+    made = markdown(examine(sorted(tmp_path.glob("*.jsonl")), Settings()))
+    assert made in (ROOT / "docs" / "fixtures.md").read_text()
+
+
+def test_frameworks_that_nobody_recorded_are_found_in_a_store_without_a_runner(tmp_path: Path) -> None:
+    for name, forest in FORESTS.items():
+        spans = fakes.SpanFactory()
+        # Of one trace, which names no rollout.
+        planted(forest, spans, "", trace=name)
+        for row in spans.spans:
+            row |= {"RolloutKeySource": "trace"}
+        (tmp_path / f"{name}.jsonl").write_bytes(spans.otlp())
+    found = {row.file.removesuffix(".jsonl"): row for row in examine(sorted(tmp_path.glob("*.jsonl")), Settings())}
+    assert {name: (row.calls, set(row.drops), row.unaccounted) for name, row in found.items()} == {
+        name: (forest.calls, forest.reasons, 0) for name, forest in FORESTS.items()
+    }
+
+
 def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder that takes no span of a convention for a call, and one that loses a call that the gateway recorded."""
     from dataclasses import replace
@@ -57,11 +92,12 @@ def test_what_the_builder_overlooks_is_counted(tmp_path: Path, monkeypatch: pyte
     assert row.cells == ("two.jsonl", "4", "2", "2", "0", "0")
 
     real = loop.build
-    monkeypatch.setattr(
-        loop,
-        "build",
-        lambda *given: (lambda built: replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1)))(real(*given)),
-    )
+
+    def losing(*given: Any) -> Any:
+        built = real(*given)
+        return replace(built, transitions=built.transitions.filter(pl.col("Turn") != 1))
+
+    monkeypatch.setattr(loop, "build", losing)
     (row,) = examine([file], Settings())
     assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
 

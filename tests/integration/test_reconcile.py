@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -170,3 +172,54 @@ def test_calls_that_do_not_name_their_rollout_are_looked_for_where_their_trace_b
     post(own, spans.otlp())
     loop.build_once(settings)
     assert sums(settings, "") == [("ses-1", "production", 1, 0, 1, 0, 0)]
+
+
+def build_all(own: StoreSettings, *more: str) -> subprocess.CompletedProcess[str]:
+    """`spangrad build --all`, as somebody starts it."""
+    set_ = [f"store.url={own.url}", "builder.dataset=typed", "builder.selection.agents=.*|typed"]
+    command = [sys.executable, "-m", "spangrad", "build", "--all", *(word for one in set_ for word in ("--set", one)), *more]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_build_all_as_a_process_ends_with_the_sum(own: StoreSettings) -> None:
+    """Nothing is waited for, the table is printed, and the exit code says whether the sum is right."""
+    spans = rollouts("typed")
+    waits = spans.root("typed-4", calls=2)  # one of its calls never comes
+    spans.evaluation(waits)
+    (lost, _) = (spans.call(waits, rollout="typed-4") for _ in range(2))
+    post(own, spans.otlp(*(str(row["SpanId"]) for row in spans.spans if row["SpanId"] != lost)))
+    done = build_all(own)
+    assert done.returncode == 0, done.stderr
+    client = connect(own)
+    mine = "RunId = 'typed'"
+    kept = client.query(f"SELECT RolloutId, count() FROM otel.v_transitions WHERE {mine} GROUP BY ALL ORDER BY ALL").result_rows
+    dropped = client.query(f"SELECT RolloutId, Reason, Detail FROM otel.v_drops WHERE {mine} ORDER BY ALL").result_rows
+    assert kept == [("typed-1", 2), ("typed-2", 2)]
+    assert dropped == [
+        ("typed-2", "no_logprobs", "1 logprobs for 2 tokens"),
+        ("typed-3", "attempt_failed", "crash"),
+        ("typed-4", "incomplete", "1 of 2 calls arrived within 0 s"),
+    ]
+    # The store is shared with the tests above: what was theirs is built by this specification, too.
+    (calls,) = client.query(
+        "SELECT sum(Calls) FROM otel.v_builds WHERE BuildSpec IN (SELECT BuildSpec FROM otel.v_builds WHERE " + mine + ")"
+    ).result_rows[0]
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[0].startswith("What became of the calls of ")
+    assert lines[-1].startswith(f"The sum is right: {calls} calls = ")
+    assert any(line.startswith("dropped as incomplete 1 Find the spans that did not arrive") for line in lines)
+
+    again = build_all(own)
+    assert (again.returncode, again.stdout.splitlines()[-1]) == (0, done.stdout.splitlines()[-1])
+
+    client.command(f"ALTER TABLE otel.drops DELETE WHERE {mine} AND Reason = 'no_logprobs' SETTINGS mutations_sync = 1")
+    client.close()
+    wrong = build_all(own)
+    told = " ".join(wrong.stdout.split())
+    assert wrong.returncode == 1
+    assert f"THE SUM IS WRONG: {calls} calls" in told
+    assert "Rollouts: typed-2 of run typed." in told
+
+    refused = build_all(own, "--follow")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "spangrad: --follow waits for what comes; --all and --as-of look at what is there. Leave one out.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -106,6 +107,13 @@ def test_a_backfill_makes_a_new_revision_and_leaves_the_old_alone(alone: World, 
         after,
     )
 
+    why = {str(one): one.reason for one in datasets.known(world.client, world.store.url)}
+    assert why[f"{world.run}@1"] == "the first"
+    version = Settings(builder=BuilderSettings(rewards_directory=tmp_path)).builder.sql_hash("brevity")
+    backfill, changed = why[f"{world.run}@2"].split("; ")
+    assert re.fullmatch(rf"backfill of brevity@{version} over all runs since \d{{4}}-\d\d-\d\dT[\d:]+\+00:00", backfill)
+    assert changed == f"other than {world.run}@1: sql_rewards.brevity = {version} (was none)"
+
     call(command)
     assert f"{world.run}@2: nothing new" in capsys.readouterr().out
     loop.build_once(world.settings())
@@ -122,6 +130,17 @@ def test_a_backfill_makes_a_new_revision_and_leaves_the_old_alone(alone: World, 
     call(command)
     assert world.transitions(f"{world.run}@3") == [(name, [RUNNER, ("brevity", 7.0, "sql")]) for name in "AB"]
     assert world.transitions(f"{world.run}@2") == after
+
+
+def test_a_backfill_of_one_run_leaves_the_others_for_later(alone: World, tmp_path: Path) -> None:
+    other = World(alone.store)
+    (tmp_path / "brevity.sql").write_text((EXAMPLES / "brevity.sql").read_text())
+    command = ["backfill", "--since", "1d", "--reward", "brevity", *flags(alone, tmp_path)]
+    call([*command, "--run-id", other.run])
+    made = f"{alone.run}@2"
+    assert (alone.transitions(made), [name for name, _ in other.transitions(made)]) == ([], ["A", "B"])
+    call(command)
+    assert ([name for name, _ in alone.transitions(made)], len(other.transitions(made))) == (["A", "B"], 2)
 
 
 def test_a_rollout_that_a_file_leaves_out_is_not_trained(world: World, tmp_path: Path) -> None:

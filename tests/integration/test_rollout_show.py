@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import fakes
+from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.loop import build_once
 
@@ -139,3 +140,37 @@ def test_why_before_and_after_it_is_built(store: StoreSettings) -> None:
         "no_logprobs: Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
         "It is not trained: its group g has 1 of 2 rollouts built so far.",
     ]
+
+
+def test_a_rollout_that_is_built_again_after_it_was_trained(store: StoreSettings) -> None:
+    """The view names it with what was trained of it and what is there now, and so does `why`."""
+    spans = fakes.SpanFactory(run="again")
+    root = spans.root("again-1", calls=1)
+    spans.evaluation(root, 0.5)
+    early, late = (spans.call(root, rollout="again-1") for _ in range(2))
+    post(store, spans.otlp(root, early))
+    first, second = (
+        Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|again"), max_tokens=tokens)) for tokens in (None, 9)
+    )
+    build_once(first)
+    client = connect(store)
+    same = {"Policy": "policy", "Branch": "main", "Version": 4, "BatchId": "b-1", "RunId": "again", "RolloutId": "again-1"}
+    row = {**same, "Mode": "train", "GroupId": "g", "BuildSpec": first.builder.spec, "Revision": 0}
+    client.insert("otel.batches", [list(row.values())], column_names=list(row))
+    there = (
+        "SELECT Policy, Branch, Version, BatchId, TrainedSpec, TrainedRevision, BuildSpec, Revision FROM otel.v_already_trained "
+        "WHERE RunId = 'again' ORDER BY Revision DESC, BuildSpec = TrainedSpec"
+    )
+    assert client.query(there).result_rows == []
+
+    post(store, spans.otlp(late))
+    build_once(first)
+    build_once(second)
+    trained = ("policy", "main", 4, "b-1", first.builder.spec, 0)
+    assert client.query(there).result_rows == [(*trained, first.builder.spec, 1), (*trained, second.builder.spec, 0)]
+    client.close()
+    told = [line for line in why(store, "again-1") if "rain" in line and not line.startswith(("Rollout", "- "))]
+    mine = "It is trained: batch b-1 made version 4 of policy policy (branch main)."
+    since = "already_trained: that was revision 0; what came since changes no version: a rollout is trained once."
+    other = f"already_trained: built by specification {first.builder.spec}, it helped to make version 4 of policy policy, "
+    assert sorted(told) == sorted([mine, since, f"{other}and branch main trains no rollout twice."])

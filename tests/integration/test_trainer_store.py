@@ -9,29 +9,22 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling import sampled_rows
+from store_world import World
 
 from spangrad import datasets
-from spangrad.clickhouse import connect
 from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
-from spangrad.weights import checksum_directory, tokenizer_hash
+from spangrad.weights import checksum_directory
 from trainer.ledger import Ledger
 from trainer.loop import train
 from trainer.mirror import Mirror
 from trainer.source import BatchRollout, Group, Source
 
 SPEC = BuilderSettings().spec
-CALL = {
-    "TaskId": "task", "Choice": 0, "Timestamp": datetime(2026, 1, 1, tzinfo=UTC), "AgentName": "agent", "Policy": "policy",
-    "Model": "policy", "FinishReason": "stop", "BuildSpec": SPEC,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -47,67 +40,6 @@ def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -
             run_id=run, branch=run, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=2, learning_rate=1e-3, publish=False
         ),
     )
-
-
-class World:
-    """Puts built rollouts into the store."""
-
-    def __init__(self, settings: Settings, model: Path) -> None:
-        self.client = connect(settings.store)
-        self.run = settings.trainer.run_id
-        self.model = model
-        self.tokenizer = tokenizer_hash(model)
-        self.seed = 0
-
-    def group(
-        self,
-        name: str,
-        rewards: list[float | None],
-        *,
-        size: int | None = None,
-        temperature: float = 1.0,
-        calls: Sequence[dict[str, Any]] = ({},),
-        **changes: Any,
-    ) -> None:
-        """A group of rollouts, whose calls are told apart by `calls`; a reward of None is a rollout that left only a drop."""
-        facts = {"RunId": self.run, "GroupId": name, "GroupSize": size or len(rewards), **changes}
-        self.seed += 1
-        for i, reward in enumerate(rewards):
-            rollout = {**facts, "RolloutId": f"{name}-{i}", **changes}
-            for turn, call in enumerate(calls if reward is not None else ()):
-                row = self.call(rollout, turn, call, temperature, 1000 * self.seed + 10 * i + turn)
-                final = turn == len(calls) - 1
-                given = {"Rewards.Name": ["reward"], "Rewards.Value": [reward], "Rewards.Source": ["runner"]} if final else {}
-                self.insert("transitions", [{**row, **given}])
-            if reward is None:
-                self.insert("drops", [_drop({**CALL, **rollout})])
-            self.insert("builds", [_build({**CALL, **rollout})])
-
-    def call(self, rollout: dict[str, Any], turn: int, call: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
-        *_, row = sampled_rows(self.model, turn + 1, temperature=temperature, seed=seed, TokenizerHash=self.tokenizer)
-        place = f"{rollout['RolloutId']}-{turn}" if turn else rollout["RolloutId"]
-        names = {name: f"{name}-{self.run}-{place}" for name in ("CallId", "TransitionId", "TraceId", "SpanId")}
-        return {**row, **CALL, **names, "Turn": turn, **rollout, **call}
-
-    def insert(self, table: str, rows: list[dict[str, Any]]) -> None:
-        self.client.insert(f"otel.{table}", [list(row.values()) for row in rows], column_names=list(rows[0]))
-
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
-        return [tuple(row) for row in self.client.query(query, parameters={"run": self.run}).result_rows]
-
-
-def _drop(row: dict[str, Any]) -> dict[str, Any]:
-    """A rollout that ended without a call."""
-    columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Choice", "Policy"}
-    kept = {name: value for name, value in row.items() if name in columns}
-    return {"Mode": "train", "Attempt": 0, "Revision": 0, **kept, "CallId": "", "TraceId": "t", "SpanId": "s", "Reason": "no_calls"}
-
-
-def _build(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without which a rollout's others do not exist."""
-    columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Content"}
-    kept = {name: value for name, value in row.items() if name in columns}
-    return {"Mode": "train", "Attempt": 0, "Revision": 0, "Content": 0, **kept}
 
 
 @pytest.fixture

@@ -6,16 +6,15 @@ import json
 import signal
 import sys
 import threading
-import urllib.request
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from building import outcome, post, revisions, rows, settings_of
 from running_store import running_store, store_settings
 
 import fakes
-from spangrad.clickhouse import connect
 from spangrad.datasets import builds_sql, rows_sql
 from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
@@ -24,36 +23,6 @@ from transition_builder.loop import Builder, Summary, build_all, build_once
 from transition_builder.reading import Reader
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
-
-
-def post(store: StoreSettings, body: bytes) -> None:
-    request = urllib.request.Request(
-        f"{store.otlp_endpoint}/v1/traces", data=body, headers={"Content-Type": "application/json"}, method="POST"
-    )
-    urllib.request.urlopen(request, timeout=30).close()
-
-
-def settings_of(store: StoreSettings, run: str, **builder: Any) -> Settings:
-    """A build specification of its own for each run, so that tests that share a store share nothing else."""
-    return Settings(store=store, builder=BuilderSettings(selection=Selection(agents=f".*|{run}"), **builder))
-
-
-def rows(store: StoreSettings, sql: str) -> list[tuple[Any, ...]]:
-    return [tuple(row) for row in connect(store).query(sql).result_rows]
-
-
-def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Transitions and drops of a run: rollout, attempt, span, then what became of the call."""
-    transitions = rows(
-        store,
-        f"SELECT RolloutId, Attempt, SpanId, Turn, PromptIds, ResponseIds, Version, Rewards.Value FROM otel.v_transitions "
-        f"WHERE RunId = '{run}' ORDER BY RolloutId, Turn, Choice",
-    )
-    drops = rows(
-        store,
-        f"SELECT RolloutId, Attempt, SpanId, Reason, Detail FROM otel.v_drops WHERE RunId = '{run}' ORDER BY RolloutId, Attempt, SpanId",
-    )
-    return transitions, drops
 
 
 def linked_call(spans: fakes.SpanFactory, parent: str, **facts: Any) -> tuple[str, str]:
@@ -125,12 +94,6 @@ def test_a_restart_builds_nothing_twice(store: StoreSettings) -> None:
         "SELECT (SELECT count() FROM otel.transitions WHERE RunId = 'restart'), (SELECT count() FROM otel.drops WHERE RunId = 'restart')"
     )
     assert rows(store, counts) == [(1, 1)]
-
-
-def revisions(store: StoreSettings, run: str) -> list[tuple[Any, ...]]:
-    """Of each rollout: revision, calls, transitions and drops."""
-    columns = "RolloutId, Revision, Calls, Transitions, Drops"
-    return rows(store, f"SELECT {columns} FROM otel.builds FINAL WHERE RunId = '{run}' ORDER BY RolloutId, Revision")
 
 
 class Killed(BaseException):

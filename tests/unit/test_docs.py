@@ -43,7 +43,7 @@ class TestPage:
 
     def test_files_exist(self, page: Path) -> None:
         named = re.findall(
-            r"`((?:spangrad|commands|gateway|collector|runner|trainer|transition_builder|tests|docs|packaging|examples)/[^`]*)`",
+            r"`((?:spangrad|commands|gateway|collector|runner|trainer|transition_builder|dashboards|tests|docs|packaging|examples)/[^`]*)`",
             page.read_text(),
         )
         assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []

@@ -40,7 +40,9 @@ async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) 
         await stage.readiness("serving")
         stage.engine.orders.clear()
         status, answer = await publish(stage, weights)
-        seconds = answer.pop("seconds")
+        seconds, stages = answer.pop("seconds"), answer.pop("stages")["policy-0"]
+        assert list(stages) == ["pause", "reload", "checksum", "update_weight_version", "resume", "probe"]
+        assert 0 < sum(stages.values()) <= seconds
         assert (status, answer) == (
             200,
             {"policy": "policy", "version": 1, "checksum": checksum_directory(weights), "backends": {"policy-0": "serving"}},
@@ -66,6 +68,7 @@ async def test_the_version_that_is_served_is_not_published_again(weights: Path) 
                 "checksum": checksum_directory(weights),
                 "seconds": 0.0,
                 "backends": {"policy-0": "serving"},
+                "stages": {},
             },
         )
         assert stage.engine.orders == []

@@ -40,6 +40,8 @@ async def publish(stage: Stage, weights: list[Path], version: int, **more: objec
     body = {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
     status, answer = await ask(stage, "POST", f"{POLICY}/versions", body)
     answer.pop("seconds", None)
+    if "stages" in answer:
+        answer["stages"] = sorted(answer["stages"])
     return status, answer
 
 
@@ -74,6 +76,7 @@ async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first
                 "version": 1,
                 "checksum": checksum_directory(weights[1]),
                 "backends": {f"policy-{number}": "serving" for number in range(3)},
+                "stages": [f"policy-{number}" for number in range(3)],
             },
         )
         assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6

@@ -180,9 +180,14 @@ def test_what_was_trained_names_the_version() -> None:
     earlier = replace(used, revision=0, status="orphaned")
     assert explain(record(*WHOLE_SPANS, builds=(BUILD,), trained=[earlier]), SETTINGS)[-2:] == [
         "It is trained: batch b-1 made version 5 of policy policy (branch main), which is orphaned.",
-        "That was revision 0; what came since changes no version: a rollout is trained once.",
+        "already_trained: that was revision 0; what came since changes no version: a rollout is trained once.",
     ]
-    elsewhere = replace(used, spec="another")
+    by_another = replace(used, spec="another")
+    assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[by_another])) == (
+        "already_trained: built by specification another, it helped to make version 5 of policy policy, "
+        "and branch main trains no rollout twice."
+    )
+    elsewhere = replace(by_another, branch="try")
     assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[elsewhere])) == (
         "It is not trained: its group g7 has 7 of 8 rollouts built so far. "
         "(As another specification built it, it helped to make policy version 5.)"

@@ -11,6 +11,7 @@ import pytest
 from crash import crashes
 
 from spangrad.errors import CheckpointError
+from spangrad.types import VersionStatus
 from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
 from trainer.checkpoint import Checkpoint
@@ -78,7 +79,7 @@ def test_a_kill_before_the_rename_leaves_nothing_visible(tmp_path: Path, base: P
             whole += 1
             marker = json.loads((directory / versions[0] / "STABLE").read_text())
             checkpoint.verify(directory / versions[0], marker["checksum"])
-        checkpoint.sweep(directory, "org/policy", "main")
+        checkpoint.sweep(directory, "org/policy", "main", lambda: {1: VersionStatus.COMMITTED})
         assert visible(directory) == versions
         checkpoint.remove(directory, "org/policy", "main", 1)
     assert deaths > 30

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Place
 from crash import crashes
 
 from spangrad.errors import LedgerError
@@ -27,18 +28,18 @@ def rollouts(*names: str, of: str = "g") -> list[BatchRollout]:
     return [BatchRollout(group(of), name, 0, 0) for name in names]
 
 
-def opened(directory: Path) -> Ledger:
-    return Ledger(directory, "policy", "main")
+def opened(place: Place, name: object = "", **changes: Any) -> Ledger:
+    return Ledger(place(name) if name != "" else place(), "policy", "main", **changes)
 
 
-def begun(directory: Path) -> Ledger:
-    ledger = opened(directory)
+def begun(place: Place) -> Ledger:
+    ledger = opened(place)
     ledger.register_initial(**BASE)
     return ledger
 
 
-def test_the_whole_story_of_a_batch(tmp_path: Path):
-    ledger = begun(tmp_path)
+def test_the_whole_story_of_a_batch(place: Place):
+    ledger = begun(place)
     lease = ledger.begin(rollouts("a", "b"))
     assert (lease.version, lease.parent) == (1, 0)
     assert [(one.version, one.status) for one in ledger.versions()] == [(0, VersionStatus.COMMITTED), (1, None)]
@@ -53,8 +54,8 @@ def test_the_whole_story_of_a_batch(tmp_path: Path):
     assert ledger.finished_groups("run", "any other spec") == {("train", "g")}
 
 
-def test_a_rollout_is_never_in_two_batches(tmp_path: Path):
-    ledger = begun(tmp_path)
+def test_a_rollout_is_never_in_two_batches(place: Place):
+    ledger = begun(place)
     ledger.commit(ledger.begin(rollouts("a", "b")), **FACTS)
     # Another group, another revision: the same attempt of the same rollout all the same.
     with pytest.raises(LedgerError, match="already in another batch of policy/main"):
@@ -64,11 +65,11 @@ def test_a_rollout_is_never_in_two_batches(tmp_path: Path):
     assert ledger.begin([BatchRollout(group("other"), "b", 1, 0)]).version == 2, "another attempt is another key"
 
 
-def test_a_crash_orphans_the_number_and_frees_the_rollouts(tmp_path: Path):
-    ledger = begun(tmp_path)
+def test_a_crash_orphans_the_number_and_frees_the_rollouts(place: Place):
+    ledger = begun(place)
     lost = ledger.begin(rollouts("a"))
     ledger.close()
-    ledger = opened(tmp_path)
+    ledger = opened(place)
     assert ledger.recover() == [1]
     assert ledger.recover() == []
     assert ledger.versions()[1].status is VersionStatus.ORPHANED
@@ -81,11 +82,12 @@ def test_a_crash_orphans_the_number_and_frees_the_rollouts(tmp_path: Path):
     assert ledger.committed_versions() == [0, 2]
 
 
-def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(tmp_path: Path):
+@pytest.mark.parametrize("place", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
+def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(place: Place):
     """Law 4: whatever instruction is the last, recovery leaves all of a batch or nothing, and the next run does the rest once."""
 
     def train(boundary: int, groups: tuple[str, ...] = ("g1",)) -> None:
-        ledger = opened(tmp_path / str(boundary))
+        ledger = opened(place, boundary)
         ledger.recover()
         if ledger.frontier() is None:
             ledger.register_initial(**BASE)
@@ -96,7 +98,7 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(tmp_path: Pat
 
     def trained(boundary: int) -> tuple[list[str], list[VersionStatus | None]]:
         """What is trained, after checking that each version is whole or nothing, and that numbers and parents make one line."""
-        ledger = opened(tmp_path / str(boundary))
+        ledger = opened(place, boundary)
         ledger.recover()
         versions, parent, found = ledger.versions(), None, []
         assert [one.version for one in versions] == list(range(len(versions))), "a number was used twice or skipped"
@@ -124,8 +126,8 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(tmp_path: Pat
     assert seen == {(0, 0), (0, 1), (2, 0)}, "deaths fell before, within and after the batch"
 
 
-def test_expired_groups_stay_out_and_are_counted(tmp_path: Path):
-    ledger = begun(tmp_path)
+def test_expired_groups_stay_out_and_are_counted(place: Place):
+    ledger = begun(place)
     ledger.expire([group("x"), group("y")], ExpiryReason.STALE)
     ledger.expire([group("x")], ExpiryReason.GREEDY)
     assert ledger.expired() == {group("x"): ExpiryReason.STALE, group("y"): ExpiryReason.STALE}
@@ -134,10 +136,10 @@ def test_expired_groups_stay_out_and_are_counted(tmp_path: Path):
     assert ledger.finished_groups("another run", "spec") == set()
 
 
-def test_branches_have_their_own_versions_and_leases(tmp_path: Path):
-    main = begun(tmp_path)
+def test_branches_have_their_own_versions_and_leases(place: Place):
+    main = begun(place)
     main.begin(rollouts("a"))
-    other = Ledger(tmp_path, "policy", "other")
+    other = Ledger(place(), "policy", "other")
     assert (other.recover(), other.versions(), other.finished_groups("run", "spec")) == ([], [], set())
     other.register_initial(**BASE)
     assert other.begin(rollouts("a")).version == 2, "1 is taken by main"
@@ -145,28 +147,20 @@ def test_branches_have_their_own_versions_and_leases(tmp_path: Path):
     assert other.finished_groups("run", "spec") == {("train", "g")}
 
 
-def test_two_trainers_of_one_branch_are_refused(tmp_path: Path):
-    first = opened(tmp_path)
-    with pytest.raises(LedgerError, match="another process trains policy/main"):
-        opened(tmp_path)
-    first.close()
-    opened(tmp_path).close()
-
-
-def test_weights_to_begin_with_come_first_and_once(tmp_path: Path):
+def test_weights_to_begin_with_come_first_and_once(place: Place):
     with pytest.raises(LedgerError, match="no weights to train"):
-        opened(tmp_path / "empty").begin(rollouts("a"))
-    ledger = begun(tmp_path)
+        opened(place, "empty").begin(rollouts("a"))
+    ledger = begun(place)
     with pytest.raises(LedgerError, match="already has versions"):
         ledger.register_initial(**BASE)
 
 
-def test_a_branch_begins_as_the_version_whose_weights_it_takes(tmp_path: Path):
-    main = begun(tmp_path)
+def test_a_branch_begins_as_the_version_whose_weights_it_takes(place: Place):
+    main = begun(place)
     for number in (1, 2, 3):
         facts = {**FACTS, "checksum": f"float32:0{number}", "path": f"/v{number}"}
         main.commit(main.begin(rollouts(f"r{number}")), **facts)
-    brevity = Ledger(tmp_path, "policy", "brevity")
+    brevity = Ledger(place(), "policy", "brevity")
     brevity.register_initial(checksum="float32:02", path="/a copy of v2", tokenizer_hash="tokenizer", run_id="run")
     (first,) = brevity.versions()
     assert first.policy_version == PolicyVersion("policy", 2, 2, None, "float32:02", "/a copy of v2")
@@ -184,31 +178,31 @@ def test_a_branch_begins_as_the_version_whose_weights_it_takes(tmp_path: Path):
     assert main.lent() == set(), "brevity has files of its own"
     assert (main.begin(rollouts("r5")).version, main.lineage()) == (5, [0, 1, 2, 3])
 
-    again = Ledger(tmp_path, "policy", "a branch of a branch")
+    again = Ledger(place(), "policy", "a branch of a branch")
     again.register_initial(checksum="float32:04", path="/v4", tokenizer_hash="tokenizer", run_id="run")
     assert (again.lineage(), again.versions()[0].parent_branch) == ([0, 1, 2, 4], "brevity")
 
 
-def test_weights_that_nobody_committed_begin_a_past_of_their_own(tmp_path: Path):
-    main = begun(tmp_path)
+def test_weights_that_nobody_committed_begin_a_past_of_their_own(place: Place):
+    main = begun(place)
     main.commit(main.begin(rollouts("a")), **FACTS)
     lost = main.begin(rollouts("b"))
     for name, changes in {"other weights": {"checksum": "float32:99"}, "other tokenizer": {"tokenizer_hash": "t"}}.items():
-        branch = Ledger(tmp_path, "policy", name)
+        branch = Ledger(place(), "policy", name)
         branch.register_initial(**{**BASE, **changes})
         number = {"other weights": 3, "other tokenizer": 4}[name]
         assert (branch.lineage(), branch.versions()[0].policy_version.parent, branch.versions()[0].parent_branch) == ([number], None, "")
     assert lost.version == 2
-    policy = Ledger(tmp_path, "another policy", "main")
+    policy = Ledger(place(), "another policy", "main")
     policy.register_initial(**BASE)
     assert policy.lineage() == [0], "each policy counts from 0"
 
 
-def test_of_versions_with_equal_weights_the_one_in_that_place_is_meant(tmp_path: Path):
-    main = begun(tmp_path)
+def test_of_versions_with_equal_weights_the_one_in_that_place_is_meant(place: Place):
+    main = begun(place)
     for number in (1, 2):  # steps in which every advantage was 0
         main.commit(main.begin(rollouts(f"r{number}")), **{**FACTS, "checksum": BASE["checksum"], "path": f"/v{number}"})
     for name, path, number in (("one", "/v1", 1), ("elsewhere", "/copy", 2)):
-        branch = Ledger(tmp_path, "policy", name)
+        branch = Ledger(place(), "policy", name)
         branch.register_initial(**{**BASE, "path": path})
         assert branch.lineage() == list(range(number + 1))

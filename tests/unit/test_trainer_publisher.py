@@ -66,6 +66,17 @@ def test_publishing_sends_version_path_and_checksum(gateway: Gateway):
     assert gateway.asked == [("POST", "/admin/policies/org%2Fpolicy/versions", body, "Bearer secret")]
 
 
+def test_the_stages_are_those_of_the_engine_that_took_the_longest(gateway: Gateway):
+    stages = {"policy-0": {"pause": 0.25, "reload": 0.5}, "policy-1": {"pause": 0.125, "reload": 0.75}}
+    gateway.answer = {"policy": "org/policy", "version": 3, "checksum": "float32:0a", "seconds": 1.0, "stages": stages}
+    publishing = publisher(gateway)
+    assert publishing.publish(VERSION) == 1
+    assert publishing.stages == {"files": 0.125, "pause": 0.125, "reload": 0.75}
+    gateway.answer = {"policy": "org/policy", "version": 3, "checksum": "float32:0a", "seconds": 0.0, "stages": {}}
+    publishing.publish(VERSION)
+    assert publishing.stages == {}, "it was served already"
+
+
 def test_asking_for_the_served_version(gateway: Gateway):
     gateway.answer = {"policy": "org/policy", "version": 2, "tokenizer_hash": "t", "status": "serving"}
     assert publisher(gateway).served("org/policy") == 2

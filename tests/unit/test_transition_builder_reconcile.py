@@ -45,7 +45,7 @@ def concluded(
     calls = pl.DataFrame([row | facts], schema={**CALLS, **EXTRA}).rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource")
     said = [] if fault is None else [{"RunId": "run", "RolloutId": "r", "fault": fault}]
     faults = pl.DataFrame(said, schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
-    return reconcile.conclude(calls, rollouts, faults, spec or BuilderSettings())
+    return reconcile.conclude(reconcile.without_arrays(calls), rollouts, faults, spec or BuilderSettings())
 
 
 def reason(*args: object, **facts: object) -> tuple[str, str]:
@@ -180,9 +180,8 @@ def test_columns_that_nobody_gives_are_no_fault() -> None:
     )
     faults = pl.DataFrame(schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
     rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
-    found = reconcile.conclude(
-        calls.rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource"), rollouts, faults, BuilderSettings()
-    )
+    known = reconcile.without_arrays(calls.rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource"))
+    found = reconcile.conclude(known, rollouts, faults, BuilderSettings())
     assert found["Reason"].to_list() == [""]
 
 

@@ -21,7 +21,7 @@ def some(reward: float = 1.0) -> tuple[Frames, Built]:
     """Two rollouts, each of a transition and a drop."""
     spans = fakes.SpanFactory()
     for rollout in ("a", "b"):
-        root = spans.root(rollout, LastArrival=TIME(5))
+        root = spans.root(rollout, LastArrival=TIME(5), RowsRead=7)
         spans.evaluation(root, reward if rollout == "b" else 1.0)
         spans.call(root, rollout=rollout)
         spans.call(root, rollout=rollout, Logprobs=[])
@@ -47,7 +47,7 @@ def test_a_rollout_that_nobody_built_is_revision_0() -> None:
     ]
     content = dict(contents(built).select("RolloutId", "Content").iter_rows())
     assert written.builds.rows() == [
-        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, TIME(5), "me") for rollout in ("a", "b")
+        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, TIME(5), 7, "me") for rollout in ("a", "b")
     ]
     for rows in (written.rows.transitions, written.rows.drops):
         assert rows.select("RolloutId", "Revision", "Content").rows() == [("a", 0, content["a"]), ("b", 0, content["b"])]

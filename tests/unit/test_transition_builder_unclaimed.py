@@ -108,7 +108,7 @@ def test_in_a_hurry_only_a_runner_is_waited_for() -> None:
 
 
 def built(run: str, at: float) -> dict[str, Any]:
-    return {"RunId": run, "RolloutId": "r", "Revision": 0, "Content": 1, "Watermark": TIME(at), "IngestedAt": TIME(at)}
+    return {"RunId": run, "RolloutId": "r", "Revision": 0, "Content": 1, "Watermark": TIME(at), "RowsRead": 1, "IngestedAt": TIME(at)}
 
 
 def arrived(*rows: tuple[str, float]) -> pl.DataFrame:

@@ -90,24 +90,19 @@ def describe(spans: pl.DataFrame) -> pl.DataFrame:
     beside = _beside(spans, said)
     convention = _conventions(said, beside)
     names = convention.unique(maintain_order=True).to_list()
-    parts, order = [beside.clear().select(**Reading().columns())], [np.zeros(0, dtype=np.int64)]
+    parts, order = [Reading().of(beside.clear())], [np.zeros(0, dtype=np.int64)]
     for name in names:
         rows = (convention == name).arg_true().to_numpy() if len(names) > 1 else None
         said.forget()
         reading = READERS[name](said)
-        columns = (reading if name in _SERVERS else _or_a_request(reading, said)).columns()
-        parts.append(said.frame(beside, rows).select(**columns))
+        # A span that carries a dialect's mark and is nothing in it may be the request of a client that was only decorated.
+        request = NO if name in _SERVERS else suspects.requests(said)
+        parts.append(reading.of(said.frame(beside, rows), request))
         order.append(np.arange(spans.height) if rows is None else rows)
     place = np.empty(spans.height, dtype=np.int64)
     place[np.concatenate(order)] = np.arange(spans.height)
     described = pl.concat(parts)[place].with_columns(convention.alias("Convention"), _scores(said, spans))
     return spans.drop(described.columns, strict=False).hstack(described)
-
-
-def _or_a_request(reading: Reading, said: Said) -> Reading:
-    """A span that carries a dialect's mark and is nothing in it may be the request of a client that was only decorated."""
-    read = pl.any_horizontal(reading.call, reading.tool, reading.chain, reading.engine).fill_null(False)
-    return replace(reading, suspect=reading.suspect.fill_null(False) | (suspects.requests(said) & ~read))
 
 
 def _scores(said: Said, spans: pl.DataFrame) -> pl.Series:
@@ -146,7 +141,11 @@ def _conventions(said: Said, beside: pl.DataFrame) -> pl.Series:
     marked = [pl.when(said.has(*names)).then(pl.lit(name)) for name, names in _MARKS.items()]
     for name, words in others.VOCABULARIES.items():
         there = said.has(words.mark)
-        marked.append(pl.when(there & pl.col("SpanName").str.contains(words.spans) if words.spans else there).then(pl.lit(name)))
+        if words.spans:
+            there = there & pl.col("SpanName").str.contains(words.spans)
+        if words.named:
+            there = there | pl.col("SpanName").str.contains(words.named)
+        marked.append(pl.when(there).then(pl.lit(name)))
     marked.append(pl.when("generative").then(pl.lit("gen_ai")))
     return (
         said.frame(beside.with_columns(said.matching(_GEN_AI_KEYS).alias("generative")))

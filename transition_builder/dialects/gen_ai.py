@@ -15,8 +15,11 @@ from spangrad import semconv
 from transition_builder.dialects.reading import Reading, Said, error_type, first_of_list
 
 TOOL_CALL_ID = "gen_ai.tool.call.id"
-CALLS = ("chat", "text_completion", "generate_content", "completion", "chat_completion", "chat.completions", "text.completions", "response")
-"""Operations that call a model, those of earlier versions and of Semantic Kernel among them."""
+CALLS = (
+    *("chat", "text_completion", "generate_content", "completion", "chat_completion", "chat.completions", "text.completions", "response"),
+    "model_step",
+)
+"""Operations that call a model, those of earlier versions, of Semantic Kernel and of Mastra among them."""
 OTHERS = r"embed|tool|agent|workflow|retriev|rerank|guard|memory|plan|evaluat|moderat|image|speech|audio|transcri|token|handoff|task"
 """What the names of all other operations contain. An operation that is in neither list is a call if it names a model."""
 TOOL_NAMES = (semconv.GEN_AI_TOOL_NAME,)
@@ -62,6 +65,8 @@ def read(said: Said) -> Reading:
         tool_call_id=said.first(TOOL_CALL_ID),
         arguments=said.first(*ARGUMENTS),
         result=said.any_of(*RESULTS),
+        # Strands ends the span of a failed tool as Ok.
+        failed=(said("gen_ai.tool.status").str.to_lowercase() == "error").fill_null(False),
         error=error_type(said),
         model=model,
         response_id=said.first(semconv.GEN_AI_RESPONSE_ID),

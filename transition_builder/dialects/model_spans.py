@@ -25,6 +25,7 @@ _MARKS = (
     *(words.mark for words in others.VOCABULARIES.values()),
 )
 _KEYS = ", ".join(_text(mark) for mark in dict.fromkeys(_MARKS))
+_NAMES = (suspects.NAMES, *(words.named for words in others.VOCABULARIES.values() if words.named))
 _OPERATION = f"lower(Attributes['{semconv.GEN_AI_OPERATION}'])"
 _URL = "concat(Attributes['url.full'], if(Attributes['url.full'] = '', Attributes['http.url'], ''))"
 
@@ -35,7 +36,7 @@ MODEL_SPAN_SQL = f"""(
             AND ({_OPERATION} IN ({", ".join(_text(name) for name in gen_ai.CALLS)}) OR NOT match({_OPERATION}, {_text(gen_ai.OTHERS)})))
         OR hasAny(mapKeys(Attributes), [{_KEYS}])
         OR match({_URL}, {_text(suspects.PATHS)})
-        OR match(SpanName, {_text(suspects.NAMES)})
+        OR {" OR ".join(f"match(SpanName, {_text(names)})" for names in _NAMES)}
         OR arrayExists(key -> match(key, {_text(suspects.KEYS)}), mapKeys(Attributes))
         OR match(ScopeName, '^(agentlightning|agentops)')
     )

@@ -44,7 +44,7 @@ _TOOL_MESSAGE_FAILED = r'"tool_call_id".*"status"\s*:\s*"error"'
 def read(said: Said) -> Reading:
     """Read spans by their kinds."""
     base = gen_ai.read(said)
-    kind = said(semconv.OPENINFERENCE_KIND).str.to_uppercase()
+    kind = said.once("=kind", said(semconv.OPENINFERENCE_KIND).str.to_uppercase())
     output = said(semconv.OPENINFERENCE_OUTPUT)
     # Long texts: each pattern is sought in those alone that may have it.
     message = pl.when((kind == "TOOL") & output.str.contains('"tool_call_id"', literal=True)).then(output)

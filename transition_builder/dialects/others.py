@@ -25,6 +25,8 @@ class Vocabulary:
     """The attributes that say a span's kind: the first that it has."""
     spans: str = ""
     """Of spans with these names alone: a pattern."""
+    named: str = ""
+    """Its spans without the mark: a pattern of names, whose group is the kind."""
     call: str = r"^llm$"
     """Patterns of kinds, in lower case."""
     tool: str = r"^tool$"
@@ -77,8 +79,11 @@ VOCABULARIES = {
     "haystack": Vocabulary(
         "haystack.component.type",
         ("haystack.component.type",),
-        call=r"generator$",
-        tool=r"^toolinvoker$",
+        # An agent's steps have no attributes unless content is traced.
+        named=r"^haystack\.agent\.(?:step\.)?(run|llm|tool)$",
+        call=r"(generator|^llm)$",
+        tool=r"^tool(invoker)?$",
+        agent=r"^(agent|run)$",
         chain=r"^(pipeline|supercomponent)$",
         arguments=("haystack.component.input",),
         result=("haystack.component.output",),
@@ -112,7 +117,8 @@ def reader(words: Vocabulary) -> Callable[[Said], Reading]:
 
     def read(said: Said) -> Reading:
         base = gen_ai.read(said)
-        kind = unquoted(said.first(*words.kind)).str.to_lowercase().fill_null("")
+        of_name = [pl.col("SpanName").str.extract(words.named)] if words.named else []
+        kind = pl.coalesce(unquoted(said.first(*words.kind)), *of_name).str.to_lowercase().fill_null("")
         call, tool = kind.str.contains(words.call), kind.str.contains(words.tool)
         named = kind.str.contains(words.agent)
         known = call | tool | named | kind.str.contains(words.chain)

@@ -80,6 +80,16 @@ class Said:
         there = [self(name).is_not_null() for name in names if name in self._places]
         return pl.any_horizontal(there) if there else NO
 
+    def once(self, name: str, what: pl.Expr) -> pl.Expr:
+        """An expression over attributes alone that many others use, worked out here and now; `name` is no attribute's."""
+        if name not in self._columns:
+            roots = what.meta.root_names()
+            if not roots:
+                return what
+            self._columns[name] = pl.DataFrame([self._columns[root] for root in roots]).select(what.alias(name)).to_series()
+        self._asked.add(name)
+        return pl.col(name)
+
     def matching(self, pattern: str) -> pl.Series:
         """Whether any of a span's attributes has a name that matches a pattern: a boolean a span."""
         found = np.zeros(self.height, dtype=np.bool_)
@@ -157,31 +167,39 @@ class Reading:
     constrained: pl.Expr = NO
     """Whether the request kept tokens from being sampled, by a schema or by a tool that must be called."""
 
-    def columns(self) -> dict[str, pl.Expr]:
-        """The columns that `describe` adds, without Convention and Scores."""
-        call, tool = self.call.fill_null(False), self.tool.fill_null(False)
-        client = self.client.fill_null(False)
-        called = call | self.engine.fill_null(False) | self.suspect.fill_null(False)
-        result = pl.when(tool).then(self.result)
+    def of(self, frame: pl.DataFrame, request: pl.Expr = NO) -> pl.DataFrame:
+        """The columns that `describe` adds, without Convention and Scores.
+
+        Args:
+            frame: what the expressions read.
+            request: which spans are requests for an answer, and suspects therefore unless they are something else.
+        """
+        flags = {name: getattr(self, name).fill_null(False) for name in ("call", "engine", "tool", "chain", "suspect")}
+        client = self.client.fill_null(False).alias("=client")
+        known = frame.with_columns(client, **{f"={name}": flag for name, flag in flags.items()})
+        call, engine, tool, chain, suspect, client = (pl.col(f"={name}") for name in (*flags, "client"))
+        suspect = (suspect | (request & ~tool & ~chain & ~engine)) & ~call
+        known = known.with_columns(suspect.alias("=suspect"), (call | engine | suspect).alias("=called"))
+        called, result = pl.col("=called"), pl.when(tool).then(self.result)
         failed = (pl.col("StatusCode") == "Error") | (self.error.fill_null("") != "") | self.failed | result.str.contains(_ERROR_FLAG)
-        return {
-            "IsClient": call & client,
-            "IsModel": call & ~client,
-            "IsEngine": self.engine.fill_null(False),
-            "IsTool": tool & ~call,
-            "IsChain": self.chain.fill_null(False),
-            "IsSuspect": self.suspect.fill_null(False) & ~call,
-            "AgentName": self.agent,
-            "ToolName": pl.when(tool).then(pl.coalesce(self.tool_name, "SpanName")).otherwise(pl.lit("")),
-            "ToolFailed": tool & failed.fill_null(False),
-            "ToolCallId": pl.when(tool).then(self.tool_call_id),
-            "ToolArguments": pl.when(tool).then(self.arguments),
-            "ToolResult": result,
-            "ResponseId": pl.when(called).then(self.response_id),
-            "Model": pl.when(called).then(self.model),
-            "InputTokens": pl.when(called).then(self.input_tokens.cast(pl.Int64, strict=False)),
-            "OutputTokens": pl.when(called).then(self.output_tokens.cast(pl.Int64, strict=False)),
-        }
+        return known.select(
+            IsClient=call & client,
+            IsModel=call & ~client,
+            IsEngine=engine,
+            IsTool=tool & ~call,
+            IsChain=chain,
+            IsSuspect=pl.col("=suspect"),
+            AgentName=self.agent,
+            ToolName=pl.when(tool).then(pl.coalesce(self.tool_name, "SpanName")).otherwise(pl.lit("")),
+            ToolFailed=tool & failed.fill_null(False),
+            ToolCallId=pl.when(tool).then(self.tool_call_id),
+            ToolArguments=pl.when(tool).then(self.arguments),
+            ToolResult=result,
+            ResponseId=pl.when(called).then(self.response_id),
+            Model=pl.when(called).then(self.model),
+            InputTokens=pl.when(called).then(self.input_tokens.cast(pl.Int64, strict=False)),
+            OutputTokens=pl.when(called).then(self.output_tokens.cast(pl.Int64, strict=False)),
+        )
 
 
 def of_json(text: pl.Expr, *fields: str) -> pl.Expr:

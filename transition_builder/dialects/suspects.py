@@ -16,9 +16,9 @@ from transition_builder.dialects.reading import Said
 PATHS = (
     r"(/chat/completions|/completions|/v\d[^/]*/(responses|messages)|/(openai|anthropic|llm)/(responses|messages)|//[^/]+/(responses|messages)"
     r"|/generate(_stream)?|:\d+/api/(chat|generate)|:(stream)?[gG]enerateContent|:(stream)?[rR]awPredict"
-    r"|/model/[^/]+/(invoke|converse)[a-z-]*)/?([?#].*)?$"
+    r"|/model/[^/]+/(invoke|converse)[a-z-]*|/v\d+/ai/language-model)/?([?#].*)?$"
 )
-"""Where OpenAI's, Anthropic's, vLLM's, Ollama's, Google's and Bedrock's servers generate. In RE2's and in Rust's syntax."""
+"""Where OpenAI's, Anthropic's, vLLM's, Ollama's, Google's, Bedrock's and Vercel's servers generate. In RE2's and in Rust's syntax."""
 NAMES = r"^Bedrock Runtime\.(Invoke|Converse)"
 """Names of spans of AWS's clients."""
 KEYS = (
@@ -37,11 +37,11 @@ _METHODS = ("http.request.method", "http.method")
 
 
 def suspects(said: Said) -> pl.Expr:
-    """Whether a span that no dialect reads seems to have called a model."""
-    return requests(said) | pl.col("SpanName").str.contains(NAMES).fill_null(False) | pl.col(SPEAKS)
+    """Whether a span that no dialect reads seems to have called a model, by anything but a request."""
+    return pl.col("SpanName").str.contains(NAMES).fill_null(False) | pl.col(SPEAKS)
 
 
 def requests(said: Said) -> pl.Expr:
     """Whether a span is an HTTP client's, of a request to a path that generates."""
     asked = said.first(*_URLS).str.contains(PATHS) & (said.first(*_METHODS).fill_null("POST").str.to_uppercase() == "POST")
-    return (asked & ~said.has(*_OF_SERVERS)).fill_null(False)
+    return said.once("=request", (asked & ~said.has(*_OF_SERVERS)).fill_null(False))

@@ -26,9 +26,8 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
         rewards: REWARDS rows.
         placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, Choice and Kept.
     """
-    position = pl.struct("Order", "Choice", "CallId").rank("dense").over(_ATTEMPT).cast(pl.Int64)
-    calls = placed.with_columns(at=position)
-    kept = calls.filter("Kept").select(*_ATTEMPT, "at", pl.col("CallId").alias("target")).sort("at")
+    calls = placed.sort("Order", "Choice", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
+    kept = calls.filter("Kept").select(*_ATTEMPT, "at", pl.col("CallId").alias("target"))
     first = kept.unique(_ATTEMPT, keep="first", maintain_order=True).select(*_ATTEMPT, pl.col("target").alias("first"))
     return (
         rewards.join(calls.select(*_ATTEMPT, "CallId", "at"), on=[*_ATTEMPT, "CallId"], how="left")

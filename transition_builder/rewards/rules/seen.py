@@ -60,8 +60,7 @@ class Seen:
         taken = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
         return self.placed.filter(answered & taken).select(
             *_ATTEMPT, *_SPAN, "Choice", "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
-            Version="VersionStart", PromptTokens=pl.col("PromptIds").list.len(), ResponseTokens=pl.col("ResponseIds").list.len(),
-            Seconds=pl.col("Duration") / 1e9,
+            "PromptTokens", "ResponseTokens", Version="VersionStart", Seconds=pl.col("Duration") / 1e9,
         )  # fmt: skip
 
     @cached_property

@@ -1,0 +1,280 @@
+"""How long it takes from the end of an optimiser step to the first token from the new weights: ours, by stage, against a peer.
+
+In: how many versions. Out: a table, and as the last line one JSON object; exit code 1 when a check fails. Invariant: the demo's whole
+loop runs as it does in `spangrad demo` (store, vLLM, gateway, builder, trainer, agent: each a process of its own); clients that know
+nothing of versions ask the gateway for one token after the other, and the store says afterwards which weights gave each.
+
+Ours: the trainer's own spans say when the optimiser step ended and how long each stage took, the gateway's answer says it of the stages in
+the engine, a client's clock when its first token came. The peers, with the same engine and the same weights on the same disk: stopping vLLM
+and starting it with them (`restart`), and vLLM's own endpoints pause, reload, resume, by hand, without a checksum, a version or a probe
+(`reload`), each until the first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from commands.demo.services import CHECKOUT, Services, clean_directory, demo_settings, write_settings
+from commands.run import read_tasks
+from runner.agents import CallableAgent
+from runner.runner import Runner
+from spangrad.clickhouse import connect
+from spangrad.processes import Child, answers, own_command, wait_until
+from spangrad.settings import Settings
+from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.types import Mode
+from trainer.publisher import Publisher
+
+EXAMPLE = CHECKOUT / "examples/two_tools"
+CHAT = "/v1/chat/completions"
+QUESTION = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}], "max_tokens": 1, "temperature": 0}
+STAGES = (
+    "checkpoint",
+    "commit",
+    "files",
+    "pause",
+    "reload",
+    "checksum",
+    "update_weight_version",
+    "resume",
+    "probe",
+    "announce",
+    "first_token",
+)
+"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `announce`: the HTTP around the gateway's
+work. `first_token`: from the gateway's word that the version is served to a client's first token from it."""
+STEP_SECONDS = 120
+_SPANS = """
+SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']) AS version, child.SpanName,
+    toUnixTimestamp64Nano(child.Timestamp), toUnixTimestamp64Nano(child.Timestamp) + child.Duration
+FROM otel.otel_traces AS root
+INNER JOIN otel.otel_traces AS child ON child.TraceId = root.TraceId AND child.ParentSpanId = root.SpanId
+WHERE root.ServiceName = 'spangrad-trainer' AND root.SpanName = 'train step'
+"""
+_METRICS = "SELECT Version, Checksum, Path, Metrics FROM otel.v_policy_versions WHERE BatchId != '' ORDER BY Version"
+_CALLS = "SELECT ResponseId, VersionStart, VersionEnd FROM otel.v_calls WHERE ResponseId IN %(ids)s"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A client's first token of a call."""
+
+    response_id: str
+    came: int
+    """Nanoseconds since 1970."""
+
+
+class Client(threading.Thread):
+    """Asks for one token after the other."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(daemon=True)
+        self.tokens: list[Token] = []
+        self.failed = 0
+        self._host = host
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Ask until it is over."""
+        body = json.dumps({**QUESTION, "stream": True})
+        connection = http.client.HTTPConnection(self._host, timeout=60)
+        while not self._over.wait(0.002):
+            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            first = answer.readline()
+            came = time.time_ns()
+            answer.read()
+            if answer.status == 200:
+                self.tokens.append(Token(json.loads(first.removeprefix(b"data: "))["id"], came))
+            else:
+                self.failed += 1
+        connection.close()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._over.set()
+        self.join()
+
+
+def main() -> int:
+    """Measure, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", type=int, default=8, help="steps of the demo's loop")
+    parser.add_argument("--group-size", type=int, default=8, help="rollouts a task")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
+        result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed)
+    print(f"{'seconds':24}{'median':>10}{'largest':>10}")
+    for name, one in {"optimiser to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
+        print(f"{name:24}{median(one):>10.3f}{max(one):>10.3f}")
+    for name, seconds in result["peer"]["seconds"].items():
+        print(f"peer: {name:18}{seconds:>10.3f}")
+    del result["ours"]["each"], result["ours"]["each_stage"]
+    print(json.dumps({"benchmark": "publish", **result}))
+    return 1 if any(result["checked"].values()) else 0
+
+
+def measure(directory: Path, versions: int, group_size: int, seed: int) -> dict[str, Any]:
+    """Run the loop for some versions, then the peers on its last one."""
+    clean_directory(directory)
+    values = demo_settings(directory, seed=seed, group_size=group_size)
+    settings = load_settings(values, env={})
+    write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
+    (directory / "logs").mkdir()
+    with Services(directory, settings, lambda text: print(text, file=sys.stderr), None) as services:
+        services.start([sys.executable, str(EXAMPLE / "model.py"), str(directory / "model"), "--seed", str(seed)])
+        client = Client(settings.gateway.url.removeprefix("http://"))
+        client.start()
+        asyncio.run(_train(settings, services, versions))
+        client.end()
+        served = Publisher(settings.gateway).served("policy")
+        held = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
+        services.stop("train")  # it sends its last spans before it ends
+        found = read(settings, client.tokens, served, held, client.failed)
+        newest = found.pop("path")
+        reload = peer_reload(settings, newest)
+        services.stop("gateway")
+        services.stop("engine")
+        restart = peer_restart(settings, directory, newest)
+    handed_over = found.pop("handed_over")
+    peers = {"restart": restart, "reload": reload}
+    return {
+        **found,
+        "peer": {"seconds": peers, "from": "a checkpoint on disk"},
+        "ratio": {name: round(seconds / handed_over, 2) for name, seconds in peers.items()},
+    }
+
+
+async def _train(settings: Settings, services: Services, versions: int) -> None:
+    agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=EXAMPLE)
+    tasks, publisher = read_tasks(EXAMPLE / "tasks.jsonl"), Publisher(settings.gateway)
+    async with Runner(settings, agent, logs=services.directory / "logs") as runner:
+        for version in range(1, versions + 1):
+            await runner.run(tasks, mode=Mode.TRAIN, group_size=settings.runner.group_size)
+            end = time.monotonic() + STEP_SECONDS
+            while (publisher.served("policy") or 0) < version:
+                services.check()
+                if time.monotonic() > end:
+                    raise SystemExit(f"version {version} was not served within {STEP_SECONDS} s; see {services.directory}/logs/train.log")
+                await asyncio.sleep(0.05)
+            print(f"version {version} is served", file=sys.stderr)
+        await asyncio.sleep(1)  # for the last version's first token
+
+
+def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: Sequence[str], failed: int) -> dict[str, Any]:
+    """What the store knows of it."""
+    client = connect(settings.store)
+    names = {"ids": tuple(one.response_id for one in tokens)}
+    wait_until(lambda: len(client.query(_CALLS, parameters=names).result_rows) >= len(tokens), 30, "the calls' rows")
+    weights = {str(one): (int(begun), int(ended)) for one, begun, ended in client.query(_CALLS, parameters=names).result_rows}
+    spans: dict[int, dict[str, tuple[int, int]]] = {}
+    for version, name, began, ended in client.query(_SPANS).result_rows:
+        spans.setdefault(int(version), {})[str(name)] = (int(began), int(ended))
+    rows = client.query(_METRICS).result_rows
+    client.close()
+    by_version = {int(version): dict(metrics) for version, _, _, metrics in rows}
+    made = [stages_of(spans[one], by_version[one], first_token(tokens, weights, one)) for one in sorted(spans)]
+    each = [sum(one.values()) for one in made]
+    handed_over = [sum(value for name, value in one.items() if name not in {"checkpoint", "commit"}) for one in made]
+    newest, checksum, path, _ = rows[-1]
+    return {
+        "ours": {
+            "seconds": round(median(each), 4),
+            "seconds_max": round(max(each), 4),
+            "stages": {name: round(median(one[name] for one in made), 4) for name in STAGES},
+            "versions": len(made),
+            "tokens": len(tokens),
+            "tokens_across_a_reload": sum(begun != ended for begun, ended in weights.values()),
+            "each": each,
+            "each_stage": {name: [one[name] for one in made] for name in STAGES},
+        },
+        "checked": {
+            "not_served": int(served != newest),
+            "other_weights": int(list(held) != [checksum]),
+            "no_span": len(rows) - len(spans),
+            "went_back": went_back(tokens, weights),
+            "failed_calls": failed,
+        },
+        "path": Path(path),
+        "handed_over": fmean(handed_over),
+    }
+
+
+def first_token(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]], version: int) -> int:
+    """When the first token of a version came, or of a newer one."""
+    return min(one.came for one in tokens if weights[one.response_id][0] >= version)
+
+
+def went_back(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]]) -> int:
+    """How many tokens were older than one that had come before; one client asks, one call after the other."""
+    newest = wrong = 0
+    for one in tokens:
+        version = weights[one.response_id][0]
+        wrong += version < newest
+        newest = max(newest, version)
+    return wrong
+
+
+def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float], came: int) -> dict[str, float]:
+    """Seconds of each of STAGES; their sum is the time from the end of the optimiser step to the first token."""
+    trained, checkpoint, publish = spans["train"][1], spans["checkpoint"], spans["publish"]
+    engine = {name: metrics[f"seconds_publish_{name}"] for name in STAGES[2:9]}
+    # A client may have its first token while the gateway is still at its last words.
+    announced = min(publish[1], came)
+    return {
+        "checkpoint": (checkpoint[1] - trained) / 1e9,
+        "commit": (publish[0] - checkpoint[1]) / 1e9,
+        **engine,
+        "announce": (announced - publish[0]) / 1e9 - sum(engine.values()),
+        "first_token": (came - announced) / 1e9,
+    }
+
+
+def peer_reload(settings: Settings, path: Path) -> float:
+    """By hand, with nothing checked: until the first token."""
+    url = settings.gateway.engine_url
+    began = time.monotonic()
+    _post(url + "/pause?mode=keep", {})
+    _post(url + "/reset_prefix_cache?reset_running_requests=true", {})
+    _post(url + "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+    _post(url + "/resume", {})
+    _post(url + CHAT, QUESTION)
+    return round(time.monotonic() - began, 4)
+
+
+def peer_restart(settings: Settings, directory: Path, path: Path) -> float:
+    """The engine starts anew with the weights; stopping it is not counted."""
+    config = ["--config", str(directory / "spangrad.toml"), "--model", str(path), "--set", "engine.warmup_requests=1"]
+    began = time.monotonic()
+    engine = Child("the engine", own_command("engine", *config), directory / "logs/restarted.log", inherit_settings=False)
+    try:
+        url = settings.gateway.engine_url
+        wait_until(lambda: answers(f"{url}/health"), settings.engine.start_timeout_seconds, "the engine", [engine], poll_seconds=0.05)
+        _post(url + CHAT, QUESTION)
+        return round(time.monotonic() - began, 4)
+    finally:
+        engine.stop()
+
+
+def _post(url: str, body: Mapping[str, object]) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The dashboard of lineage: from a policy version to the batch, the rollouts and the spans that made it, and back from a rollout.
+
+In: otel.policy_versions, otel.batches, the transitions that were trained, and the spans of one rollout. Out: a dashboard of tables, each of
+which chooses for the next one.
+"""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from dashboards import links, variables
+from dashboards.panels import Panel, rows, trace
+from dashboards.queries import OF_BRANCH, OF_VERSION, metric, trained
+from dashboards.training import GAP_ALARM
+from spangrad.datasets import rows_sql
+
+_VERSION = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION})"
+_OF_ROLLOUT = variables.is_("RolloutId", "rollout")
+_KEY = variables.is_("RolloutKey", "rollout")
+_TRACES = f"(SELECT TraceId FROM otel.rollout_spans WHERE {_KEY})"
+_SPANS = f"""(
+        SELECT * FROM otel.rollout_spans FINAL
+        PREWHERE RowKind = 'span' AND TraceId IN {_TRACES} AND RolloutKey IN (
+            SELECT ${{rollout:singlequote}} AS Key
+            UNION ALL
+            SELECT arrayJoin([TraceId, SessionId, ConversationId]) AS Key FROM otel.trace_rollouts WHERE TraceId IN {_TRACES})
+    )"""
+"""Spans of the rollout: those that name it, and those of its traces that name none."""
+_ROLLOUT = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION} AND {_OF_ROLLOUT})"
+
+
+def build() -> dashboard.Dashboard:
+    """The dashboard."""
+    made = (
+        links.begin("lineage", "from a policy version to the batch, the rollouts and the spans that made it, and back")
+        .with_variable(variables.source())
+        .with_variable(variables.policy())
+        .with_variable(variables.branch())
+        .with_variable(_version())
+        .with_variable(_rollout())
+    )
+    made = made.with_row(dashboard.Row("Versions of $policy on $branch")).with_panel(_versions())
+    made = made.with_row(dashboard.Row("Version $version: its batch")).with_panel(_batch()).with_panel(_rollouts())
+    made = made.with_row(dashboard.Row("Rollout $rollout")).with_panel(_transitions()).with_panel(_trained())
+    return made.with_panel(_fate()).with_panel(_trace()).with_panel(_spans())
+
+
+def _version() -> dashboard.QueryVariable:
+    sql = f"""
+        SELECT toString(Version) AS version FROM otel.policy_versions FINAL
+        WHERE {OF_BRANCH}
+        ORDER BY BatchId != '' AND Status = 'committed' DESC, Version DESC
+        LIMIT 1000"""
+    return variables.one_of("version", "version", "A version of the branch; the newest that was trained comes first.", sql)
+
+
+def _rollout() -> dashboard.QueryVariable:
+    sql = f"SELECT RolloutId FROM otel.batches FINAL WHERE {OF_VERSION} ORDER BY GroupId, RolloutId LIMIT 1000"
+    return variables.one_of("rollout", "rollout", "A rollout of the version's batch, or any other: type its id.", sql)
+
+
+def _versions() -> Panel:
+    sql = f"""
+        SELECT Version AS version, Parent AS parent, ParentBranch AS "parent's branch", Status AS status, IngestedAt AS written,
+            Mode AS mode, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("mean_return")} AS return,
+            {metric("logprob_gap")} AS gap, BatchId AS batch, Checksum AS checksum, Path AS path
+        FROM otel.policy_versions FINAL
+        WHERE {OF_BRANCH}
+        ORDER BY version DESC
+        LIMIT 500"""
+    return rows(
+        "Versions",
+        sql,
+        "Newest first, whatever the chosen time. No batch: training began with these weights. Orphaned: a crash came before the commit.",
+        units={
+            "version": "none", "parent": "none", "written": "dateTimeAsIso", "groups": "short", "rollouts": "short", "return": "short",
+            "gap": "sci",
+        },
+        links={"version": ("What made it", links.LINEAGE_OF_VERSION), "parent": ("What made its parent", links.LINEAGE_OF_PARENT)},
+        alarms={"gap": GAP_ALARM},
+    )  # fmt: skip
+
+
+def _batch() -> Panel:
+    pairs = trained(
+        _VERSION,
+        "b.BatchId AS BatchId, b.RunId AS RunId, b.Mode AS Mode, b.GroupId AS GroupId, b.BuildSpec AS BuildSpec, b.RolloutId AS RolloutId,"
+        " t.TaskId AS TaskId, t.Version AS Sampled, t.`Rewards.Value` AS Values, t.ResponseIds AS ResponseIds",
+    )
+    sql = f"""
+        SELECT GroupId AS group, any(TaskId) AS task, uniqExact(RolloutId) AS rollouts, count() AS transitions,
+            sum(arraySum(Values)) / rollouts AS return, sum(length(ResponseIds)) AS tokens, min(Sampled) AS oldest, max(Sampled) AS newest,
+            any(RunId) AS run, any(Mode) AS mode, any(BatchId) AS batch, any(BuildSpec) AS specification
+        FROM {pairs}
+        GROUP BY group
+        ORDER BY group
+        LIMIT 500"""
+    return rows(
+        "Groups of its batch",
+        sql,
+        "A row a group of rollouts that share a baseline. return: mean of the rollouts' raw returns. oldest, newest: versions that sampled"
+        " its calls. specification: of the build that was trained.",
+        units={
+            "rollouts": "short", "transitions": "short", "return": "short", "tokens": "short", "oldest": "none", "newest": "none",
+        },
+        height=8,
+    )  # fmt: skip
+
+
+def _rollouts() -> Panel:
+    pairs = trained(
+        _VERSION,
+        "b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt, b.Revision AS Revision, t.TraceId AS TraceId,"
+        " t.Timestamp AS Timestamp, t.Version AS Sampled, t.`Rewards.Value` AS Values, t.ResponseIds AS ResponseIds",
+    )
+    sql = f"""
+        SELECT RolloutId AS rollout, GroupId AS group, Attempt AS attempt, Revision AS revision, min(Timestamp) AS began,
+            count() AS transitions, sum(arraySum(Values)) AS return, sum(length(ResponseIds)) AS tokens, min(Sampled) AS oldest,
+            max(Sampled) AS newest, any(TraceId) AS trace
+        FROM {pairs}
+        GROUP BY rollout, group, attempt, revision
+        ORDER BY group, rollout
+        LIMIT 1000"""
+    return rows(
+        "Rollouts of its batch",
+        sql,
+        "A row a rollout, in the attempt and revision that was trained. A rollout leads to its spans, below.",
+        units={
+            "attempt": "none", "revision": "none", "began": "dateTimeAsIso", "transitions": "short", "return": "short", "tokens": "short",
+            "oldest": "none", "newest": "none",
+        },
+        links={"rollout": ("Its spans and versions", links.LINEAGE_OF_ROLLOUT_HERE)},
+    )  # fmt: skip
+
+
+def _transitions() -> Panel:
+    pairs = trained(
+        _ROLLOUT,
+        "t.Turn AS Turn, t.Branch AS Branch, t.AgentName AS AgentName, t.Policy AS Policy, t.Version AS Sampled, t.PromptIds AS PromptIds,"
+        " t.ResponseIds AS ResponseIds, t.FinishReason AS FinishReason, t.`Rewards.Value` AS Values, t.TraceId AS TraceId,"
+        " t.SpanId AS SpanId, t.TransitionId AS TransitionId, t.Tools AS Tools",
+    )
+    sql = f"""
+        SELECT Turn AS turn, AgentName AS agent, Policy AS policy, Sampled AS "sampled by", length(PromptIds) AS prompt,
+            length(ResponseIds) AS response, FinishReason AS finish, arraySum(Values) AS reward, arrayStringConcat(Tools, ', ') AS tools,
+            TraceId AS trace, SpanId AS span, TransitionId AS transition
+        FROM {pairs}
+        ORDER BY turn, Branch, span
+        LIMIT 1000"""
+    return rows(
+        "Spans of rollout $rollout that trained version $version",
+        sql,
+        "A row a policy call: its turn, tokens in and out, raw rewards, and the span that it was.",
+        units={"turn": "none", "sampled by": "none", "prompt": "short", "response": "short", "reward": "short"},
+    )
+
+
+def _trained() -> Panel:
+    sql = f"""
+        SELECT b.Policy AS policy, b.Branch AS branch, b.Version AS version, v.Status AS status, v.IngestedAt AS written,
+            b.RunId AS run, b.GroupId AS group, b.Attempt AS attempt, b.Revision AS revision, b.BatchId AS batch
+        FROM (SELECT * FROM otel.batches FINAL WHERE {_OF_ROLLOUT}) AS b
+        LEFT JOIN (SELECT * FROM otel.policy_versions FINAL) AS v ON v.Policy = b.Policy AND v.Branch = b.Branch AND v.Version = b.Version
+        ORDER BY written DESC, policy, branch
+        LIMIT 500"""
+    return rows(
+        "Versions that rollout $rollout trained",
+        sql,
+        "The way back: every version, of any policy and branch, whose batch held the rollout.",
+        units={"version": "none", "written": "dateTimeAsIso", "attempt": "none", "revision": "none"},
+        links={"version": ("What made it", links.LINEAGE_OF_ITS_BRANCH)},
+        height=7,
+    )
+
+
+def _fate() -> Panel:
+    kept = rows_sql("transitions", where=_OF_ROLLOUT)
+    left = rows_sql("drops", where=_OF_ROLLOUT)
+    sql = f"""
+        SELECT * FROM (
+            SELECT Attempt AS attempt, Timestamp AS began, AgentName AS agent, 'transition' AS became,
+                concat('turn ', toString(Turn)) AS detail, BuildSpec AS specification, TraceId AS trace, SpanId AS span
+            FROM {kept}
+            UNION ALL
+            SELECT Attempt, Timestamp, AgentName, Reason, Detail, BuildSpec, TraceId, SpanId
+            FROM {left})
+        ORDER BY specification, attempt, began, span
+        LIMIT 1000"""
+    return rows(
+        "What became of each call of rollout $rollout",
+        sql,
+        "Each policy call of the rollout, of all attempts and for each build specification: a transition, or dropped for a reason.",
+        units={"attempt": "none", "began": "dateTimeAsIso"},
+        height=8,
+    )
+
+
+def _trace() -> Panel:
+    sql = f"""
+        SELECT TraceId AS traceID, SpanId AS spanID, ParentSpanId AS parentSpanID, SpanName AS operationName, ServiceName AS serviceName,
+            Timestamp AS startTime, Duration / 1e6 AS duration,
+            arrayMap(key -> map('key', key, 'value', Attributes[key]), mapKeys(Attributes)) AS tags,
+            [map('key', 'service.name', 'value', toString(ServiceName))] AS serviceTags,
+            toUInt8(multiIf(StatusCode = 'Error', 2, StatusCode = 'Ok', 1, 0)) AS statusCode, StatusMessage AS statusMessage
+        FROM {_SPANS}
+        WHERE TraceId = (SELECT argMax(TraceId, (Attempt, Timestamp)) FROM otel.rollout_spans WHERE {_KEY})
+        ORDER BY startTime, spanID
+        LIMIT 5000"""
+    return trace("Rollout $rollout", sql, "The spans of its last attempt, gateway's and agent's, under each other.")
+
+
+def _spans() -> Panel:
+    sql = f"""
+        SELECT Attempt AS attempt, Timestamp AS began, SpanName AS name, ServiceName AS service, ScopeName AS scope, Duration AS duration,
+            StatusCode AS status, StatusMessage AS message, TraceId AS trace, SpanId AS span, ParentSpanId AS parent
+        FROM {_SPANS}
+        ORDER BY attempt, began, span
+        LIMIT 5000"""
+    return rows(
+        "Spans of rollout $rollout",
+        sql,
+        "Every span of the rollout, of all attempts. `spangrad rollout show` prints the same as a tree.",
+        units={"attempt": "none", "began": "dateTimeAsIso", "duration": "ns"},
+    )

@@ -1,0 +1,62 @@
+"""How the dashboards begin and lead to each other.
+
+In: names. Out: empty dashboards, and URLs of data links. Invariant: a link carries the store, the chosen time and what was clicked, so that
+the next dashboard shows the same thing.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from grafana_foundation_sdk.builders import dashboard, timeseries, trend
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DashboardLinkType, DynamicConfigValue
+
+_SAME = "var-datasource=${datasource}&${__url_time_range}"
+
+
+def uid(name: str) -> str:
+    """What Grafana calls the dashboard of that name."""
+    return f"spangrad-{name}"
+
+
+def _lineage(**chosen: str) -> str:
+    return f"/d/{uid('lineage')}?{_SAME}" + "".join(f"&var-{name}=${{{value}}}" for name, value in chosen.items())
+
+
+_BRANCH = {"policy": "policy:percentencode", "branch": "branch:percentencode"}
+_ROLLOUT = "__data.fields.rollout:percentencode"
+LINEAGE_OF_VERSION = _lineage(**_BRANCH, version="__data.fields.version")
+LINEAGE_OF_PARENT = _lineage(**_BRANCH, version="__data.fields.parent")
+LINEAGE_OF_ITS_BRANCH = _lineage(
+    policy="__data.fields.policy:percentencode", branch="__data.fields.branch:percentencode", version="__data.fields.version"
+)
+LINEAGE_OF_ROLLOUT = _lineage(rollout=_ROLLOUT)
+LINEAGE_OF_ROLLOUT_HERE = _lineage(**_BRANCH, version="version", rollout=_ROLLOUT)
+
+
+def begin(name: str, description: str) -> dashboard.Dashboard:
+    """A dashboard without panels, with links to its siblings."""
+    siblings = dashboard.DashboardLink("spangrad").type(DashboardLinkType.DASHBOARDS).tags(["spangrad"]).icon("dashboard")
+    return (
+        dashboard.Dashboard(f"spangrad: {name}")
+        .uid(uid(name))
+        .description(f"spangrad: {description}.")
+        .tags(["spangrad"])
+        .timezone("browser")
+        .time("now-7d", "now")
+        .refresh("1m")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .link(siblings.include_vars(True).keep_time(True).as_dropdown(False))
+    )
+
+
+_Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
+
+
+def aside(panel: _Curve, name: str, unit: str, *, at_most: float | None = None) -> _Curve:
+    """Give a curve a unit and an axis of its own, on the right."""
+    properties = [("unit", unit), ("custom.axisPlacement", "right"), ("custom.fillOpacity", 0), ("min", 0)]
+    properties += [("max", at_most)] if at_most is not None else [("max", None)]
+    panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
+    return panel

@@ -1,0 +1,298 @@
+"""The dashboard of training: what each policy version learned, on what, and how well that agreed with the engine.
+
+In: otel.policy_versions, otel.batches, and the transitions and drops of a dataset. Out: a dashboard over policy versions of one branch.
+"""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard, stat
+
+from dashboards import links, variables
+from dashboards.panels import Panel, bars, beside, figure, over_time, over_versions, rows, steps
+from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, USED, metric, newest, trained
+from spangrad import semconv
+from spangrad.settings import TrainerSettings
+
+GAP_ALARM = float(TrainerSettings.model_fields["logprob_gap_alarm"].default)
+
+_STAGES = ("idle", "load", "credit", "train", "checkpoint", "publish")
+
+_OF_ROLLOUT = "b.Version AS Version, b.GroupId AS GroupId, b.RunId AS RunId, b.RolloutId AS RolloutId, t.`Rewards.Value` AS Values"
+_RETURNS = f"""(
+    SELECT Version, GroupId, RunId, RolloutId, sum(arraySum(Values)) AS Return
+    FROM {trained(USED, _OF_ROLLOUT)}
+    GROUP BY Version, GroupId, RunId, RolloutId)"""
+
+
+def build() -> dashboard.Dashboard:
+    """The dashboard."""
+    made = (
+        links.begin("training", "what each policy version learned, on what, and how well that agreed with the engine")
+        .with_variable(variables.source())
+        .with_variable(variables.policy())
+        .with_variable(variables.branch())
+        .with_variable(variables.dataset())
+        .with_variable(variables.run())
+        .with_variable(variables.mode())
+        .with_variable(variables.reward())
+        .with_variable(variables.success())
+    )
+    for panel in beside(_figures()):
+        made = made.with_panel(panel)
+    made = made.with_row(dashboard.Row("Learning"))
+    for panel in (_success(), _returns(), _advantage(), _staleness()):
+        made = made.with_panel(panel)
+    made = made.with_row(dashboard.Row("The step"))
+    for panel in (_gap(), _loss(), _change(), _tokens(), _seconds(), _sizes()):
+        made = made.with_panel(panel)
+    made = made.with_row(dashboard.Row("What was not trained"))
+    for panel in (_drops(), _reasons()):
+        made = made.with_panel(panel)
+    return made.with_row(dashboard.Row("Versions")).with_panel(_versions())
+
+
+def _figures() -> list[stat.Panel]:
+    of_branch = f"FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt)"
+    return [
+        figure("Newest version", f"SELECT max(Version) AS version FROM {STEPS}", "none", "The newest committed version of the branch."),
+        figure(
+            "Its batch's return",
+            f"SELECT argMax({metric('mean_return')}, Version) AS return FROM {STEPS}",
+            "none",
+            "Mean weighted return of the rollouts that the newest version was trained on.",
+            decimals=3,
+        ),
+        figure(
+            "Largest logprob gap",
+            f"SELECT max({metric('logprob_gap')}) AS gap FROM {STEPS}",
+            "sci",
+            f"Largest |rollout logprob - trainer logprob| of any step in the chosen time. The trainer refuses a step beyond"
+            f" trainer.logprob_gap_alarm ({GAP_ALARM:g} unless it is set).",
+            thresholds=steps("green", orange=GAP_ALARM / 10, red=GAP_ALARM),
+        ),
+        figure("Rollouts trained", f"SELECT sum({metric('rollouts')}) AS rollouts FROM {STEPS}", "short", "Rollouts in committed batches."),
+        figure(
+            "Held-out success",
+            f"SELECT argMaxIf(Metrics['validate_success'], Version, mapContains(Metrics, 'validate_success')) AS success FROM {STEPS}",
+            "percentunit",
+            "Share of held-out rollouts that succeeded, of the newest version that was evaluated.",
+            decimals=1,
+        ),
+        figure(
+            "Steps without change",
+            f"SELECT countIf({metric('updated')} = 0) AS steps FROM {STEPS}",
+            "none",
+            "Versions whose weights are their parent's, because every advantage of the batch was 0.",
+            thresholds=steps("green", orange=1),
+        ),
+        figure(
+            "Orphaned versions",
+            f"SELECT countIf(Status = 'orphaned') AS versions {of_branch}",
+            "none",
+            "Versions that a crash left without a commit: their numbers stay taken, their rollouts are free again.",
+            thresholds=steps("green", orange=1),
+        ),
+        figure(
+            "Rewards gamed",
+            f"SELECT countIf(Metrics['gaming_alarm'] > 0) AS versions FROM {STEPS}",
+            "none",
+            "Versions at which the trainer's alarm said that the return rises while success does not.",
+            thresholds=steps("green", red=1),
+        ),
+    ]
+
+
+def _success() -> Panel:
+    sql = f"""
+        SELECT Sampled AS version, avg(Succeeded) AS success, count() AS rollouts
+        FROM (
+            SELECT max(Version) AS Sampled,
+                sum(arraySum(arrayFilter((value, name) -> name = ${{reward:singlequote}}, `Rewards.Value`, `Rewards.Name`))) >= ${{success}}
+                    AS Succeeded
+            FROM {newest("transitions", CHOSEN, "Timestamp")}
+            WHERE Policy = ${{policy:singlequote}} AND Version IN (SELECT Version FROM otel.policy_versions WHERE {OF_BRANCH})
+            GROUP BY RunId, RolloutId)
+        GROUP BY version
+        ORDER BY version"""
+    panel = over_versions(
+        "Success, by the version that sampled",
+        sql,
+        "percentunit",
+        "Share of the chosen modes' rollouts whose reward reached the chosen value. Held-out rollouts: choose the mode validate.",
+        at_most=1,
+    )
+    return links.aside(panel, "rollouts", "short")
+
+
+def _returns() -> Panel:
+    sql = f"""
+        SELECT Version AS version, avg(Return) AS mean, quantile(0.1)(Return) AS p10, quantile(0.9)(Return) AS p90
+        FROM {_RETURNS}
+        GROUP BY version
+        ORDER BY version"""
+    return over_versions(
+        "Return of the batch that made the version", sql, "short", "Sum of a rollout's raw rewards, over the rollouts of the batch."
+    )
+
+
+def _advantage() -> Panel:
+    sql = f"""
+        SELECT Version AS version, avg(abs(Return - Mean) / (Spread + 1e-6)) AS advantage, avg(Spread = 0) AS flat
+        FROM (
+            SELECT Version, Return, avg(Return) OVER alike AS Mean, stddevSampStable(Return) OVER alike AS Spread
+            FROM {_RETURNS}
+            WINDOW alike AS (PARTITION BY Version, RunId, GroupId))
+        GROUP BY version
+        ORDER BY version"""
+    panel = over_versions(
+        "Advantage of rollouts",
+        sql,
+        "short",
+        "advantage: mean of |return - group's mean| / group's standard deviation, as GRPO compares rollouts. flat: share of rollouts in"
+        " groups whose returns are all equal; they teach nothing.",
+    )
+    return links.aside(panel, "flat", "percentunit", at_most=1)
+
+
+def _staleness() -> Panel:
+    pairs = trained(USED, "b.Version AS Version, t.Version AS Sampled, t.Policy AS Answered")
+    sql = f"""
+        WITH (SELECT groupArray(Version) FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND Status = 'committed') AS versions
+        SELECT Version AS version, sum(Behind * Calls) / sum(Calls) AS mean, max(Behind) AS largest
+        FROM (
+            SELECT Version, Calls, arrayCount(one -> one > Sampled AND one < Version, versions) AS Behind
+            FROM (
+                SELECT Version, Sampled, count() AS Calls FROM {pairs} WHERE Answered = ${{policy:singlequote}} GROUP BY Version, Sampled))
+        GROUP BY version
+        ORDER BY version"""
+    return over_versions(
+        "Staleness of the calls",
+        sql,
+        "none",
+        "Committed versions of the branch between the one that sampled a call and the one that it was trained into; 0 is on-policy."
+        " trainer.max_staleness bounds it.",
+    )
+
+
+def _gap() -> Panel:
+    sql = f"""
+        SELECT Version AS version, {metric("logprob_gap")} AS largest, {metric("logprob_gap_mean")} AS mean
+        FROM {STEPS}
+        ORDER BY version"""
+    return over_versions(
+        "Logprob gap",
+        sql,
+        "sci",
+        "|rollout logprob - trainer logprob| of the step's tokens, before the weights move. Where engine and trainer agree it is rounding;"
+        f" from {GAP_ALARM:g} on, trainer.logprob_gap_alarm unless it is set, the trainer refuses the step.",
+        alarm=GAP_ALARM,
+        logarithmic=True,
+    )
+
+
+def _loss() -> Panel:
+    sql = f"SELECT Version AS version, {metric('loss')} AS loss, {metric('grad_norm')} AS norm FROM {STEPS} ORDER BY version"
+    return over_versions(
+        "Loss and gradient", sql, "short", "The policy's loss, and the gradient's norm before clipping (trainer.clip_grad)."
+    )
+
+
+def _change() -> Panel:
+    sql = f"SELECT Version AS version, {metric('clip_fraction')} AS clipped, {metric('ppo_kl')} AS kl FROM {STEPS} ORDER BY version"
+    panel = over_versions(
+        "Clipping and KL",
+        sql,
+        "percentunit",
+        "clipped: share of tokens whose ratio PPO clips. kl: its estimate of the step's change of policy.",
+    )
+    return links.aside(panel, "kl", "short")
+
+
+def _tokens() -> Panel:
+    sql = f"SELECT Version AS version, {metric('tokens')} AS processed, {metric('trained_tokens')} AS trained FROM {STEPS} ORDER BY version"
+    return over_versions(
+        "Tokens of the step", sql, "short", "processed: prompts and responses that went through the model. trained: those with a loss."
+    )
+
+
+def _seconds() -> Panel:
+    # Of the rollouts only what the batch itself waited for: from its first rollout's begin to its last one's end.
+    sql = f"""
+        SELECT s.Version AS version, r.Seconds AS rollouts, {", ".join(f"s.{stage}" for stage in _STAGES)}
+        FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in _STAGES)} FROM {STEPS}) AS s
+        LEFT JOIN (
+            SELECT b.Version AS Version,
+                (max(toUnixTimestamp64Nano(e.Timestamp) + e.Duration) - min(toUnixTimestamp64Nano(e.Timestamp))) / 1e9 AS Seconds
+            FROM {USED} AS b
+            INNER JOIN (
+                SELECT RunId, RolloutKey, Attempt, Timestamp, Duration FROM otel.rollout_spans FINAL
+                PREWHERE RolloutKey IN (SELECT RolloutId FROM {USED}) AND SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span'
+            ) AS e ON e.RunId = b.RunId AND e.RolloutKey = b.RolloutId AND e.Attempt = b.Attempt
+            GROUP BY Version
+        ) AS r ON r.Version = s.Version
+        ORDER BY version"""
+    return over_versions(
+        "Seconds by stage",
+        sql,
+        "s",
+        "rollouts: from the first begin to the last end of the batch's rollouts. The others as the trainer measured them; idle: it waited"
+        " for whole groups. Rollouts of the next batch may overlap with all of them.",
+        stacked=True,
+    )
+
+
+def _sizes() -> Panel:
+    sql = f"""
+        SELECT Version AS version, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("transitions")} AS transitions,
+            {metric("sequences")} AS sequences, {metric("too_long")} AS "too long"
+        FROM {STEPS}
+        ORDER BY version"""
+    return over_versions(
+        "Size of the batch", sql, "short", "sequences: rows after merging. too long: calls that no device takes, left out of the loss."
+    )
+
+
+def _drops() -> Panel:
+    sql = f"""
+        SELECT $__timeInterval(IngestedAt) AS time, Reason AS reason, count() AS drops
+        FROM {newest("drops", CHOSEN, "IngestedAt")}
+        GROUP BY time, reason
+        ORDER BY time, reason"""
+    return over_time(
+        "Drops by reason",
+        sql,
+        "short",
+        "Policy calls, and rollouts without any, that the builder left out of training, when it said so. docs/drops.md has the remedies.",
+        stacked=True,
+    )
+
+
+def _reasons() -> Panel:
+    sql = f"""
+        SELECT Reason AS reason, count() AS drops
+        FROM {newest("drops", CHOSEN, "IngestedAt")}
+        GROUP BY reason
+        ORDER BY drops DESC, reason
+        LIMIT 30"""
+    return bars("Drops in the chosen time", sql, "short", "The same, counted by reason.", name="reason")
+
+
+def _versions() -> Panel:
+    sql = f"""
+        SELECT Version AS version, IngestedAt AS committed, Mode AS mode, {metric("rollouts")} AS rollouts,
+            {metric("mean_return")} AS return, {metric("logprob_gap")} AS gap, {metric("grad_norm")} AS norm,
+            {metric("trained_tokens")} AS tokens, {metric("seconds_train")} AS train
+        FROM {STEPS}
+        ORDER BY version DESC
+        LIMIT 500"""
+    return rows(
+        "Versions",
+        sql,
+        "The versions of the chosen time. A version leads to the batch, rollouts and spans that made it.",
+        units={
+            "version": "none", "committed": "dateTimeAsIso", "rollouts": "short", "return": "short", "gap": "sci", "norm": "short",
+            "tokens": "short", "train": "s",
+        },
+        links={"version": ("What made it", links.LINEAGE_OF_VERSION)},
+        alarms={"gap": GAP_ALARM},
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""A trainer whose disk is full, whose store goes away, or who has a rival: nothing is trained twice, nothing is skipped (law 4).
+
+Ledger, checkpoints and store are real; the optimiser is a fake that adds 1 to its weight at each step, so that the weight counts steps.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Place
+from running_store import answers, running_store, start_store, store_settings
+from store_world import World, trainer_over
+from trainer_world import FakeOptimiser, FakeSource, committed, settings, wired, write_base
+
+from spangrad.errors import CheckpointError, LedgerError, SpangradError, StoreError
+from spangrad.processes import wait_until
+from spangrad.settings import Settings, TrainerSettings
+from spangrad.types import VersionStatus
+from trainer import loop
+from trainer.batch import Batch
+from trainer.ledger import Ledger
+
+DISK = 4
+"""MiB."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory that is soon full."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(mount)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here ({done.stderr.strip()}): run as root")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+class Filling(FakeOptimiser):
+    """Takes the room that is left on a disk, but for so many KiB, at its second step."""
+
+    def __init__(self, disk: Path, left: int) -> None:
+        super().__init__()
+        self.disk, self.left = disk, left
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        metrics = super().step(batch)
+        if self.weight == 2:
+            free = os.statvfs(self.disk).f_bavail * os.statvfs(self.disk).f_bsize
+            (self.disk / "ballast").write_bytes(bytes(max(0, free - self.left * 1024)))
+        return metrics
+
+    def save_state(self, directory: Path) -> None:
+        super().save_state(directory)
+        (directory / "moments").write_bytes(bytes(256 * 1024))
+
+
+@pytest.mark.parametrize("left", [0, 4, 64, 200], ids=lambda left: f"{left} KiB left")
+def test_a_full_disk_at_the_checkpoint(small_disk: Path, tmp_path: Path, left: int) -> None:
+    """With no room at all the ledger cannot write either; the step is done again when there is."""
+    chosen = settings(write_base(tmp_path / "base"), small_disk / "policies", groups_per_batch=1)
+    trainer = wired(chosen, FakeSource(["a", "b", "c"]), Filling(small_disk, left))
+    with pytest.raises(SpangradError, match=r"No space left on device|disk is full|disk I/O error") as caught:
+        trainer.run(follow=False)
+    assert isinstance(caught.value, CheckpointError if left else CheckpointError | LedgerError)
+    trainer.ledger.close()
+    assert list(committed(trainer)) == [0, 1]
+    (small_disk / "ballast").unlink()
+    again = wired(chosen, FakeSource(["a", "b", "c"]))
+    again.run(follow=False)
+    assert [*committed(again).values()] == [[], ["a-0", "a-1"], ["b-0", "b-1"], ["c-0", "c-1"]]
+    newest = Path(loop.newest_version(again.ledger).policy_version.path)
+    assert (newest / "optimizer.pt").read_text() == "3.0"
+    assert {path.name for path in newest.parent.iterdir()} == {f"v{version}" for version in committed(again) if version}
+
+
+class Cutting(FakeOptimiser):
+    """Does something to the world at its second step."""
+
+    def __init__(self, cut: Callable[[], object]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        metrics = super().step(batch)
+        if self.weight == 2:
+            self.cut()
+        return metrics
+
+
+def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_path: Path) -> None:
+    """The step is committed, and its copy is written when the store is back; nothing is trained twice."""
+    run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
+    own = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9}
+    chosen = Settings(store=store, trainer=TrainerSettings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
+    child = start_store(store, tmp_path / "log")
+    try:
+        wait_until(lambda: answers(store), 60, "the store", [child], poll_seconds=0.05)
+        world = World(chosen, tiny_model)
+        for name in "abc":
+            world.group(name, [1.0, 0.0])
+        trainer = trainer_over(world, chosen, Cutting(child.process.kill))
+        with pytest.raises(StoreError, match="does not answer"):
+            trainer.run(follow=False)
+        assert trainer.ledger.committed_versions() == [0, 1, 2]
+        trainer.ledger.close()
+    finally:
+        child.stop(grace_seconds=0)
+    with running_store(store, tmp_path / "log"):
+        world = World(chosen, tiny_model)
+        again = trainer_over(world, chosen)
+        versions = "SELECT Version FROM otel.v_policy_versions WHERE Branch = %(run)s ORDER BY Version"
+        assert world.rows(versions) == [(0,), (1,), (2,)], "the copy has caught up before anything is trained"
+        again.run(follow=False)
+        lineage = "SELECT Version, RolloutId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
+        assert world.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abc", 1) for i in range(2)]
+        assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
+        again.ledger.close()
+
+
+RIVAL = """
+import sys
+from pathlib import Path
+from pydantic import SecretStr
+from trainer_world import FakeSource, settings, wired
+base, directory, url, names = sys.argv[1:]
+chosen = settings(Path(base), Path(directory), groups_per_batch=1, max_staleness=99, ledger_url=SecretStr(url) if url else None)
+trainer = wired(chosen, FakeSource(names.split(",")))
+step, made = trainer.step, []
+trainer.step = lambda batch: made.append(step(batch)) or made[-1]
+print("ready", flush=True)
+input()
+trainer.run(follow=False)
+print(sum(made))
+"""
+
+
+def test_two_trainers_of_one_branch_take_turns(place: Place, tmp_path: Path) -> None:
+    """Two processes with one ledger and one directory: each step goes on from the one before, whoever made it."""
+    names, where = [f"g{i:02}" for i in range(24)], place("policies")
+    base, url = write_base(tmp_path / "base"), "" if isinstance(where, Path) else where
+    directory = where if isinstance(where, Path) else tmp_path / "policies"
+    directory.mkdir(exist_ok=True)
+    # The fake gateway's file is there before either begins.
+    (directory / "served.json").write_text("[0]")
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    command = [sys.executable, "-c", RIVAL, str(base), str(directory), url, ",".join(names)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    rivals = [subprocess.Popen(command, text=True, env=env, **pipes) for _ in range(2)]
+    for rival in rivals:
+        assert rival.stdout
+        assert rival.stdout.readline() == "ready\n"
+    for rival in rivals:
+        assert rival.stdin
+        rival.stdin.write("go\n")
+        rival.stdin.flush()
+    ended = [(*rival.communicate(timeout=200), rival.returncode) for rival in rivals]
+    assert [code for *_, code in ended] == [0, 0], ended
+    assert all(int(out) for out, *_ in ended), "one made all the steps"
+    ledger = Ledger(where, "policy", "main")
+    versions = [one for one in ledger.versions() if one.status is VersionStatus.COMMITTED]
+    assert [one.policy_version.parent for one in versions] == [None, *(one.version for one in versions[:-1])]
+    trained = [row.rollout_id for one in versions for row in ledger.batch(one.policy_version.batch_id or "")]
+    assert trained == [f"{name}-{i}" for name in names for i in range(2)]
+    assert (Path(versions[-1].policy_version.path) / "optimizer.pt").read_text() == "24.0", "a step was lost, or done twice"
+    ledger.close()

@@ -1,0 +1,161 @@
+"""A trainer killed while it trains: the weights are those of a run that nothing disturbed, bit by bit (law 4).
+
+The span store is fixed, the optimiser verl's, the trainer one process; it is killed at any instruction, its start included.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+from killed_training import LOADED, Nursery, nursery
+from store_world import World
+
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.types import VersionStatus
+from trainer import checkpoint
+from trainer.ledger import Ledger
+from trainer.ledger_tables import LedgerVersion
+
+GROUPS = 2
+"""A step."""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("kills", "steps"), [(3, 3), pytest.param(50, 6, marks=pytest.mark.slow)])
+def test_kills_at_random_points(
+    kills: int, steps: int, store: StoreSettings, tiny_model: Path, tmp_path: Path, chance: Random, tell: Callable[[str], None]
+) -> None:
+    run = f"kills-{uuid.uuid4().hex[:8]}"
+
+    def settings(name: str) -> Settings:
+        own = {"run_id": run, "branch": f"{run}-{name}", "model": tiny_model, "directory": tmp_path / name, "publish": False}
+        learning = {"groups_per_batch": GROUPS, "learning_rate": 1e-3, "max_staleness": 99, "credit": "identical"}
+        return Settings(store=store, trainer=TrainerSettings(**own, **learning))  # type: ignore[arg-type]
+
+    world = World(settings("world"), tiny_model)
+    for i in range(steps * GROUPS):
+        world.group(f"g{i:02}", [1.0, 0.0, 0.25], calls=({}, {}))
+
+    with nursery(tmp_path / "log") as trainers:
+        whole = settings("whole")
+        trainers.start(whole)
+        wait_for_weights(trainers, 0)
+        began = time.monotonic()
+        assert trainers.wait() == 0, trainers.log.read_text()
+        seconds = time.monotonic() - began
+        expected = story(whole)
+        assert len({checksum for checksum, _ in expected}) == steps + 1, "every step moves the weights"
+        assert sorted(rollout for _, batch in expected for rollout in batch) == sorted(
+            f"g{i:02}-{j}" for i in range(steps * GROUPS) for j in range(3)
+        )
+
+        fell = Counter[str]()
+        runs = 0
+        while fell.total() < kills:
+            runs += 1
+            killed = settings(f"killed-{runs}")
+            while True:
+                done = len(story(killed)) if (killed.trainer.directory / "ledger.db").exists() else 1
+                seen = len(trainers.log.read_text())
+                child = trainers.start(killed)
+                if fell.total() < kills:
+                    aim(killed, trainers, seen, chance, seconds * (steps + 1 - done) / steps)
+                    try:
+                        os.kill(child, signal.SIGKILL)
+                    except ProcessLookupError:
+                        pass  # it was done before
+                code = trainers.wait()
+                if code == 0:
+                    break
+                assert code == -signal.SIGKILL, trainers.log.read_text()[seen:]
+                fell[place(killed)] += 1
+            assert story(killed) == expected
+            assert left_behind(killed) == set()
+            assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
+    tell(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
+
+
+def aim(settings: Settings, trainers: Nursery, seen: int, chance: Random, seconds: float) -> None:
+    """Wait for the moment of a kill: a random one of the start or of all steps, or of the milliseconds around checkpoint and commit."""
+    stage = chance.choice(["start", "steps", "checkpoint", "commit"])
+    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    if stage == "start":
+        time.sleep(chance.uniform(0, 1))
+        return
+    wait_for_weights(trainers, seen)
+    if stage == "steps":
+        time.sleep(chance.uniform(0, seconds))
+        return
+    there = set(here.glob("*"))
+    awaited = ".writing-*" if stage == "checkpoint" else "v*"
+    end = time.monotonic() + 2 * seconds
+    while time.monotonic() < end and not set(here.glob(awaited)) - there:
+        time.sleep(0.0005)
+    time.sleep(chance.uniform(0, 0.02))
+
+
+def wait_for_weights(trainers: Nursery, seen: int) -> None:
+    end = time.monotonic() + 120
+    while LOADED not in trainers.log.read_text()[seen:]:
+        assert time.monotonic() < end, trainers.log.read_text()
+        time.sleep(0.002)
+
+
+def versions(settings: Settings) -> list[LedgerVersion]:
+    ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    try:
+        return ledger.versions()
+    finally:
+        ledger.close()
+
+
+def story(settings: Settings) -> list[tuple[str, list[str]]]:
+    """The checksum of each committed version, and the rollouts that made it; they are one line, and the last one's files are whole."""
+    ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    committed = [one for one in ledger.versions() if one.status is VersionStatus.COMMITTED]
+    assert [one.policy_version.parent for one in committed[1:]] == [one.version for one in committed[:-1]]
+    if committed:
+        assert ledger.frontier() == committed[-1]
+        checkpoint.verify(Path(committed[-1].policy_version.path), committed[-1].policy_version.checksum)
+    found = [
+        (one.policy_version.checksum, [row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")]) for one in committed
+    ]
+    ledger.close()
+    return found
+
+
+def left_behind(settings: Settings) -> set[str]:
+    """Directories that no committed version has."""
+    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    known = {f"v{one.version}" for one in versions(settings) if one.status is VersionStatus.COMMITTED}
+    return {path.name for path in here.iterdir()} - known
+
+
+def mirrored(world: World, settings: Settings) -> list[tuple[int, str]]:
+    """What the store says of the branch."""
+    query = "SELECT Version, Status FROM otel.v_policy_versions WHERE Branch = %(branch)s ORDER BY Version"
+    return [
+        (int(version), status) for version, status in world.client.query(query, parameters={"branch": settings.trainer.branch}).result_rows
+    ]
+
+
+def place(settings: Settings) -> str:
+    """Where in its work a trainer was killed, as far as it left traces."""
+    if not (settings.trainer.directory / "ledger.db").exists():
+        return "before there was a ledger"
+    known = {one.version: one.status for one in versions(settings)}
+    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    if None not in known.values():
+        return "between two steps, or at its start"
+    if any(here.glob(".writing-*")):
+        return "while it wrote a checkpoint"
+    under_way = next(version for version, status in known.items() if status is None)
+    return "between checkpoint and commit" if (here / f"v{under_way}").exists() else "in a step"

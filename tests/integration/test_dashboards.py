@@ -1,0 +1,214 @@
+"""Every question that the dashboards ask, as Grafana asks it, of a store that a training run has filled.
+
+The data source is clickhouse-go over HTTP with the read token: tests/grafana.py expands what Grafana expands, `chgo` asks. Where the binary
+is not there those tests skip, and the same statements run through clickhouse-connect all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+from binaries import binary
+from dashboard_world import READ_TOKEN, dashboard_world
+from grafana import ALL, Choice, Choices, Panel, Window, complaints, expand, field_kind, panels
+from pydantic import SecretStr
+
+from dashboards.files import DASHBOARDS, render
+from spangrad.clickhouse import connect
+from spangrad.settings import StoreSettings
+
+MODELS = {name: json.loads(render(name)) for name in DASHBOARDS}
+WINDOW = Window(datetime(2025, 12, 31, tzinfo=UTC), datetime.now(UTC) + timedelta(days=1), 3600)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a statement."""
+
+    columns: list[tuple[str, str]]
+    rows: list[list[Any]]
+
+    @property
+    def named(self) -> list[dict[str, Any]]:
+        """Rows by the names of their columns."""
+        return [dict(zip((name for name, _ in self.columns), row, strict=True)) for row in self.rows]
+
+
+Ask = Callable[[str], Answer]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, tiny_model: Any) -> Iterator[StoreSettings]:
+    with dashboard_world(tmp_path_factory.mktemp("dashboards"), tiny_model) as store:
+        yield store
+
+
+@pytest.fixture(scope="module", params=["clickhouse-go", "clickhouse-connect"])
+def ask(request: pytest.FixtureRequest, world: StoreSettings) -> Iterator[Ask]:
+    if request.param == "clickhouse-go":
+        chgo, url = binary("SPANGRAD_CHGO", "chgo"), f"http://default:{READ_TOKEN}@127.0.0.1:{world.clickhouse_port}/otel"
+
+        def by_go(sql: str) -> Answer:
+            # The data source packs with gzip over HTTP.
+            done = subprocess.run([chgo, "-compress", "gzip", url, sql], capture_output=True, text=True, timeout=60, check=False)
+            assert (done.returncode, done.stderr) == (0, ""), f"{done.stderr}\n{sql}"
+            head, *rows = (json.loads(line) for line in done.stdout.splitlines())
+            return Answer([(name, type_) for name, type_ in head], rows)
+
+        yield by_go
+    else:
+        client = connect(world.model_copy(update={"token": SecretStr(READ_TOKEN)}))
+
+        def by_python(sql: str) -> Answer:
+            found = client.query(sql)
+            types = [type_.name for type_ in found.column_types]
+            return Answer(list(zip(found.column_names, types, strict=True)), [list(row) for row in found.result_rows])
+
+        yield by_python
+        client.close()
+
+
+@cache
+def opened(name: str, ask: Ask) -> Mapping[str, Choice]:
+    """What is chosen when the dashboard is opened: all where that is offered, else the first answer of the variable's query."""
+    choices: dict[str, Choice] = {}
+    for variable in MODELS[name]["templating"]["list"]:
+        current = variable.get("current", {}).get("value")
+        if variable["type"] == "query":
+            answer = ask(expand(variable["query"], choices, WINDOW))
+            options = [str(row[0]) for row in answer.rows]
+            assert options, f"nothing to choose for {variable['name']}"
+            assert len(set(options)) == len(options)
+            assert [field_kind(type_) for _, type_ in answer.columns] in (["text"], ["text", "text"])
+            choices[variable["name"]] = Choice(current if current == [ALL] else options[0], options)
+        else:
+            choices[variable["name"]] = Choice(current or "spangrad")
+    return choices
+
+
+def narrowed(choices: Choices) -> dict[str, Choice]:
+    """One value, where all were chosen."""
+    return {name: replace(one, value=[one.options[0]]) if one.value == [ALL] else one for name, one in choices.items()}
+
+
+def judged(panel: Panel, ask: Ask, choices: Choices) -> list[str]:
+    answer = ask(expand(panel.sql, choices, WINDOW))
+    return complaints(panel, answer.columns, answer.rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_panel_has_something_that_it_can_draw(name: str, ask: Ask) -> None:
+    choices = opened(name, ask)
+    for chosen in (choices, narrowed(choices)):
+        assert {panel.title: found for panel in panels(MODELS[name]) if (found := judged(panel, ask, chosen))} == {}
+
+
+@pytest.mark.parametrize(
+    ("title", "right", "wrong", "complaint"),
+    [
+        ("Logprob gap", "SELECT Version AS version", "SELECT toString(Version) AS version", "version is no column of numbers"),
+        ("Logprob gap", "ORDER BY version", "ORDER BY version DESC", "version does not ascend"),
+        ("Logprob gap", "'logprob_gap'", "'gap_of_another_name'", "largest has no value in any row"),
+        ("Drops by reason", "$__timeInterval(IngestedAt) AS time", "toString(IngestedAt) AS time", "one column of DateTime"),
+        ("Drops by reason", "count() AS drops", "toString(count()) AS drops", "a column of numbers"),
+        ("Drops by reason", "ORDER BY time", "HAVING drops < 0 ORDER BY time", "no rows"),
+        ("Newest version", "max(Version)", "groupArray(Version)", "one column of a number"),
+    ],
+)
+def test_a_panel_of_the_wrong_type_is_found(title: str, right: str, wrong: str, complaint: str, ask: Ask) -> None:
+    choices = opened("training", ask)
+    (panel,) = (one for one in panels(MODELS["training"]) if one.title == title)
+    assert right in panel.sql
+    assert judged(panel, ask, choices) == []
+    found = judged(replace(panel, sql=panel.sql.replace(right, wrong)), ask, choices)
+    assert any(complaint in one for one in found), found
+
+
+# --- the figures are right ---
+
+
+def answers(name: str, ask: Ask, **chosen: str | Sequence[str]) -> Callable[[str], list[dict[str, Any]]]:
+    """The rows that panels of a dashboard draw, by their titles; floats are rounded."""
+    choices = dict(opened(name, ask))
+    for variable, value in chosen.items():
+        choices[variable] = replace(choices[variable], value=value if isinstance(value, str) else list(value))
+    found = {panel.title: panel for panel in panels(MODELS[name])}
+
+    def rows(title: str) -> list[dict[str, Any]]:
+        named = ask(expand(found[title].sql, choices, WINDOW)).named
+        return [{key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in named]
+
+    return rows
+
+
+def only(rows: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(row[name] for name in names) for row in rows]
+
+
+def test_training_tells_what_happened(ask: Ask) -> None:
+    rows = answers("training", ask)
+    assert rows("Newest version") == [{"version": 2}]
+    assert rows("Rollouts trained") == [{"rollouts": 8}]
+    assert rows("Success, by the version that sampled") == [{"version": 0, "success": 0.6, "rollouts": 10}]
+    assert rows("Return of the batch that made the version") == [
+        {"version": version, "mean": 0.5, "p10": 0.0, "p90": 1.0} for version in (1, 2)
+    ]
+    # Two returns, 0 and 1: each is half of one from the mean, and their deviation is the root of a half.
+    assert rows("Advantage of rollouts") == [{"version": version, "advantage": 0.707, "flat": 0} for version in (1, 2)]
+    assert rows("Staleness of the calls") == [{"version": 1, "mean": 0, "largest": 0}, {"version": 2, "mean": 1, "largest": 1}]
+    assert only(rows("Seconds by stage"), "version", "publish") == [(1, 0.25), (2, 0.25)]
+    assert rows("Drops in the chosen time") == [{"reason": "call_failed", "drops": 1}, {"reason": "no_reward", "drops": 1}]
+    assert only(rows("Versions"), "version", "rollouts", "return") == [(2, 4, 0.5), (1, 4, 0.5)]
+    held_out = answers("training", ask, mode=["validate"])
+    assert held_out("Success, by the version that sampled") == [{"version": 0, "success": 1, "rollouts": 2}]
+
+
+def test_rollouts_tell_what_happened_though_spans_came_twice(ask: Ask) -> None:
+    assert ask("SELECT (SELECT count() FROM otel.otel_traces) > (SELECT count() FROM otel.v_spans) AS twice").rows == [[1]]
+    rows = answers("rollouts", ask, mode=["train"])
+    assert rows("Attempts") == [{"attempts": 11}]
+    assert rows("Failed attempts") == [{"failed": 0.091}]
+    assert rows("Calls") == [{"calls": 10}]
+    assert rows("Failed calls") == [{"failed": 0.1}]
+    assert only(rows("Failed tool runs"), "tool", "failed") == [("search", 0.5)]
+    table = {(row["rollout"], row["attempt"]): row for row in rows("Newest rollouts")}
+    assert len(table) == 11
+    shown = ("outcome", "return", "calls", "prompts", "responses", "tools", "errors")
+    assert only([table["a-0", 0], table["a-1", 0], table["d-1", 0], table["failed", 0]], *shown) == [
+        ("Ok", 1, 1, 7, 2, 1, 0),
+        ("Ok", 0, 1, 7, 2, 1, 1),
+        ("crash", None, 0, 0, 0, 0, 0),
+        ("Ok", None, 1, 3, 0, 0, 0),
+    ]
+
+
+def test_lineage_leads_there_and_back(ask: Ask) -> None:
+    rows = answers("lineage", ask, version="1", rollout="a-1")
+    assert only(rows("Versions"), "version", "parent", "status") == [(2, 1, "committed"), (1, 0, "committed"), (0, None, "committed")]
+    assert only(rows("Groups of its batch"), "group", "rollouts", "return", "oldest") == [("a", 2, 0.5, 0), ("b", 2, 0.5, 0)]
+    assert only(rows("Rollouts of its batch"), "rollout", "return") == [("a-0", 1), ("a-1", 0), ("b-0", 1), ("b-1", 0)]
+    (transition,) = rows("Spans of rollout $rollout that trained version $version")
+    assert (transition["prompt"], transition["response"], transition["reward"]) == (7, 2, 0)
+    spans = rows("Spans of rollout $rollout")
+    assert [row["name"] for row in spans] == ["rollout", "agent", "chat", "search"]
+    assert transition["span"] == spans[2]["span"]
+    assert only(rows("Versions that rollout $rollout trained"), "policy", "branch", "version") == [("policy", "main", 1)]
+    assert only(rows("What became of each call of rollout $rollout"), "became", "span") == [("transition", transition["span"])]
+    assert [row["operationName"] for row in rows("Rollout $rollout")] == ["rollout", "agent", "chat", "search"]
+
+    dropped = answers("lineage", ask, rollout="failed")
+    assert only(dropped("What became of each call of rollout $rollout"), "became") == [("call_failed",)]
+
+
+def test_a_value_with_a_quote_in_it_is_only_a_value(ask: Ask) -> None:
+    rows = answers("lineage", ask, rollout="x' OR 1 = 1 OR '")
+    assert rows("Spans of rollout $rollout") == []
+    assert re.search(r"RolloutKey = 'x\\' OR", expand("RolloutKey = ${r:singlequote}", {"r": Choice("x' OR")}, WINDOW))

@@ -1,0 +1,161 @@
+"""`spangrad lineage` over a real store: from versions to spans and back, around a rollback and across branches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from store_world import World, trainer_over
+
+from commands.lineage import span_name, version_name
+from commands.lineage_read import Ancestor, BatchRollout, SpanLineage, Trained, VersionLineage, descendants, of_span, of_version
+from commands.lineage_text import of_span as span_text
+from commands.lineage_text import of_version as version_text
+from spangrad.errors import SettingsError, StoreError
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+
+
+@pytest.fixture
+def run() -> str:
+    return f"lineage-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path, run: str) -> Settings:
+    # The policy is the run's own: what other tests train is none of it.
+    own = {"run_id": run, "policy": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9, "keep_checkpoints": 9}
+    return Settings(store=store, trainer=TrainerSettings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
+
+
+def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Settings, tiny_model: Path, run: str) -> None:
+    """Versions 0 <- 1 <- 2, back to 1, 1 <- 3; branch `fork` begins with 3 and makes 4 to 7, of the same rollouts and one more."""
+    world = World(settings, tiny_model)
+    trainer = trainer_over(world, settings)
+    for name in ("a", "b"):
+        world.group(name, [1.0, None, 0.0], Policy=run)
+        trainer.run(follow=False)
+    trainer.ledger.rollback(1)
+    world.group("c", [1.0, 0.0], Policy=run)
+    trainer.run(follow=False)
+    paths = {one.version: one.policy_version.path for one in trainer.ledger.versions()}
+    checksums = {one.version: one.policy_version.checksum for one in trainer.ledger.versions()}
+    batches = {one.version: one.policy_version.batch_id or "" for one in trainer.ledger.versions()}
+    of_fork = {"branch": "fork", "model": Path(paths[3]), "directory": settings.trainer.directory}
+    fork = trainer_over(world, settings.model_copy(update={"trainer": settings.trainer.model_copy(update=of_fork)}))
+    world.group("d", [1.0, 0.0], Policy=run)
+    fork.run(follow=False)
+
+    found = of_version(world.client, run, 3, None, 2)
+
+    def rollout(group: str, i: int, *, dropped: bool = False) -> BatchRollout:
+        name = f"{group}-{i}"
+        spans = [] if dropped else [Trained(*(f"{kind}-{run}-{name}" for kind in ("TraceId", "SpanId", "CallId", "TransitionId")))]
+        return BatchRollout(run, "train", group, name, 0, 0, spans)
+
+    def ancestor(version: int, parent: int | None, groups: int, rollouts: int, shown: list[BatchRollout] | None) -> Ancestor:
+        facts = ("committed", parent, "main" if parent is not None else "", batches[version], run, "train" if groups else "")
+        return Ancestor("main", version, *facts, checksums[version], paths[version], groups, rollouts, shown)
+
+    assert found == VersionLineage(
+        run,
+        [
+            ancestor(3, 1, 1, 2, [rollout("c", 0), rollout("c", 1)]),
+            ancestor(1, 0, 1, 3, [rollout("a", 0), rollout("a", 1, dropped=True), rollout("a", 2)]),
+            ancestor(0, None, 0, 0, None),
+        ],
+    )
+    assert version_text(found)[:2] == [
+        f"{run}@3 on branch main, committed, from {run}@1, batch {batches[3]}: 1 groups, 2 rollouts of run {run} (train)",
+        f"  checksum {checksums[3]}, {paths[3]}",
+    ]
+    assert "  rollout a-1, attempt 0, revision 0, group a: no call of this policy was built" in version_text(found)
+    assert f"    span TraceId-{run}-a-0/SpanId-{run}-a-0, call CallId-{run}-a-0" in version_text(found)
+
+    of_the_fork = of_version(world.client, run, 4, None, 0)
+    assert [(one.branch, one.version, one.batch_rollouts) for one in of_the_fork.ancestors] == [
+        ("fork", 4, None), ("main", 3, None), ("main", 1, None), ("main", 0, None),
+    ]  # fmt: skip
+    assert version_text(of_the_fork)[0].startswith(f"{run}@4 on branch fork, committed, from {run}@3, batch ")
+    assert of_version(world.client, run, 3, "fork", 0).ancestors == of_version(world.client, run, 3, None, 0).ancestors
+
+    back = of_span(world.client, f"TraceId-{run}-a-0", f"SpanId-{run}-a-0")
+    assert [(one.version, one.rollout, one.transition, one.descendants) for one in back.versions] == [
+        (4, "a-0", f"TransitionId-{run}-a-0", [5, 6, 7]), (1, "a-0", f"TransitionId-{run}-a-0", [2, 3, 4, 5, 6, 7]),
+    ]  # fmt: skip
+    of_4 = of_the_fork.ancestors[0]
+    assert span_text(back) == [
+        f"span SpanId-{run}-a-0 of trace TraceId-{run}-a-0, rollout a-0",
+        f"  {run}@4 on branch fork: transition TransitionId-{run}-a-0 in group a, batch {of_4.batch}, and by descent 5-7",
+        f"  {run}@1 on branch main: transition TransitionId-{run}-a-0 in group a, batch {batches[1]}, and by descent 2-7",
+    ]
+    # A tool's span, say: no transition is its own, and yet its rollout trained a version.
+    beside = {
+        "RunId": run,
+        "RolloutKey": "b-0",
+        "RolloutKeySource": "rollout",
+        "RowKind": "span",
+        "TraceId": f"tool-{run}",
+        "SpanId": "tool",
+    }
+    world.insert("rollout_spans", [beside])
+    of_tool = of_span(world.client, f"tool-{run}", "tool")
+    assert [(one.version, one.transition, one.descendants) for one in of_tool.versions] == [
+        (5, "", [6, 7]),
+        (2, "", []),
+    ]
+    assert span_text(of_tool)[0].endswith("no trained call itself; its rollout's calls trained")
+    world.insert("rollout_spans", [{**beside, "RolloutKey": f"untrained-{run}", "SpanId": "other"}])
+    nothing = of_span(world.client, f"tool-{run}", "other")
+    assert nothing == SpanLineage(f"tool-{run}", "other", [f"untrained-{run}"], [])
+    assert span_text(nothing) == [f"span other of trace tool-{run}, rollout untrained-{run}: trained no version"]
+
+    with pytest.raises(StoreError, match=rf"knows no version {run}@9\. The newest are {run}@3 on main, .*, {run}@7 on fork"):
+        of_version(world.client, run, 9, None, 1)
+    with pytest.raises(StoreError, match=r"on branch nowhere\."):
+        of_version(world.client, run, 3, "nowhere", 1)
+    with pytest.raises(StoreError, match=r"knows no version nobody@1\. It knows none of nobody\."):
+        of_version(world.client, "nobody", 1, None, 1)
+    with pytest.raises(StoreError, match="holds no span x/y of a rollout"):
+        of_span(world.client, "x", "y")
+
+    said = spangrad(settings, "lineage", f"{run}@3", "--depth", "2", "--json")
+    assert json.loads(said) == json.loads(json.dumps(found.as_json()))
+    assert spangrad(settings, "lineage", "--span", f"TraceId-{run}-a-0/SpanId-{run}-a-0").splitlines() == span_text(back)
+    trainer.ledger.close()
+    fork.ledger.close()
+
+
+def spangrad(settings: Settings, *arguments: str) -> str:
+    command = [sys.executable, "-m", "spangrad", *arguments, "--set", f"store.url={settings.store.url}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "SPANGRAD_CONFIG": ""})
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    assert (version_name("a@b@3"), span_name("t/s")) == (("a@b", 3), ("t", "s"))
+    for text in ("policy", "@3", "policy@", "policy@x", "policy@-1"):
+        with pytest.raises(SettingsError, match=r"names no version\. Write POLICY@VERSION"):
+            version_name(text)
+    for text in ("trace", "/span", "trace/"):
+        with pytest.raises(SettingsError, match=r"names no span\. Write TRACE/SPAN"):
+            span_name(text)
+
+
+def test_descent_goes_through_branches_that_begin_with_another_ones_version() -> None:
+    def version(branch: str, number: int, parent: int | None, of: str, status: str = "committed") -> Ancestor:
+        return Ancestor(branch, number, status, parent, of, "", "", "", "", "")
+
+    # A branch of a branch of version 1, all with its number; in an order that puts the last first.
+    tree = [
+        version("c", 1, 1, "b"), version("b", 1, 1, "main"), version("main", 0, None, ""), version("main", 1, 0, "main"),
+        version("c", 5, 1, "c"), version("main", 2, 1, "main"), version("main", 3, 2, "main", "orphaned"), version("main", 4, 0, "main"),
+    ]  # fmt: skip
+    assert descendants(tree, "main", 1) == [2, 5]
+    assert descendants(tree, "main", 0) == [1, 2, 4, 5]
+    assert descendants(tree, "c", 5) == []

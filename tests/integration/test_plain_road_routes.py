@@ -1,0 +1,98 @@
+"""docs/plain-road.md, the table of routes: what the openai client's spans keep of answers that a vLLM of ours gave, recorded before."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from building import rows, settings_of
+from openinference.instrumentation.openai import OpenAIInstrumentor
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import fakes
+from spangrad.settings import StoreSettings
+from transition_builder.loop import build_once
+
+ROOT = Path(__file__).parents[2]
+ANSWERS = ROOT / "tests" / "fixtures" / "gateway"
+BEGIN, END = "<!-- measured by tests/integration/test_plain_road_routes.py -->\n", "\n<!-- end -->"
+ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/responses": "responses"}
+SAMPLED = {"chat": 12, "completions": 6, "responses": 12}
+"""Tokens of the recorded answers."""
+HEAD = ["| route | answer | row of `calls` | ids for the builder |", "| --- | --- | --- | --- |"]
+
+
+class Engine(fakes.HttpServer):
+    """Gives the recorded answers."""
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        name = ROUTES[path] + ("-stream" if json.loads(body).get("stream") else "")
+        told = json.loads((ANSWERS / f"{name}.json").read_text())["plugged"]
+        return told["status"], {"content-type": told["type"]}, told["body"].encode()
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """Where OpenInference's instrumentation of the openai client puts its spans."""
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    instrumentor = OpenAIInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    yield kept
+    instrumentor.uninstrument()
+
+
+def ask(client: openai.OpenAI, route: str, stream: bool) -> None:
+    """Ask, and read the answer to its end."""
+    match route:
+        case "/v1/chat/completions":
+            answer: Any = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "say rome"}], stream=stream)
+        case "/v1/completions":
+            answer = client.completions.create(model="policy", prompt="say rome", stream=stream)
+        case _:
+            answer = client.responses.create(model="policy", input="say rome", stream=stream)
+    if stream:
+        list(answer)
+
+
+def test_what_arrives_by_route(store: StoreSettings, spans: InMemorySpanExporter) -> None:
+    asked = [(route, stream) for route in ROUTES for stream in (False, True)]
+    with Engine() as engine:
+        client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none")
+        for route, stream in asked:
+            ask(client, route, stream)
+        client.close()
+    finished = spans.get_finished_spans()
+    assert len(finished) == len(asked)
+    body = encode_spans(finished).SerializeToString()
+    headers = {"Content-Type": "application/x-protobuf"}
+    request = urllib.request.Request(f"{store.otlp_endpoint}/v1/traces", body, headers, method="POST")
+    urllib.request.urlopen(request, timeout=30).close()
+    settings = settings_of(store, "routes", quiet_seconds=0)
+    build_once(settings)
+
+    lines = list[str]()
+    for (route, stream), span in zip(asked, finished, strict=True):
+        assert span.context is not None
+        trace = f"TraceId = '{span.context.trace_id:032x}'"
+        told = rows(
+            store, f"SELECT length(PromptIds) > 0, length(ResponseIds), length(Logprobs), VersionEnd FROM otel.v_calls WHERE {trace}"
+        )
+        sampled = SAMPLED[ROUTES[route]]
+        assert told in ([], [(1, sampled, sampled, 0)])
+        # Nobody rewarded it: a call of which the ids are known lacks nothing else.
+        (reason,) = rows(store, f"SELECT Reason FROM otel.v_drops WHERE {trace} AND BuildSpec = '{settings.builder.spec}'")[0]
+        assert reason in {"no_reward", "no_token_ids"}
+        cells = (f"`{route}`", "a stream" if stream else "whole", "yes" if told else "no", "yes" if reason == "no_reward" else "no")
+        lines.append(f"| {' | '.join(cells)} |")
+    page = (ROOT / "docs" / "plain-road.md").read_text()
+    measured = "\n".join([*HEAD, *lines])
+    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END, page.index(BEGIN))] == measured, f"\n{measured}"

@@ -1,0 +1,189 @@
+"""`spangrad policy` over a real ledger and real files; the gateway is a server that keeps what it is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from trainer_world import FakeSource, settings, wired, write_base
+
+from commands.policy import policy as command
+from spangrad.errors import CheckpointError, GatewayError, LedgerError
+from spangrad.types import VersionStatus
+from trainer.loop import Trainer, newest_version
+from trainer.recovery import prune
+
+
+class Gateway:
+    """Answers as the gateway's administration does (`tests/unit/test_gateway_admin_api.py` has the real one)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, object]]] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b'{"seconds": 0.25}')
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    gateway.server.shutdown()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    """One that made versions 1 and 2, and has a third group."""
+    made = wired(
+        settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, keep_checkpoints=2), FakeSource(["a", "b"])
+    )
+    made.run(follow=False)
+    made.source = FakeSource(["c"], changes={"c": made.source.changes["a"]})  # type: ignore[attr-defined]
+    yield made
+    made.ledger.close()
+
+
+@pytest.fixture
+def ask(trainer: Trainer, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a command on the trainer's ledger, and gives what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPANGRAD_GATEWAY__URL", gateway.url)
+    monkeypatch.setenv("SPANGRAD_TRAINER__DIRECTORY", str(tmp_path / "policies"))
+
+    def run(*words: str) -> list[str]:
+        capsys.readouterr()
+        command(list(words), result_action="return_value")
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def path(trainer: Trainer, version: int) -> Path:
+    return Path(trainer.ledger.version(version).policy_version.path)
+
+
+def test_a_list_of_versions_says_what_is_special(ask, trainer: Trainer) -> None:
+    trainer.ledger.pin(1)
+    lost = trainer.ledger.begin(trainer.source.load(trainer.source.ready()).rollouts)  # type: ignore[arg-type]
+    assert lost
+    listed = ask("list")
+    holder = trainer.ledger.holder()
+    assert listed == [
+        "policy branch version status from return kept",
+        f"policy main 3 under way 2 - no {holder}",
+        "policy main 2 committed 1 +0.50 yes head",
+        "policy main 1 committed 0 +0.50 yes pinned",
+        "policy main 0 committed the beginning - yes",
+    ]
+    assert ask("list", "policy") == listed
+    with pytest.raises(LedgerError, match=r"knows no policy 'other'\. It knows policy\."):
+        ask("list", "other")
+
+
+def test_one_version_is_shown_with_all_that_the_ledger_holds(ask, trainer: Trainer) -> None:
+    one = trainer.ledger.version(1)
+    shown = ask("show", "policy@1")
+    assert shown[:8] == [
+        "version policy@1 on branch main",
+        "status committed",
+        "from 0",
+        "next 2",
+        f"batch {one.policy_version.batch_id} of run run (train)",
+        f"files {one.policy_version.path}",
+        f"checksum {one.policy_version.checksum}",
+        f"tokenizer {one.tokenizer_hash}",
+    ]
+    assert "mean_return 0.5" in shown
+    with pytest.raises(LedgerError, match=r"knows no version policy@7\. `spangrad policy list` shows"):
+        ask("show", "policy@7")
+    with pytest.raises(LedgerError, match="knows no version policy@1 on branch other"):
+        ask("show", "policy@1", "--branch", "other")
+
+
+def test_publishing_serves_a_version_and_trains_on_as_before(ask, trainer: Trainer, gateway: Gateway) -> None:
+    assert ask("publish", "policy@1") == ["version 1 of policy is served (0.25 s)"]
+    facts = trainer.ledger.version(1).policy_version
+    assert gateway.asked == [("/admin/policies/policy/versions", {"version": 1, "path": facts.path, "checksum": facts.checksum})]
+    assert newest_version(trainer.ledger).version == 2
+
+
+def test_a_rollback_is_served_and_the_running_trainer_goes_on_from_it(
+    ask,
+    trainer: Trainer,
+    gateway: Gateway,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert ask("rollback", "policy@1") == [
+        "branch main of policy is at version 1: the next step trains it",
+        "version 1 of policy is served (0.25 s)",
+    ]
+    assert [body["version"] for _, body in gateway.asked] == [1]
+    caplog.set_level("INFO")
+    trainer.run(follow=False)
+    assert "version 1 is loaded: branch main was moved there by somebody else" in caplog.text
+    made = newest_version(trainer.ledger)
+    assert (made.version, made.policy_version.parent, trainer.ledger.lineage()) == (3, 1, [0, 1, 3])
+    assert (path(trainer, 3) / "optimizer.pt").read_text() == "2.0", "one step from version 1, whose weight is 1"
+    assert ask("show", "policy@1")[3] == "next 2, 3"
+    assert ask("rollback", "policy@2", "--no-publish") == ["branch main of policy is at version 2: the next step trains it"]
+    assert len(gateway.asked) == 1
+
+
+def test_a_rollback_gives_up_the_step_under_way(ask, trainer: Trainer) -> None:
+    assert trainer.ledger.begin(trainer.source.load(trainer.source.ready()).rollouts)  # type: ignore[arg-type]
+    holder = trainer.ledger.holder()
+    assert ask("rollback", "policy@1", "--no-publish")[0] == f"the step under way ({holder}) is given up"
+    assert trainer.ledger.version(3).status is VersionStatus.ORPHANED
+    with pytest.raises(LedgerError, match="version 3 of policy is orphaned: it has no weights"):
+        ask("rollback", "policy@3")
+
+
+def test_pinned_versions_and_heads_outlive_the_others(ask, trainer: Trainer) -> None:
+    assert ask("pin", "policy@1") == [f"policy@1 is pinned: {path(trainer, 1)} stays"]
+    trainer.run(follow=False)
+    trainer.source = FakeSource(["d"], changes={"d": trainer.source.changes["c"]})  # type: ignore[attr-defined]
+    trainer.run(follow=False)
+    assert [version for version in (1, 2, 3, 4) if path(trainer, version).is_dir()] == [1, 3, 4]
+    assert ask("rollback", "policy@1", "--no-publish")
+    assert ask("unpin", "policy@1") == ["policy@1 is not pinned: the next step may remove its files"]
+    prune(trainer.ledger, trainer.settings)
+    assert path(trainer, 1).is_dir(), "it is the head"
+    ask("rollback", "policy@3", "--no-publish")
+    prune(trainer.ledger, trainer.settings)
+    assert not path(trainer, 1).exists()
+    for words in (("rollback", "policy@2"), ("publish", "policy@1"), ("pin", "policy@1")):
+        with pytest.raises(CheckpointError, match="is missing"):
+            ask(*words)
+    assert newest_version(trainer.ledger).version == 3, "nothing was moved"
+
+
+def test_a_gateway_that_is_away_is_said_after_the_head_has_moved(ask, trainer: Trainer, gateway: Gateway) -> None:
+    gateway.server.shutdown()
+    gateway.server.server_close()
+    with pytest.raises(GatewayError, match=r"does not answer.*Once it runs, `spangrad policy publish` hands the version to it\."):
+        ask("rollback", "policy@1")
+    assert newest_version(trainer.ledger).version == 1
+
+
+def test_without_a_ledger_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPANGRAD_TRAINER__DIRECTORY", "nowhere")
+    with pytest.raises(LedgerError, match="nowhere holds no ledger: nothing was trained there"):
+        command(["list"], result_action="return_value")
+    assert list(tmp_path.iterdir()) == []

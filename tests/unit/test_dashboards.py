@@ -1,0 +1,252 @@
+"""The dashboards' files, their panels, and the data source's expansion as the other tests use it."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grafana
+import pytest
+import yaml
+from grafana import ALL, Choice, Window, complaints, conditional_all, expand, expand_macros, field_kind, panels, replace_variables
+
+from dashboards.files import DASHBOARDS, DIRECTORY, differing, render, write
+from spangrad.settings import StoreSettings
+
+ROOT = Path(__file__).parents[2]
+MODELS = {name: json.loads(render(name)) for name in DASHBOARDS}
+PANELS = [pytest.param(panel, id=f"{name}: {panel.title}") for name, model in MODELS.items() for panel in panels(model)]
+WINDOW = Window(datetime(2014, 11, 12, 11, 45, 26, 371000, UTC), datetime(2015, 11, 12, 11, 45, 26, 371000, UTC), 20)
+
+
+# --- the files ---
+
+
+def test_the_files_are_what_the_code_makes() -> None:
+    assert differing(DIRECTORY) == [], "run `python -m dashboards`"
+
+
+def test_a_file_that_was_changed_added_or_lost_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert differing(tmp_path) == []
+    changed = tmp_path / "training.json"
+    changed.write_text(changed.read_text().replace("Logprob gap", "Gap"))
+    (tmp_path / "rollouts.json").unlink()
+    (tmp_path / "other.json").write_text("{}")
+    assert differing(tmp_path) == ["other.json", "rollouts.json", "training.json"]
+
+
+def test_provisioning_names_the_store_its_token_and_the_files() -> None:
+    provisioning = ROOT / "dashboards" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "spangrad.yaml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "spangrad.yaml").read_text())["providers"]
+    page = (ROOT / "docs" / "dashboards.md").read_text()
+    used = [model["templating"]["list"][0] for model in MODELS.values()]
+
+    assert (source["type"], source["jsonData"]["protocol"]) == ("grafana-clickhouse-datasource", "http")
+    assert source["jsonData"]["port"] == StoreSettings().clickhouse_port
+    assert source["secureJsonData"] == {"password": "$SPANGRAD_STORE__READ_TOKEN"}
+    assert {(one["name"], one["type"], one["query"]) for one in used} == {("datasource", "datasource", source["type"])}
+    assert f"dashboards/json:{provider['options']['path']}:ro" in page
+
+
+# --- the panels ---
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_says_what_it_shows_in_which_unit(panel: grafana.Panel) -> None:
+    assert len(panel.model["description"]) > 20
+    assert panel.model["fieldConfig"]["defaults"]["unit"]
+    assert panel.model["datasource"] == {"type": "grafana-clickhouse-datasource", "uid": "${datasource}"}
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_reads_the_narrow_tables_and_quotes_what_was_chosen(panel: grafana.Panel) -> None:
+    assert set(re.findall(r"otel\.(otel_\w+)", panel.sql)) == set()
+    raw = re.findall(r"\$\{(\w+)\}", panel.sql)
+    assert set(raw) <= {"success"}, "only a number stands in SQL as it was typed"
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_macro_without_arguments_stands_in_parentheses(panel: grafana.Panel) -> None:
+    """Older data sources take the next parenthesis that opens for the macro's own."""
+    assert re.findall(r"\$__(?:interval_s|fromTime|toTime)\b(?!\))", panel.sql) == []
+
+
+def test_panels_lie_side_by_side_and_links_lead_to_variables() -> None:
+    names = {model["uid"]: {one["name"] for one in model["templating"]["list"]} for model in MODELS.values()}
+    for model in MODELS.values():
+        cells = [
+            (x, y)
+            for panel in model["panels"]
+            for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+            for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+        ]
+        assert len(cells) == len(set(cells))
+        assert max(x for x, _ in cells) < 24
+        assert len({panel["id"] for panel in model["panels"]}) == len(model["panels"])
+        links = re.findall(r"/d/([\w-]+)\?([^\"\\]*)", json.dumps(model))
+        assert {uid for uid, _ in links} <= names.keys()
+        assert [name for uid, query in links for name in re.findall(r"var-(\w+)=", query) if name not in names[uid]] == []
+
+
+def test_the_gap_alarm_is_the_trainers() -> None:
+    (gap,) = (one for one in panels(MODELS["training"]) if one.title == "Logprob gap")
+    assert gap.model["fieldConfig"]["defaults"]["thresholds"]["steps"] == [
+        {"color": "transparent", "value": None},
+        {"color": "red", "value": 0.01},
+    ]
+
+
+# --- variables and macros, after the documentation's own examples ---
+
+
+@pytest.mark.parametrize(
+    ("sql", "expanded"),
+    [
+        ("$__fromTime", "toDateTime(1415792726)"),
+        ("$__toTime", "toDateTime(1447328726)"),
+        ("$__fromTime_ms", "fromUnixTimestamp64Milli(1415792726371)"),
+        ("$__toTime_ms", "fromUnixTimestamp64Milli(1447328726371)"),
+        ("$__timeFilter(time)", "time >= toDateTime(1415792726) AND time <= toDateTime(1447328726)"),
+        ("$__timeFilter(cast(a as b) )", "cast(a as b) >= toDateTime(1415792726) AND cast(a as b) <= toDateTime(1447328726)"),
+        (
+            "$__timeFilter_ms(time)",
+            "time >= fromUnixTimestamp64Milli(1415792726371) AND time <= fromUnixTimestamp64Milli(1447328726371)",
+        ),
+        ("$__dateFilter(day)", "day >= toDate('2014-11-12') AND day <= toDate('2015-11-12')"),
+        (
+            "$__dateTimeFilter(day, time)",
+            "(day >= toDate('2014-11-12') AND day <= toDate('2015-11-12'))"
+            " AND (time >= toDateTime(1415792726) AND time <= toDateTime(1447328726))",
+        ),
+        ("$__timeInterval(col)", "toStartOfInterval(toDateTime(col), INTERVAL 20 second)"),
+        ("$__timeInterval_ms(col)", "toStartOfInterval(toDateTime64(col, 3), INTERVAL 20000 millisecond)"),
+        ("count() / ($__interval_s)", "count() / (20)"),
+        ("( a >= $__fromTime ) and ( a <= $__toTime )", "( a >= toDateTime(1415792726) ) and ( a <= toDateTime(1447328726) )"),
+        ("$__timeInterval($__fromTime)", "toStartOfInterval(toDateTime(toDateTime(1415792726)), INTERVAL 20 second)"),
+        ("$__timeFilters(a) $__unknown", "$__timeFilters(a) $__unknown"),
+    ],
+)
+def test_macros_expand_as_documented(sql: str, expanded: str) -> None:
+    assert expand_macros(sql, WINDOW) == expanded
+
+
+def test_an_interval_is_a_second_at_least() -> None:
+    fast = Window(WINDOW.start, WINDOW.end, 0.25)
+    assert expand_macros("$__interval_s $__timeInterval_ms(t)", fast) == (
+        "1 toStartOfInterval(toDateTime64(t, 3), INTERVAL 250 millisecond)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "sql", "expanded"),
+    [
+        (Choice("it's"), "a = ${x:singlequote}", r"a = 'it\'s'"),
+        (Choice("it's"), "a = ${x:sqlstring}", "a = 'it''s'"),
+        (Choice(["a", "b"]), "a IN (${x:singlequote})", "a IN ('a','b')"),
+        (Choice(["a", "b"]), "a IN ($x)", "a IN ('a','b')"),
+        (Choice("7"), "a > $x AND b > [[x]] AND c > ${x}", "a > 7 AND b > 7 AND c > 7"),
+        (Choice([ALL], ["a", "b"]), "a IN (${x:singlequote})", "a IN ('a','b')"),
+        (Choice("7"), "$xy ${y} $__x", "$xy ${y} $__x"),
+    ],
+)
+def test_variables_are_replaced_as_documented(choice: Choice, sql: str, expanded: str) -> None:
+    assert replace_variables(sql, {"x": choice}) == expanded
+
+
+@pytest.mark.parametrize(
+    ("choice", "expanded"),
+    [
+        (Choice([ALL], ["a"]), "1=1"),
+        (Choice(ALL, ["a"]), "1=1"),
+        (Choice(""), "1=1"),
+        (Choice(["a"]), "f(a, b) IN ($x)"),
+    ],
+)
+def test_a_condition_on_everything_is_no_condition(choice: Choice, expanded: str) -> None:
+    twice = "$__conditionalAll(f(a, b) IN ($x), $x) AND $__conditionalAll(f(a, b) IN ($x), ${x})"
+    assert conditional_all(twice, {"x": choice}) == f"{expanded} AND {expanded}"
+
+
+def test_the_browser_comes_before_the_backend() -> None:
+    sql = "WHERE $__conditionalAll($__timeFilter(t) AND a IN (${x:singlequote}), $x)"
+    assert expand(sql, {"x": Choice(["a"])}, WINDOW) == "WHERE t >= toDateTime(1415792726) AND t <= toDateTime(1447328726) AND a IN ('a')"
+    assert expand(sql, {"x": Choice([ALL], ["a"])}, WINDOW) == "WHERE 1=1"
+
+
+# --- what panels can draw ---
+
+
+@pytest.mark.parametrize(
+    ("type_", "kind"),
+    [
+        ("DateTime", "time"), ("DateTime('UTC')", "time"), ("DateTime64(9)", "time"),
+        ("Date", "time"), ("Nullable(DateTime64(3))", "time?"),
+        ("UInt64", "number"), ("Nullable(Float64)", "number?"), ("Decimal(9, 2)", "number"), ("Bool", "bool"),
+        ("LowCardinality(String)", "text"), ("LowCardinality(Nullable(String))", "text?"), ("Enum8('a' = 1)", "text"),
+        ("Array(UInt32)", "json"), ("Map(LowCardinality(String), String)", "json"),
+        ("FixedString(4)", ""), ("AggregateFunction(sum, UInt8)", ""), ("Nothing", ""),
+    ],
+)  # fmt: skip
+def test_types_become_fields_as_the_data_source_converts_them(type_: str, kind: str) -> None:
+    assert field_kind(type_) == kind
+
+
+def of(kind: str, **changes: Any) -> grafana.Panel:
+    model = {"fieldConfig": {"overrides": []}, "options": {"xField": "x"}, **changes}
+    return grafana.Panel("a panel", kind, "", model)
+
+
+TIME, NUMBER, WORD = ("time", "DateTime"), ("n", "UInt64"), ("w", "String")
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "rows", "complaint"),
+    [
+        ("timeseries", [TIME, NUMBER], [["1", 1], ["2", 2]], None),
+        ("timeseries", [TIME, WORD, NUMBER], [["1", "a", 1], ["1", "b", 1]], None),
+        ("timeseries", [TIME, NUMBER], [], "no rows"),
+        ("timeseries", [("time", "String"), NUMBER], [["1", 1]], "one column of DateTime"),
+        ("timeseries", [("time", "Nullable(DateTime)"), NUMBER], [["1", 1]], "one column of DateTime"),
+        ("timeseries", [("version", "UInt64"), NUMBER], [[1, 1]], "one column of DateTime"),
+        ("timeseries", [TIME, ("n", "String")], [["1", "2"]], "has a column of numbers"),
+        ("timeseries", [TIME, NUMBER, ("a", "Array(UInt8)")], [["1", 1, []]], "draws numbers and names"),
+        ("timeseries", [TIME, NUMBER], [["2", 1], ["1", 1]], "do not ascend"),
+        ("timeseries", [TIME, WORD, NUMBER], [["1", "a", 1], ["1", "a", 2]], "two values at one time"),
+        ("timeseries", [TIME, ("n", "Nullable(Float64)")], [["1", None]], "n has no value in any row"),
+        ("trend", [("x", "UInt64"), NUMBER], [[1, 1], [2, 1]], None),
+        ("trend", [("x", "String"), NUMBER], [["1", 1]], "x is no column of numbers"),
+        ("trend", [("x", "Nullable(UInt64)"), NUMBER], [[1, 1]], "x is no column of numbers"),
+        ("trend", [("x", "UInt64"), NUMBER], [[2, 1], [1, 1]], "x does not ascend"),
+        ("trend", [("x", "UInt64"), NUMBER], [[1, 1], [1, 1]], "x does not ascend"),
+        ("trend", [("x", "UInt64")], [[1]], "nothing to draw"),
+        ("trend", [("x", "UInt64"), NUMBER, WORD], [[1, 1, "a"]], "w is String"),
+        ("stat", [NUMBER], [[1]], None),
+        ("stat", [WORD], [["a"]], "one column of a number"),
+        ("stat", [NUMBER], [[1], [2]], "2 rows"),
+        ("barchart", [("x", "String"), NUMBER], [["a", 1]], None),
+        ("barchart", [("x", "UInt8"), NUMBER], [[1, 1]], "not the one column of words"),
+        ("barchart", [("x", "String"), WORD], [["a", "b"]], "no column of numbers"),
+        ("table", [NUMBER, WORD, TIME], [[1, "a", "1"]], None),
+        ("table", [NUMBER, NUMBER], [[1, 1]], "two columns are named n"),
+        ("table", [("m", "Map(String, String)")], [[{}]], "flat values"),
+        ("table", [("f", "FixedString(4)")], [["a"]], "cannot convert"),
+        ("traces", [("traceID", "String")], [["a"]], "spanID is not text"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_the_wrong_type_is_not_drawn(
+    kind: str, columns: list[tuple[str, str]], rows: list[list[Any]], complaint: str | None
+) -> None:
+    found = complaints(of(kind), columns, rows)
+    assert found == [] if complaint is None else any(complaint in one for one in found), found
+
+
+def test_overrides_and_links_speak_of_columns() -> None:
+    link = {"id": "links", "value": [{"url": "/d/x?var-a=${__data.fields.gone}"}]}
+    override = {"matcher": {"id": "byName", "options": "lost"}, "properties": [link]}
+    found = complaints(of("table", fieldConfig={"overrides": [override]}), [NUMBER], [[1]])
+    assert found == ["an override speaks of lost, which is no column", "a link speaks of gone, which is no column"]

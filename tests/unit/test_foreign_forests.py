@@ -1,0 +1,64 @@
+"""Frameworks that nobody has shown the builder: every call of theirs leaves it, told by their own spans or by the gateway's."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+from foreign_spans import FORESTS, planted
+
+import fakes
+from spangrad.settings import AirRule, BuilderSettings
+from transition_builder.build import build
+from transition_builder.frames import Built
+
+TOOL_ERROR = AirRule(name="tool_error", kind="tool_error", reward=-1, tools=("*",))
+
+
+def built(name: str, *, gateway: bool) -> Built:
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=FORESTS[name].calls if gateway else None)
+    spans.evaluation(root)
+    planted(FORESTS[name], spans, root, gateway=gateway)
+    return build(spans.frames(), BuilderSettings(rules=(TOOL_ERROR,)))
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_every_call_is_a_drop_with_a_reason_where_nobody_has_its_ids(name: str) -> None:
+    drops = built(name, gateway=False).drops.filter(pl.col("CallId") != "")
+    assert (drops.height, set(drops["Reason"])) == (FORESTS[name].calls, set(FORESTS[name].reasons))
+    assert drops["CallId"].is_unique().all()
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_no_framework_is_silence_when_the_gateway_is_there(name: str) -> None:
+    whole = built(name, gateway=True)
+    assert (whole.transitions.height, whole.drops.rows()) == (FORESTS[name].calls, [])
+    assert whole.transitions["Turn"].to_list() == list(range(FORESTS[name].calls))
+
+
+AGENTS = {
+    "crewai": "Researcher",
+    "smolagents": "ToolCallingAgent.run",
+    "google_adk": "root",
+    "semantic_kernel": "Host",
+    "strands": "Weather",
+    "beeai": "planner",
+    "agno": "News_Agent.run",
+    "mastra": "weather-agent",
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_whose_call_it_is(name: str) -> None:
+    assert set(built(name, gateway=True).transitions["AgentName"]) == {AGENTS[name]}
+
+
+def test_a_tool_of_strands_that_failed() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    spans.call(spans.client(root))
+    said = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather", "gen_ai.tool.status": "error"}
+    spans.span("execute_tool get_weather", root, scope="strands.telemetry.tracer", Attributes=said)
+    rewards = build(spans.frames(), BuilderSettings(rules=(TOOL_ERROR,))).rewards
+    assert rewards.filter(pl.col("Name") == "tool_error").height == 1

@@ -1,0 +1,255 @@
+"""Leases of the ledger: who may step a branch, when another takes over, and what becomes of the one who was too slow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Place
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.errors import LedgerError
+from spangrad.types import VersionStatus
+from trainer.heartbeat import beating
+from trainer.holder import is_dead, shown, this_process
+from trainer.ledger import Ledger, ancestry, is_over
+from trainer.ledger_tables import Database
+from trainer.source import BatchRollout, Group
+
+ELSEWHERE = "other-host 7 123 other-boot/pid:[1]"
+FACTS: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
+BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
+
+
+def rollouts(*names: str) -> list[BatchRollout]:
+    return [BatchRollout(Group("run", "train", "spec", f"group of {name}"), name, 0, 0) for name in names]
+
+
+def begun(place: Place, **changes: Any) -> Ledger:
+    ledger = Ledger(place(), "policy", "main", **changes)
+    ledger.register_initial(**BASE)
+    return ledger
+
+
+def test_a_branch_has_one_step_at_a_time(place: Place):
+    here, there = begun(place), Ledger(place(), "policy", "main", holder=ELSEWHERE)
+    lease = here.begin(rollouts("a"), 0)
+    assert lease
+    assert (there.begin(rollouts("b"), 0), there.recover(), there.holder()) == (None, [], shown(this_process()))
+    here.commit(lease, **FACTS)
+    assert there.begin(rollouts("b"), 0) is None, "1 is the head by now"
+    theirs = there.begin(rollouts("b"), 1)
+    assert theirs
+    assert (theirs.version, theirs.parent) == (2, 1)
+    there.commit(theirs, **FACTS)
+    with pytest.raises(LedgerError, match="already in another batch"):
+        here.begin(rollouts("b"))
+    assert [(one.version, one.policy_version.parent) for one in here.versions()] == [(0, None), (1, 0), (2, 1)]
+
+
+def test_a_lease_that_expired_is_taken_over_and_cannot_be_committed(place: Place):
+    slow, other = begun(place, lease_seconds=0.01, holder=ELSEWHERE), Ledger(place(), "policy", "main")
+    lost = slow.begin(rollouts("a"))
+    assert lost
+    end = time.monotonic() + 10
+    while (taken := other.begin(rollouts("a"), 0)) is None:
+        assert time.monotonic() < end
+    assert (taken.version, taken.parent) == (2, 0)
+    assert [(one.version, one.status) for one in other.versions()] == [
+        (0, VersionStatus.COMMITTED), (1, VersionStatus.ORPHANED), (2, None),
+    ]  # fmt: skip
+    assert not slow.renew(lost)
+    with pytest.raises(LedgerError, match=r"the lease of batch \w+ \(version 1\) is gone: it expired and another trainer took over"):
+        slow.commit(lost, **FACTS)
+    assert slow.recover() == [], "it is not its own any more"
+    other.commit(taken, **FACTS)
+    assert other.batch(taken.batch_id) == rollouts("a")
+
+
+def test_an_expired_lease_that_nobody_wanted_may_still_be_committed(place: Place):
+    slow = begun(place, lease_seconds=-1)
+    lease = slow.begin(rollouts("a"))
+    assert lease
+    slow.commit(lease, **FACTS)
+    assert slow.committed_versions() == [0, 1]
+
+
+def test_a_heartbeat_holds_a_lease_for_longer_than_it_lasts(place: Place, caplog: pytest.LogCaptureFixture):
+    holder, other = begun(place, lease_seconds=0.4, holder=ELSEWHERE), Ledger(place(), "policy", "main")
+    lease = holder.begin(rollouts("a"))
+    assert lease
+    with beating(holder, lease):
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            assert other.recover() == []
+            time.sleep(0.02)
+    end = time.monotonic() + 10
+    while not other.recover():
+        assert time.monotonic() < end
+    caplog.set_level(logging.WARNING)
+    with beating(holder, lease):
+        end = time.monotonic() + 10
+        while "the lease of version 1 is lost" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_the_lease_of_a_dead_process_is_taken_over_at_once(place: Place):
+    ledger = begun(place)
+    child = subprocess.Popen([sys.executable, "-c", "from trainer.holder import *; print(this_process(), flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])  # fmt: skip
+    assert child.stdin
+    assert child.stdout
+    holder = child.stdout.readline().strip()
+    theirs = Ledger(place(), "policy", "main", holder=holder)
+    assert theirs.begin(rollouts("a"))
+    assert (is_dead(holder), ledger.recover()) == (False, [])
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(holder), "a corpse that nobody has collected is dead as well"
+    child.wait()
+    assert (is_dead(holder), ledger.recover()) == (True, [1])
+
+
+def test_of_other_process_tables_nothing_is_known():
+    host, pid, started, table = this_process().split(" ")
+    assert (host, pid) == (socket.gethostname(), str(os.getpid()))
+    assert is_dead(f"{host} {pid} {int(started) - 1} {table}"), "its number was given to another process"
+    assert not is_dead(f"{host} {pid} {int(started) - 1} {table}0")
+    assert not is_dead(ELSEWHERE)
+    assert shown(ELSEWHERE) == "process 7 on other-host"
+
+
+@given(st.floats(0, 1e10), st.floats(-1e3, 1e3))
+def test_a_lease_is_over_when_its_time_is(now: float, left: float):
+    assert is_over(ELSEWHERE, now + left, now) == (now + left <= now)
+
+
+@given(st.data())
+def test_ancestry_leads_from_the_first_weights_to_any_head(data: st.DataObject):
+    """A tree of versions, each made from one before it: the ancestors of a head are what its parents say, and nothing else."""
+    count = data.draw(st.integers(1, 12))
+    parents: dict[tuple[str, int], tuple[str, int | None]] = {("main", 0): ("", None)}
+    for version in range(1, count):
+        parents["main", version] = ("main", data.draw(st.integers(0, version - 1)))
+    head = data.draw(st.integers(0, count - 1))
+    found = ancestry(parents, "main", head)
+    assert (found[0], found[-1]) == (0, head)
+    assert [parents["main", one][1] for one in found] == [None, *found[:-1]]
+
+
+def test_a_rollback_moves_the_head_and_numbers_go_on(place: Place):
+    ledger = begun(place)
+    for name in ("a", "b", "c"):
+        ledger.commit(ledger.begin(rollouts(name)), **{**FACTS, "path": f"/{name}"})  # type: ignore[arg-type]
+    lost = ledger.begin(rollouts("d"))
+    assert lost
+    back = Ledger(place(), "policy", "main", holder=ELSEWHERE).rollback(1)
+    assert (back.version, back.policy_version.path) == (1, "/a")
+    with pytest.raises(LedgerError, match="the branch was rolled back"):
+        ledger.commit(lost, **FACTS)
+    assert (ledger.frontier(), ledger.lineage(), ledger.committed_versions()) == (back, [0, 1], [0, 1, 2, 3])
+    assert ledger.finished_groups("run", "spec") == {("train", f"group of {name}") for name in "abc"}, "d is free, b and c are used"
+    assert ledger.begin(rollouts("d"), 3) is None, "whoever still holds the weights of 3 must load 1"
+    again = ledger.begin(rollouts("d"), 1)
+    assert again
+    assert (again.version, again.parent) == (5, 1)
+    ledger.commit(again, **FACTS)
+    assert ledger.lineage() == [0, 1, 5]
+    assert [(one.version, one.policy_version.parent, one.status) for one in ledger.versions()] == [
+        (0, None, "committed"), (1, 0, "committed"), (2, 1, "committed"), (3, 2, "committed"), (4, 3, "orphaned"), (5, 1, "committed"),
+    ]  # fmt: skip
+    ledger.rollback(3)
+    assert ledger.lineage() == [0, 1, 2, 3]
+    for version in (4, 9):
+        with pytest.raises(LedgerError, match=f"branch main of policy has committed no version {version}"):
+            ledger.rollback(version)
+
+
+def test_pins_are_the_policys(place: Place):
+    ledger, other = begun(place), Ledger(place(), "policy", "other")
+    for _ in range(2):
+        other.pin(0)
+    assert (ledger.pinned(), Ledger(place(), "another", "main").pinned()) == ({0}, set())
+    with pytest.raises(LedgerError, match="policy has no committed version 1"):
+        ledger.pin(1)
+    for _ in range(2):
+        ledger.unpin(0)
+    assert other.pinned() == set()
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("mysql://host/name", "trainer.ledger_url names 'mysql', which the ledger does not know. Give sqlite:///FILE or postgresql://"),
+        ("nonsense", "trainer.ledger_url is no URL of a database."),
+        ("postgresql://me:secret@127.0.0.1:9/x", r"the ledger postgresql\+psycopg://me:\*\*\*@127.0.0.1:9/x failed \(connection failed"),
+        ("sqlite:////nowhere/x.db", r"the ledger sqlite:////nowhere/x.db failed \(unable to open database file\)"),
+    ],
+)
+def test_a_database_that_is_none_is_said_in_a_sentence(url: str, sentence: str):
+    with pytest.raises(LedgerError, match=sentence) as caught:
+        Database(url)
+    assert "secret" not in str(caught.value)
+
+
+RACE = """
+import sys
+from test_trainer_leases import race
+race(*sys.argv[1:])
+"""
+
+
+def race(place: str, branch: str, names: str) -> None:
+    """Train every rollout that is left on a branch, until none is; say which version was made of which."""
+    ledger = Ledger(Path(place) if place.startswith("/") else place, "policy", branch)
+    while left := [name for name in names.split(",") if ("train", f"group of {name}") not in ledger.finished_groups("run", "spec")]:
+        try:
+            lease = ledger.begin(rollouts(left[0]))
+        except LedgerError:
+            if not ledger.finished_groups("run", "spec") >= {("train", f"group of {left[0]}")}:
+                raise
+            continue  # another process was faster
+        if lease:
+            with beating(ledger, lease):
+                ledger.commit(lease, **FACTS)
+            print(lease.version, left[0], flush=True)
+
+
+def test_trainers_that_race_train_each_rollout_once_and_share_no_number(place: Place):
+    """Four processes, two on each of two branches."""
+    names = [f"r{i}" for i in range(20)]
+    branches = ("main", "other")
+    for branch, base in zip(branches, ("00", "99"), strict=True):
+        Ledger(place(), "policy", branch).register_initial(**{**BASE, "checksum": f"float32:{base}"})
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here), str(here.parent)])}
+    command = [sys.executable, "-c", RACE]
+    racers = [
+        (branch, subprocess.Popen([*command, str(place()), branch, ",".join(names)], stdout=subprocess.PIPE, text=True, env=env))
+        for branch in branches
+        for _ in range(2)
+    ]
+    made: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
+    for branch, racer in racers:
+        out, _ = racer.communicate(timeout=120)
+        assert racer.returncode == 0
+        made[branch] += [(int(version), name) for version, name in (line.split() for line in out.splitlines())]
+    numbers = sorted(version for branch in branches for version, _ in made[branch])
+    assert numbers == list(range(2, 2 + 2 * len(names))), "a number was handed out twice, or a rollout trained twice"
+    for branch in branches:
+        assert sorted(name for _, name in made[branch]) == sorted(names)
+        ledger = Ledger(place(), "policy", branch)
+        versions = ledger.versions()
+        assert [one.policy_version.parent for one in versions] == [None, *(one.version for one in versions[:-1])], "one line, no fork"
+        assert {one.version: [row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")] for one in versions[1:]} == {
+            version: [name] for version, name in made[branch]
+        }

@@ -1,0 +1,96 @@
+"""What a plan says of every group, and in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
+
+from fakes import transition_row
+from spangrad.settings import TrainerSettings
+from trainer import loop
+from trainer.eligibility import ExpiryReason
+from trainer.plan import Fate, Past, Plan, planned
+from trainer.source import Group, GroupState
+
+SETTINGS = TrainerSettings(groups_per_batch=2, max_staleness=1)
+TOKENIZER = str(transition_row("r")["TokenizerHash"])
+FRESH = Past((0,), TOKENIZER, frozenset(), frozenset(), {})
+
+
+def states(*names: str, built: int = 2, size: int = 2, mode: str = "train") -> list[GroupState]:
+    return [GroupState(Group("run", mode, SPEC, name), built, size) for name in names]
+
+
+def plan(of: Sequence[GroupState], past: Past = FRESH, chosen: TrainerSettings = SETTINGS, **facts: object) -> Plan:
+    source = FakeSource([one.group.group_id for one in of])
+    made = planned(of, source.load, past, chosen)
+    fixed = {"policy": "policy", "branch": "main", "run_id": "run", "build_spec": "spec", "version": past.lineage[-1]}
+    return Plan(**{**fixed, "groups_per_batch": 2, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
+
+
+def fates(made: Plan) -> dict[str, tuple[str, int | None, str | None]]:
+    return {one.group_id: (one.fate.value, one.batch, one.reason) for one in made.groups}
+
+
+def test_later_batches_age_with_the_versions_that_earlier_ones_make():
+    """All were sampled by version 0; the third batch would train version 2, which is one too far."""
+    made = plan(states("a", "b", "c", "d", "e", "f", "g"))
+    stale = ("put_aside", None, ExpiryReason.STALE)
+    first, second = ("batch", 1, None), ("batch", 2, None)
+    assert fates(made) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
+    assert made.batches == 2
+    assert made.sentence == "2 batches of 2 groups would be trained: 3 groups are put aside (3 stale)."
+
+
+def test_every_reason_not_to_train_is_told():
+    of = [
+        *states("left"), *states("whole", built=1, size=4), *states("", built=5, size=0, mode="train"), *states("held", mode="validate"),
+        *states("old"), *states("gone"), *states("busy"),
+    ]  # fmt: skip
+    busy = ("train", "busy")
+    past = Past((0, 1), TOKENIZER, frozenset({("train", "old"), busy}), frozenset({busy}), {group("gone"): ExpiryReason.GREEDY})
+    made = plan(of, past, unbuilt=1)
+    assert fates(made) == {
+        "left": ("left", None, None), "gone": ("put_aside", None, ExpiryReason.GREEDY), "whole": ("waiting", None, None),
+        "": ("no_group", None, None), "held": ("other_mode", None, None), "busy": ("under_way", None, None), "old": ("trained", None, None),
+    }  # fmt: skip
+    assert made.sentence == (
+        "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 3 rollouts to be "
+        "built; 1 rollout ended and not built (`spangrad build`); 1 group is put aside (1 greedy); 5 rollouts without a group "
+        "(docs/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
+    )
+
+
+def test_an_empty_store_names_what_else_it_holds():
+    assert plan([]).sentence == "there is nothing to train: nothing is built of run 'run' by specification spec."
+    told = plan([], elsewhere=("3 rollouts of run 'default'",)).sentence
+    assert (
+        told == "there is nothing to train: nothing is built of run 'run' by specification spec; the store has 3 rollouts of run 'default'."
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 9])
+def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int):
+    """Against the loop itself: the same groups in the same batches, and the same put aside for the same reasons."""
+    names = [f"g{i}" for i in range(7)]
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=staleness)
+    source = FakeSource(names, changes={"g1": {"Temperature": 0.0}})
+    trainer = wired(chosen, source)
+    past = replace(FRESH, tokenizer_hash=loop.newest_version(trainer.ledger).tokenizer_hash)
+    made = planned(states(*names), source.load, past, chosen.trainer)
+    trainer.run(follow=False)
+    batches: dict[int, list[str]] = {}
+    for one in trainer.ledger.versions()[1:]:
+        batches[one.version] = sorted({row.group.group_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")})
+    assert batches == {
+        number: sorted(one.group_id for one in made if one.batch == number) for number in {one.batch for one in made if one.batch}
+    }
+    aside = {group(one.group_id): one.reason for one in made if one.fate is Fate.PUT_ASIDE}
+    ran = trainer.ledger.expired()
+    assert {one: aside[one] for one in ran} == ran, "a run puts aside only what was planned"
+    # What is left over at the end is looked at by the plan alone: a run waits for others first.
+    assert all(reason is ExpiryReason.STALE for one, reason in aside.items() if one not in ran)

@@ -1,0 +1,195 @@
+"""What watchers are told, what they show, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from trainer_world import FakeSource, settings, wired, write_base
+
+from spangrad.errors import SettingsError
+from spangrad.settings import Settings, TrainerSettings
+from spangrad.types import PolicyVersion, VersionStatus
+from trainer import tracking
+from trainer.evaluate import Evaluation, best, describe_best, validation
+from trainer.ledger_tables import LedgerVersion
+from trainer.tracking import Trackers, grouped
+from trainer.view import LiveView, LogLines
+from trainer.watching import Clock, Stage, Step, Watchers
+
+SECOND = 1_000_000_000
+METRICS = {
+    "groups": 4.0, "rollouts": 16.0, "transitions": 30.0, "merge_ratio": 1.0, "too_long": 0.0, "mean_return": 0.25, "success": 0.5,
+    "logprob_gap": 2e-6, "staleness_mean": 0.5, "seconds_idle": 6.0, "seconds_train": 1.5, "seconds_publish": 0.5,
+}  # fmt: skip
+
+
+def version(number: int = 3, path: str = "", **metrics: float) -> LedgerVersion:
+    facts = PolicyVersion("policy", number, number - 1, f"batch{number}", "", path)
+    return LedgerVersion(facts, "main", "main", "run", "train", "", VersionStatus.COMMITTED, {**METRICS, **metrics})
+
+
+def step(number: int = 3, **metrics: float) -> Step:
+    stages = [Stage("load", 0, SECOND), Stage("train", SECOND, 2 * SECOND), Stage("publish", 3 * SECOND // 2, 2 * SECOND)]
+    return Step(number, version(number, **metrics), (), stages)
+
+
+class Broken:
+    """A tracker whose network is down."""
+
+    def stepped(self, step: Step) -> None:
+        raise ConnectionError("no route")
+
+    def evaluated(self, version: LedgerVersion, newest: int) -> None:
+        raise ConnectionError("no route")
+
+    def close(self) -> None:
+        raise ConnectionError("no route")
+
+
+class Kept:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def stepped(self, step: Step) -> None:
+        self.told.append((step.number, step.version.version, [one.name for one in step.stages], len(step.rollouts)))
+
+    def evaluated(self, version: LedgerVersion, newest: int) -> None:
+        self.told.append((version.version, newest))
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+def test_a_watcher_that_fails_stops_neither_training_nor_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = wired(settings(write_base(tmp_path / "base"), tmp_path / "policies"), FakeSource(["a", "b", "c", "d"]))
+    kept = Kept()
+    trainer.watchers = Watchers([Broken(), kept])
+    trainer.run(follow=False)
+    trainer.watchers.close()
+    stages = ["load", "credit", "train", "checkpoint", "publish"]
+    assert kept.told == [(1, 1, stages, 4), (2, 2, stages, 4), "closed"]
+    assert caplog.text.count("Broken failed, and training goes on: ConnectionError: no route") == 3
+    seconds = trainer.ledger.versions()[-1].metrics
+    assert all(seconds[f"seconds_{name}"] >= 0 for name in ("idle", *stages))
+
+
+def test_idle_time_is_what_lay_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("trainer.watching.time.monotonic", lambda: now[0])
+    clock = Clock()
+    now[0] += 6
+    clock.begin()
+    now[0] += 2
+    clock.end()
+    assert clock.seconds() == {"seconds_idle": 6.0}
+    now[0] += 1
+    clock.begin()
+    assert clock.seconds() == {"seconds_idle": 1.0}
+    assert step().idle_share == 0.75, "6 s of waiting and 2 s of work"
+
+
+def test_a_log_has_a_line_a_step_and_one_for_held_out_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    LogLines().stepped(step(too_long=2.0, updated=0.0))
+    LogLines().evaluated(version(validate_rollouts=64, validate_return=0.75, validate_success=0.7), 4)
+    assert [record.message for record in caplog.records] == [
+        "step 3 -> version 3: 4 groups, 16 rollouts, 30 transitions, 2 calls too long, return +0.25, success 0.50, gap 2e-06, "
+        "train 1.50 s, publish 0.50 s, idle 75%, all advantages 0: weights as before",
+        "version 3 on 64 held-out rollouts: return +0.750, success 0.70",
+    ]
+
+
+def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=140, color_system=None)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logging.getLogger().addHandler(handler)
+    try:
+        view = LiveView(TrainerSettings(), console)
+        for number in range(1, 15):
+            view.stepped(step(number))
+        view.evaluated(version(14, validate_return=0.75, validate_rollouts=8.0), 14)
+        logging.getLogger("x").warning("a line of the log")
+        table = view.table()
+        view.close()
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert handler.stream is stream
+    assert stream.getvalue() == ""
+    assert "a line of the log" in out.getvalue()
+    plain = io.StringIO()
+    Console(file=plain, width=140).print(table)
+    lines = [line.split() for line in plain.getvalue().splitlines()]
+    assert " ".join(lines[0]) == "policy/main: 14 steps, waited for rollouts 75% of 112 s"
+    assert lines[2] == ["3", "3", "+0.25", "0.50", "-", "2e-06", "0.5", "1.00", "-", "1.00", "-", "0.50", "75%"]
+    assert lines[-1] == ["14", "14", "+0.25", "0.50", "+0.75", "2e-06", "0.5", "1.00", "-", "1.00", "-", "0.50", "75%"]
+    assert len(lines) == 14
+
+
+def test_held_out_rollouts_become_metrics_by_name() -> None:
+    weighted = TrainerSettings(reward_weights={"tool": 0.5})
+    rows = [{"reward": 1.0, "tool": -1.0}, {"reward": 0.0}, {"style": 2.0}]
+    assert validation(rows, weighted) == {
+        "validate_rollouts": 3.0, "validate_return": pytest.approx(2.5 / 3), "validate_success": pytest.approx(2 / 3),
+        "validate_reward_reward": 0.5, "validate_reward_style": 2.0, "validate_reward_tool": -1.0,
+    }  # fmt: skip
+
+
+def test_the_best_version_is_measured_often_enough_and_still_there(tmp_path: Path) -> None:
+    chosen = TrainerSettings(best_rollouts=8)
+    here = str(tmp_path)
+
+    def measured(number: int, value: float, rollouts: float = 8, path: str = here) -> LedgerVersion:
+        return version(number, path, validate_return=value, validate_rollouts=rollouts)
+
+    few, gone = measured(1, 0.9, 7), measured(2, 0.9, path=f"{here}/pruned")
+    orphan = replace(measured(6, 0.9), status=VersionStatus.ORPHANED)
+    found = best([few, gone, measured(3, 0.5), measured(4, 0.5), measured(5, 0.1), orphan, version(7, here)], chosen)
+    assert found
+    assert describe_best(found, chosen) == "best: version 4, validate_return +0.500 over 8 held-out rollouts"
+    assert best([few, gone], chosen) is None
+
+
+def test_a_command_evaluates_every_few_steps_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def ran(*command: str, every: int = 2) -> list[str]:
+        chosen = Settings(trainer=TrainerSettings(evaluate_every=every, evaluate_command=command))
+        evaluation = Evaluation(None, chosen, "spec")  # type: ignore[arg-type]
+        for number in range(1, 6):
+            evaluation.run_command(version(number), number)
+        return sorted(one.name for one in tmp_path.iterdir())
+
+    assert ran() == []
+    assert ran(sys.executable, "-c", f"open({str(tmp_path / 'never')!r}, 'x')", every=0) == []
+    code = (
+        f"import pathlib, sys; here = pathlib.Path({str(tmp_path)!r}); n = len(list(here.iterdir())); (here / str(n)).touch(); sys.exit(n)"
+    )
+    assert ran(sys.executable, "-c", code) == ["0", "1"]
+    assert caplog.messages == ["trainer.evaluate_command ended with exit code 1 for version 4"]
+    ran("/nowhere/at/all", every=5)
+    assert "trainer.evaluate_command cannot be started" in caplog.messages[-1]
+
+
+def test_metrics_have_groups() -> None:
+    names = ["loss", "seconds_train", "validate_reward_reward", "mean_reward_tool", "logprob_gap", "logprob_gap_mean", "staleness_max"]
+    assert [grouped(name) for name in names] == [
+        "train/loss", "seconds/train", "validate/reward_reward", "mean_reward/tool", "logprob_gap/max", "logprob_gap/mean", "staleness/max",
+    ]  # fmt: skip
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_PACKAGES", {"clearml": "no_such_package_at_all"})
+    with pytest.raises(
+        SettingsError, match=r"trainer\.trackers names 'clearml', whose package is not installed\. Run `pip install no_such"
+    ):
+        Trackers(Settings(trainer=TrainerSettings(trackers=("clearml",))))

@@ -1,0 +1,73 @@
+"""How many rows a rollout has, and of which more are there than its build read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fakes
+from transition_builder import late
+from transition_builder.frames import BUILT
+
+TIME = fakes.SpanFactory.time
+Row = tuple[str, str, str, str]
+"""RunId, RolloutKey, RolloutKeySource, TraceId."""
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["", "one", "two"]),
+        st.sampled_from(["a", "b", "t1"]),
+        st.sampled_from(["rollout", "session", "trace"]),
+        st.sampled_from(["t1", "t2", ""]),
+    ),
+    max_size=12,
+)
+
+
+def counts(rows: list[Row]) -> dict[tuple[str, str], int]:
+    frame = pl.DataFrame(
+        rows, schema=["RunId", "RolloutKey", "RolloutKeySource", "TraceId"], orient="row", schema_overrides={"RunId": pl.String}
+    )
+    rollouts = pl.DataFrame(
+        [(run, key) for run in ("", "one", "two") for key in ("a", "b", "t1")], schema=["RunId", "RolloutId"], orient="row"
+    )
+    found = late.count(late.tally(frame.cast(pl.String)), rollouts)
+    return {(run, rollout): rows for run, rollout, rows in found.rows()}
+
+
+@given(ROWS)
+def test_a_rollout_s_rows_are_those_that_name_it_and_the_nameless_ones_of_their_traces(rows: list[Row]) -> None:
+    expected = dict[tuple[str, str], int]()
+    for run in ("", "one", "two"):
+        for rollout in ("a", "b", "t1"):
+            of_key = {n for n, row in enumerate(rows) if row[1] == rollout and row[0] in {"", run}}
+            named = {n for n in of_key if rows[n][2] == "rollout"}
+            own = named or of_key
+            traces = {rows[n][3] for n in own} - {""}
+            mine = own | {n for n, row in enumerate(rows) if row[2] != "rollout" and row[3] in traces}
+            if mine:
+                expected[run, rollout] = len(mine)
+    assert counts(rows) == expected
+
+
+def built(rollout: str, *, watermark: float, at: float, read: int = 1) -> dict[str, Any]:
+    row = {"RunId": "run", "RolloutId": rollout, "Revision": 0, "Content": 1}
+    return row | {"Watermark": TIME(watermark), "RowsRead": read, "IngestedAt": TIME(at)}
+
+
+def test_only_what_was_built_lately_and_soon_after_it_came_is_in_doubt() -> None:
+    rows = [
+        built("of old", watermark=999, at=1000),
+        built("long there", watermark=0, at=2000),
+        built("fresh", watermark=1990, at=2000),
+        built("a little before", watermark=1900, at=1901),
+    ]
+    assert late.doubtful(pl.DataFrame(rows, schema=dict(BUILT)))["RolloutId"].to_list() == ["fresh", "a little before"]
+
+
+def test_more_rows_than_were_read_and_never_fewer() -> None:
+    rows = pl.DataFrame([built(name, watermark=0, at=1, read=3) for name in ("same", "more", "expired", "gone")], schema=dict(BUILT))
+    there = pl.DataFrame({"RunId": ["run"] * 3, "RolloutId": ["same", "more", "expired"], "Rows": [3, 4, 2]})
+    assert late.more(rows, there).rows() == [("run", "more", 4)]

@@ -1,0 +1,47 @@
+"""An optimiser that is loaded when it is first needed: a scheduled run that finds nothing to train never imports PyTorch.
+
+In: how to load one. Out: the same, later. Invariant: it is loaded once at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.batch import Batch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from trainer.loop import Optimiser
+
+
+class Deferred:
+    """Stands for the optimiser that `load` gives."""
+
+    def __init__(self, load: Callable[[], Optimiser]) -> None:
+        self._load = load
+
+    @cached_property
+    def _optimiser(self) -> Optimiser:
+        return self._load()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number that a batch's rows must be divisible by."""
+        return self._optimiser.data_parallel_size
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One step; its metrics."""
+        return self._optimiser.step(batch)
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Parameters by name."""
+        return self._optimiser.weights()
+
+    def save_state(self, directory: Path) -> None:
+        """Write the optimiser's state."""
+        self._optimiser.save_state(directory)

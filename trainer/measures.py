@@ -1,0 +1,68 @@
+"""What a batch says of itself beside its return: how often it succeeded, and how old its calls are.
+
+In: whole groups of rollouts, the trainer's settings, the versions that led to the one about to be trained. Out: metrics. Invariant: pure
+functions of whole columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+
+from spangrad.semconv import REWARD_NAME
+from spangrad.settings import TrainerSettings
+from trainer.credit import KEY
+from trainer.source import Loaded
+
+
+def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
+    """Metrics of a batch.
+
+    Args:
+        loaded: whole groups.
+        settings: policy, selection, reward weights, success_reward.
+        lineage: committed versions, oldest first; the last one is about to be trained.
+
+    Returns:
+        success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the calls that
+        may be trained: how many committed versions lie between a call's and the one about to be trained; 0 is on policy.
+    """
+    rewards = (
+        loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
+        .explode("Name", "Value")
+        .group_by(*KEY, maintain_order=True)
+        .agg(pl.struct("Name", "Value").filter(pl.col("Name").is_not_null()).alias("Rewards"))
+    )
+    named = [_sums(row) for row in rewards["Rewards"].to_list()]
+    won = [succeeded(one, settings) for one in named]
+    place = {version: at for at, version in enumerate(lineage)}
+    versions = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))["Version"].to_list()
+    behind = [len(lineage) - 1 - place[version] for version in versions if version in place]
+    return {
+        "success": sum(won) / len(won) if won else 0.0,
+        "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
+        "staleness_max": float(max(behind, default=0)),
+    }
+
+
+def succeeded(rewards: Mapping[str, float], settings: TrainerSettings) -> bool:
+    """Whether a rollout with these rewards, summed by name, succeeded.
+
+    Its final reward (`reward`) decides, raw; a rollout that has none of that name is judged by its weighted return.
+    """
+    final = rewards.get(REWARD_NAME)
+    return (weighted_return(rewards, settings) if final is None else final) >= settings.success_reward
+
+
+def weighted_return(rewards: Mapping[str, float], settings: TrainerSettings) -> float:
+    """The sum of all rewards, each times its weight (trainer.reward_weights)."""
+    return sum(value * settings.reward_weights.get(name, 1.0) for name, value in rewards.items())
+
+
+def _sums(rewards: Sequence[Mapping[str, object]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in rewards:
+        name = str(one["Name"])
+        found[name] = found.get(name, 0.0) + float(str(one["Value"]))
+    return found

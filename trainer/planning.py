@@ -1,0 +1,69 @@
+"""The plan of a run, from the store and the ledger as they stand.
+
+In: settings. Out: a `Plan`. Invariant: what it opens it opens to read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spangrad.clickhouse import connect
+from spangrad.settings import Settings
+from spangrad.weights import tokenizer_hash
+from trainer.evaluate import best, describe_best
+from trainer.ledger import Ledger
+from trainer.plan import Past, Plan, planned
+from trainer.recovery import existing_ledger, require_beginning
+from trainer.source import Source
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+
+def make_plan(settings: Settings) -> Plan:
+    """What `train --once` would do now.
+
+    Raises:
+        SpangradError: a setting or the store is not as it must be.
+    """
+    require_beginning(settings)
+    client = connect(settings.store)
+    ledger = existing_ledger(settings)
+    try:
+        return plan_of(settings, client, ledger)
+    finally:
+        client.close()
+        if ledger:
+            ledger.close()
+
+
+def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
+    """The plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
+    source = Source(client, settings)
+    past = _past(settings, ledger, source.build_spec)
+    trainer = settings.trainer
+    groups = planned(source.states(), source.load, past, trainer)
+    champion = best(ledger.versions(), trainer) if ledger else None
+    return Plan(
+        policy=trainer.policy,
+        branch=trainer.branch,
+        run_id=trainer.run_id,
+        build_spec=source.build_spec,
+        version=past.lineage[-1],
+        groups_per_batch=trainer.groups_per_batch,
+        groups=groups,
+        unbuilt=source.unbuilt(),
+        elsewhere=() if groups else tuple(source.elsewhere()),
+        best=describe_best(champion, trainer) if champion else "",
+    )
+
+
+def _past(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
+    newest = ledger.frontier() if ledger else None
+    if ledger is None or newest is None:
+        model = settings.trainer.model
+        return Past((0,), tokenizer_hash(model) if model else "", frozenset(), frozenset(), {})
+    under_way = [one.policy_version.batch_id for one in ledger.versions() if one.status is None]
+    leased = {(one.group.mode, one.group.group_id) for batch in under_way if batch for one in ledger.batch(batch)}
+    finished = ledger.finished_groups(settings.trainer.run_id, build_spec)
+    return Past(tuple(ledger.lineage()), newest.tokenizer_hash, frozenset(finished), frozenset(leased), ledger.expired())

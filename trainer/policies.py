@@ -1,0 +1,46 @@
+"""The whole ledger for those who look at it: every branch of every policy.
+
+In: an opened ledger. Out: an `Overview`. Invariant: all of it is of one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from trainer.holder import shown
+from trainer.ledger_tables import HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What the ledger holds."""
+
+    versions: list[LedgerVersion]
+    """By policy, branch and number."""
+    heads: dict[tuple[str, str], int]
+    """What each branch's next step trains."""
+    pinned: set[tuple[str, int]]
+    """Policy and number."""
+    holders: dict[tuple[str, str], str]
+    """For people: whose step is under way, by policy and branch."""
+
+
+def overview(database: Database) -> Overview:
+    """Read all of it."""
+    with database.transaction() as transaction:
+        versions = transaction.execute(sa.select(VERSIONS).order_by(VERSIONS.c.policy, VERSIONS.c.branch, VERSIONS.c.version)).mappings()
+        return Overview(
+            [version_of(row) for row in versions],
+            {(row.policy, row.branch): row.version for row in transaction.execute(sa.select(HEADS))},
+            {(row.policy, row.version) for row in transaction.execute(sa.select(PINS))},
+            {(row.policy, row.branch): shown(row.holder) for row in transaction.execute(sa.select(LEASES))},
+        )
+
+
+def origin(versions: Iterable[LedgerVersion], policy: str, number: int) -> LedgerVersion | None:
+    """The version of that number: of the branch that made it, not of those that began with it. None: nobody has it."""
+    found = [one for one in versions if (one.policy_version.policy, one.version) == (policy, number)]
+    return min(found, key=lambda one: one.policy_version.parent == number, default=None)
