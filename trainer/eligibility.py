@@ -12,8 +12,10 @@ from enum import StrEnum
 
 import polars as pl
 
-from trainer.credit import GROUP
-from trainer.source import GROUP_COLUMNS, Group
+from spangrad.settings import TrainerSettings
+from trainer.credit import GROUP, CreditRule, live_groups
+from trainer.learning import ESTIMATORS
+from trainer.source import GROUP_COLUMNS, Group, Loaded
 
 
 class ExpiryReason(StrEnum):
@@ -35,6 +37,23 @@ class ExpiryReason(StrEnum):
     """Every call of this policy in it is longer than a device takes (trainer.max_tokens_per_device)."""
     EQUAL = "equal"
     """No value in it differs from one that it is compared with, and trainer.skip_equal_groups says to leave such groups out."""
+
+
+def put_aside(
+    groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
+) -> dict[Group, ExpiryReason]:
+    """The groups that the settings' trainer never trains, and why; see `expiry_reasons`."""
+    own = loaded.own(settings.policy, settings.selection)
+    return expiry_reasons(
+        groups,
+        loaded.transitions.filter(own),
+        lineage=lineage,
+        max_staleness=settings.max_staleness,
+        tokenizer_hash=tokenizer_hash,
+        max_tokens=settings.max_tokens_per_device,
+        alone=ESTIMATORS[settings.estimator].scope == "all",
+        live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
+    )
 
 
 def expiry_reasons(

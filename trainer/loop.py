@@ -29,7 +29,7 @@ from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred
-from trainer.eligibility import ExpiryReason
+from trainer.eligibility import ExpiryReason, put_aside
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
 from trainer.learning import check
@@ -40,7 +40,6 @@ from trainer.mirror import Mirror
 from trainer.planning import plan_of
 from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
-from trainer.screening import screen
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
 from trainer.view import LogLines
@@ -210,7 +209,7 @@ class Trainer:
             self.clock.begin()
             with self.clock.stage("load"):
                 loaded = self.source.load(chosen)
-            reasons = screen(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
+            reasons = put_aside(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
             if not reasons:
                 return loaded
             if ExpiryReason.STALE in reasons.values():

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
-from trainer.eligibility import ExpiryReason
-from trainer.screening import screen
+from trainer.eligibility import ExpiryReason, put_aside
 from trainer.source import Group, GroupState, Loaded
 
 
@@ -195,7 +194,8 @@ def _reasons(
     settings: TrainerSettings,
 ) -> dict[Group, ExpiryReason]:
     groups = [one.group for one in chosen]
-    return screen(groups, load(groups), settings, lineage=lineage, tokenizer_hash=tokenizer)
+    loaded = load(groups)
+    return put_aside(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer)
 
 
 def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: ExpiryReason | None = None) -> PlannedGroup:

@@ -281,6 +281,15 @@ def fresh(tiny_model: Path) -> Any:
     return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), version=0)
 
 
+@pytest.mark.parametrize("name", list(learning.LOSSES))
+def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path):
+    batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), version=0)
+    engine = Engine(tiny_model, TrainerSettings(loss=name, loss_options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE))
+    engine.step(batch)
+    moved = engine._logprobs(engine._worker, batch) - batch.logprobs
+    assert (moved * batch.advantages).sum() > 0.1
+
+
 def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path):
     batch = fresh(tiny_model)
     once = Engine(tiny_model, TrainerSettings(learning_rate=RATE)).step(batch)
