@@ -21,8 +21,9 @@ from spangrad.clickhouse import connect
 from spangrad.errors import GatewayError, LedgerError, SettingsError
 from spangrad.selection import expression
 from spangrad.settings import Settings
+from spangrad.types import VersionStatus
 from spangrad.weights import checksum_directory, tokenizer_hash
-from trainer import checkpoint
+from trainer import alarms, checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
@@ -188,12 +189,17 @@ class Trainer:
         parent = newest_version(self.ledger)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
+        rule = alarms.GamingRule.of(settings)
+        history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
+        facts |= alarms.gaming([*history, facts], rule)
         try:
             made = self._commit(loaded, batch, facts, parent)
         except BaseException:
             self.shutdown.end()
             undo_leases(self.ledger, self.settings)
             raise
+        if made.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
+            logger.warning("%s", alarms.told(made.version, made.metrics, rule))
         self.mirror.write(made)
         if self.publisher:
             seconds = self.publisher.publish(made.policy_version)
