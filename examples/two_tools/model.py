@@ -83,8 +83,8 @@ def _random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             tie_word_embeddings=False,
             initializer_range=0.15,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=WORDS.index("<|im_end|>"),
+            pad_token_id=WORDS.index("<|endoftext|>"),
             dtype="float32",
         )
     )
