@@ -5,7 +5,7 @@ decides what a call is worth.
 
 `Flow`: a goal is reached over four pages; on each one of five tools works, which one depends on goal and page. A right tool leads to the
 next page, a wrong one gives an error. Six calls at most; the only reward is 1 or 0 at the end. `Inbox`: eight tickets one after the other,
-each of one of seven kinds; a kind needs one of four tools. Every call is accepted, and graded 1 or 0. In both a reply that is no tool's
+each of one of eight kinds; a kind needs one of four tools. Every call is accepted, and graded 1 or 0. In both a reply that is no tool's
 name earns 0 and ends the rollout.
 """
 
@@ -19,7 +19,8 @@ from typing import Protocol
 TOOLS = ("login", "search", "open", "edit", "save")
 GOALS = ("refund", "cancel", "order", "invoice")
 PAGES = ("home", "list", "item", "form")
-KINDS = (*PAGES, "cart", "bill", "gate")
+KINDS = (*PAGES, "cart", "bill", "gate", "desk")
+"""As many for each of four tools: with seven, the tool that is right for one kind alone is lost for good in one seed of six or so."""
 LOOK = "look"
 """A tool that only reads: it never fails, and leads nowhere."""
 RESPELLED = "_"

@@ -30,7 +30,7 @@ class GamingRule:
     """Name of the reward that stands for success."""
     versions: int = 20
     """Over how many versions a rise is measured; fewer say nothing. 0: no alarm."""
-    rise: float = 0.1
+    rise: float = 0.2
     """How much the return must rise over them."""
 
     @classmethod

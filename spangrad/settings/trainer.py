@@ -57,8 +57,8 @@ class TrainerSettings(Section):
     """Name of the reward that stands for success: where the return rises and it does not, something is gamed (docs/credit.md)."""
     gaming_versions: int = Field(default=20, ge=0)
     """Over how many versions that is measured. 0: not at all."""
-    gaming_rise: float = Field(default=0.1, ge=0)
-    """How much the mean return must rise over them for an alarm."""
+    gaming_rise: float = Field(default=0.2, ge=0)
+    """How much the mean return must rise over them for an alarm: more than partial rewards bring before the first success."""
     keep_checkpoints: int = 3
     poll_seconds: float = 0.2
     dtype: Literal["fp32", "bf16"] = "fp32"
