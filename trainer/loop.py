@@ -24,7 +24,8 @@ from spangrad.clickhouse import connect
 from spangrad.errors import GatewayError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
-from trainer import checkpoint
+from spangrad.types import VersionStatus
+from trainer import alarms, checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
@@ -246,6 +247,9 @@ class Trainer:
         with self.clock.stage("credit"):
             batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
             facts |= measures(loaded, settings, self.ledger.lineage())
+            rule = alarms.GamingRule.of(settings)
+            history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
+            facts |= alarms.gaming([*history, facts], rule)
         try:
             made = self._commit(loaded, batch, facts, parent)
         except BaseException:
@@ -258,6 +262,8 @@ class Trainer:
         if made is None:
             return False
         self.loaded = made
+        if made.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
+            logger.warning("%s", alarms.told(made.version, made.metrics, rule))
         made = self._hand_over(made)
         # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(made)
