@@ -99,7 +99,7 @@ def trainer_over(world: World, settings: Settings, optimiser: FakeOptimiser | No
         ledger=ledger,
         source=Source(world.client, settings),
         optimiser=optimiser or saved(newest),
-        normalise=lambda values, _: values * 2 - 1,
+        normalise=lambda units: units.values * 2 - 1,
         mirror=Mirror(world.client, settings.store.url, ledger),
         publisher=None,
         shutdown=Shutdown(),
