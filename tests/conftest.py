@@ -64,8 +64,8 @@ def plugin_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Callable[[str], str]]:
     """A running PostgreSQL, shared by the whole test run: the URL of a schema, by a name that is the test's own."""
-    with running_postgres() as schema:
-        yield schema
+    with running_postgres() as server:
+        yield server.schema
 
 
 Place = Callable[..., Path | str]

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,33 +25,60 @@ _USER = "nobody"
 """Who runs the server where the tests run as root."""
 
 
+class Postgres:
+    """A server on one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start it; it has answered."""
+        (self._port,) = free_ports(1)
+        self._directory = directory
+        self._url = f"postgresql://spangrad@127.0.0.1:{self._port}/postgres"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again after a crash on the same data."""
+        options = {"listen_addresses": "127.0.0.1", "port": self._port, "unix_socket_directories": "", "fsync": "off"}
+        settings = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
+        command = _as_nobody([_program("postgres"), "-D", str(self._directory / "data"), *settings])
+        self._server = Child("postgres", command, self._directory / "log")
+        wait_until(lambda: _answers(self._url), 60, "PostgreSQL", [self._server], poll_seconds=0.05)
+
+    def crash(self) -> None:
+        """End it without a word to its clients, and without writing what it holds."""
+        self._end(signal.SIGQUIT)
+
+    def stop(self) -> None:
+        """End it; SIGTERM would wait for clients to leave."""
+        self._end(signal.SIGINT)
+
+    def schema(self, name: str) -> str:
+        """URL of a schema of that name, which is made where there is none."""
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(name)))
+        return f"{self._url}?options=-csearch_path%3D{name}"
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._server.running:
+            self._server.process.send_signal(number)
+            self._server.process.wait(30)
+
+
 @contextmanager
-def running_postgres() -> Generator[Callable[[str], str]]:
-    """A server, as a function that gives the URL of a schema of that name, which it makes where there is none."""
+def running_postgres() -> Generator[Postgres]:
+    """A server, until the block ends."""
     directory = Path(tempfile.mkdtemp(prefix="spangrad-postgres-"))
-    data, (port,) = directory / "data", free_ports(1)
     try:
         if os.geteuid() == 0:
             shutil.chown(directory, _USER)
-        made = [_program("initdb"), "--pgdata", str(data), "--username", "spangrad", "--auth", "trust", "--no-sync", "--encoding", "UTF8"]
+        data = str(directory / "data")
+        made = [_program("initdb"), "--pgdata", data, "--username", "spangrad", "--auth", "trust", "--no-sync", "--encoding", "UTF8"]
         done = subprocess.run(_as_nobody(made), cwd=directory, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        options = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "", "fsync": "off"}
-        settings = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
-        server = Child("postgres", _as_nobody([_program("postgres"), "-D", str(data), *settings]), directory / "log")
+        server = Postgres(directory)
         try:
-            url = f"postgresql://spangrad@127.0.0.1:{port}/postgres"
-            wait_until(lambda: _answers(url), 60, "PostgreSQL", [server], poll_seconds=0.05)
-
-            def schema(name: str) -> str:
-                with psycopg.connect(url, autocommit=True) as connection:
-                    connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(name)))
-                return f"{url}?options=-csearch_path%3D{name}"
-
-            yield schema
+            yield server
         finally:
-            server.process.send_signal(signal.SIGINT)  # SIGTERM would wait for clients to leave
-            server.stop(grace_seconds=5)
+            server.stop()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -118,6 +118,10 @@ class Trainer:
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
     clock: Clock = field(default_factory=Clock)
     _looked: float = 0.0
+    _head: LedgerVersion | None = None
+    """What the batch that was taken last is to train. None: none was taken."""
+    _awaited: str | None = None
+    """Whose step this trainer waits for."""
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
@@ -138,9 +142,13 @@ class Trainer:
             self._publish(self.publisher)
 
     def _rest(self) -> None:
-        """While nothing is ready: see now and then that the newest version is served, and tolerate a gateway that is away."""
+        """While nothing can be done: see now and then that no lease of the dead is left and that the newest version is served.
+
+        A gateway that is away is tolerated.
+        """
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
+            undo_leases(self.ledger, self.settings)
             self.evaluate()
             try:
                 self._publish_again()
@@ -169,13 +177,13 @@ class Trainer:
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 return
-            self._follow_head()
-            batch = self.take()
-            if batch and self.step(batch):
-                continue
-            if not batch and not follow:
-                self.evaluate()
-                return
+            if not self._busy():
+                batch = self.take()
+                if batch and self.step(batch):
+                    continue
+                if not batch and not follow:
+                    self.evaluate()
+                    return
             self._rest()
 
     def evaluate(self) -> None:
@@ -192,6 +200,7 @@ class Trainer:
         """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
         settings = self.settings.trainer
         while True:
+            self._head = newest_version(self.ledger)
             finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec)
             ready = [group for group in self.source.ready() if (group.mode, group.group_id) not in finished]
             if len(ready) < settings.groups_per_batch:
@@ -200,8 +209,7 @@ class Trainer:
             self.clock.begin()
             with self.clock.stage("load"):
                 loaded = self.source.load(chosen)
-            newest = newest_version(self.ledger)
-            reasons = put_aside(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=newest.tokenizer_hash)
+            reasons = put_aside(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
             if not reasons:
                 return loaded
             if ExpiryReason.STALE in reasons.values():
@@ -211,14 +219,21 @@ class Trainer:
                 self.ledger.expire(groups, reason)
                 logger.warning("%d groups will not be trained (%s): %s", len(groups), reason, ", ".join(one.group_id for one in groups))
 
-    def _follow_head(self) -> None:
-        """Load the version that the next step trains, where that is not the one that the last step made."""
-        head = newest_version(self.ledger)
-        if head.version != self.loaded.version:
-            self.optimiser = self.load_optimiser(head)
-            self.loaded = head
+    def _busy(self) -> bool:
+        """Whether another trainer's step is under way; said once of each."""
+        holder = self.ledger.holder()
+        if holder and holder != self._awaited:
+            logger.info("%s makes a step of branch %s: waiting for its end", holder, self.settings.trainer.branch)
+        self._awaited = holder
+        return holder is not None
+
+    def _load(self, version: LedgerVersion) -> None:
+        """Load what is to be trained, where that is not what the last step of this trainer made."""
+        if version.version != self.loaded.version:
+            self.optimiser = self.load_optimiser(version)
+            self.loaded = version
             self.mirror.catch_up()
-            logger.info("version %d is loaded: branch %s was moved there by somebody else", head.version, head.branch)
+            logger.info("version %d is loaded: branch %s was moved there by somebody else", version.version, version.branch)
 
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
@@ -226,7 +241,7 @@ class Trainer:
         Returns:
             False: another trainer's step is under way, or the branch has another head by now.
         """
-        parent = self.loaded
+        parent = self._head or newest_version(self.ledger)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
             batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
@@ -267,6 +282,7 @@ class Trainer:
         if lease is None:
             return None
         with beating(self.ledger, lease):
+            self._load(parent)
             with self.clock.stage("train"):
                 metrics = self.optimiser.step(batch)
             with self.clock.stage("checkpoint"):

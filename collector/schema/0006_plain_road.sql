@@ -18,7 +18,8 @@ CREATE TABLE IF NOT EXISTS otel.plain_answers (
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_answers_mv TO otel.plain_answers AS
 SELECT Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes
 FROM otel.otel_traces
-WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instrumentation.anthropic') AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
+WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instrumentation.anthropic')
+    AND SpanAttributes['openinference.span.kind'] = 'LLM' AND StatusCode != 'Error'
     AND position(SpanAttributes['output.value'], '"spangrad"') > 0;
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_calls_mv TO otel.calls AS
@@ -59,7 +60,8 @@ SELECT
     choice.4 AS Logprobs,
     asked.temperature AS Temperature, asked.top_p AS TopP, asked.top_k AS TopK, asked.min_p AS MinP,
     asked.presence_penalty AS PresencePenalty, asked.frequency_penalty AS FrequencyPenalty, asked.repetition_penalty AS RepetitionPenalty,
-    asked.response_format.type NOT IN ('', 'text') OR asked.text.format.type NOT IN ('', 'text') OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
+    asked.response_format.type NOT IN ('', 'text') OR asked.text.format.type NOT IN ('', 'text')
+        OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
     choice.5 AS FinishReason,
     choice.5 = '' AS Aborted
 FROM (

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Place
+from pydantic import SecretStr
+from running_postgres import running_postgres
 from running_store import answers, running_store, start_store, store_settings
 from store_world import World, trainer_over
 from trainer_world import FakeOptimiser, FakeSource, committed, settings, wired, write_base
@@ -122,6 +124,51 @@ def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_pa
         assert world.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abc", 1) for i in range(2)]
         assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
         again.ledger.close()
+
+
+def test_a_ledger_whose_database_crashes_in_the_middle_of_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is committed without it; once it is back, the step is done again."""
+    with running_postgres() as server:
+        url = SecretStr(server.schema("ledger"))
+        chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, ledger_url=url)
+        (tmp_path / "policies").mkdir()
+        trainer = wired(chosen, FakeSource(["a", "b", "c"]), Cutting(server.crash))
+        with pytest.raises(LedgerError, match=r"the ledger postgresql\+psycopg://spangrad@127.* failed \(.*\)\. See that the database"):
+            trainer.run(follow=False)
+        trainer.ledger.close()
+        assert "failed" in caplog.text, "the lease could not be undone either, and that is said"
+        server.start()
+        assert list(committed(trainer)) == [0, 1]
+        again = wired(chosen, FakeSource(["a", "b", "c"]))
+        again.run(follow=False)
+        assert committed(again) == {0: [], 1: ["a-0", "a-1"], 3: ["b-0", "b-1"], 4: ["c-0", "c-1"]}
+        assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
+        for one in (trainer, again):
+            one.ledger.close()
+
+
+def test_a_step_of_another_machine_is_waited_for_and_taken_over_when_it_is_lost(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    where = place("policies")
+    url = None if isinstance(where, Path) else SecretStr(where)
+    directory = where if isinstance(where, Path) else tmp_path / "policies"
+    chosen = settings(write_base(tmp_path / "base"), directory, groups_per_batch=1, ledger_url=url)
+    directory.mkdir()
+    trainer = wired(chosen, FakeSource(["a", "b"]))
+    (batch,) = [trainer.source.load([group]) for group in trainer.source.ready()[:1]]
+    elsewhere = Ledger(where, "policy", "main", lease_seconds=0.3, holder="other-host 7 123 other-boot/pid:[1]")
+    lost = elsewhere.begin(batch.rollouts)
+    assert lost
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 2: ["a-0", "a-1"], 3: ["b-0", "b-1"]}
+    with pytest.raises(LedgerError, match="is gone"):
+        elsewhere.commit(lost, checksum="", path="", tokenizer_hash="", metrics={})
+    assert "process 7 on other-host makes a step of branch main: waiting for its end" in caplog.text
+    assert "version 1 was never committed" in caplog.text
+    trainer.ledger.close()
+    elsewhere.close()
 
 
 RIVAL = """

@@ -66,7 +66,7 @@ def test_kills_at_random_points(
                 done = len(story(killed)) if (killed.trainer.directory / "ledger.db").exists() else 1
                 seen = len(trainers.log.read_text())
                 child = trainers.start(killed)
-                if fell.total() < kills:
+                if fell.total() < kills and done <= steps:
                     aim(killed, trainers, seen, chance, seconds * (steps + 1 - done) / steps)
                     try:
                         os.kill(child, signal.SIGKILL)
