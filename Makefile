@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SEED ?= 0
 COLLECTOR ?= embedded
 GATEWAY ?= on
-BENCH ?= ingest lookup gateway span_export build
+BENCH ?= ingest lookup gateway span_export build publish
 ARGS ?=
 
 export TORCH_INDEX

@@ -214,7 +214,7 @@ def _verified(one: LedgerVersion) -> LedgerVersion:
 def _serve(one: LedgerVersion, settings: Settings) -> None:
     from trainer.publisher import Publisher
 
-    seconds = Publisher(settings.gateway, _UNSERVED).publish(one.policy_version)
+    seconds = Publisher(settings.gateway, _UNSERVED).publish(one.policy_version, again=True)
     print(f"version {one.version} of {one.policy_version.policy} is served ({seconds:.2f} s)")
 
 

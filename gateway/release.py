@@ -43,7 +43,7 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     canary: float | None = None
     """Share of the rollouts that one engine serves with it, until it is promoted or rolled back. None: all engines serve it."""
     again: bool = False
-    """Publish a version that was rolled back."""
+    """Publish a version that was rolled back, or that is older than what is served."""
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         todo = [one for one in engines if not _serves(one, release, await expected.by(one))]
         if not todo:
             return _publication(policy, release, 0.0)
-        _require_newer(policy, release, todo)
+        _require_newer(policy, release, todo, again=request.again)
         if request.canary is not None:
             await _send_canary(policy, release, expected, request, todo)
         else:
@@ -177,10 +177,10 @@ def _serves(backend: Backend, release: Release, expected: str) -> bool:
     return backend.status is BackendStatus.SERVING and (backend.info.version, backend.checksum) == (release.version, expected)
 
 
-def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend]) -> None:
-    """A version has one set of weights for ever, and older ones come back by rolling back alone."""
+def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend], *, again: bool) -> None:
+    """A version has one set of weights for ever, and older ones come back by rolling back, or where that is asked for, alone."""
     for one in policy.engines:
-        if one.info and release.version <= one.info.version:
+        if one.info and (release.version == one.info.version or (release.version < one.info.version and not again)):
             mends = release.version == one.info.version and (one.status is BackendStatus.DOWN or one not in todo)
             if not mends:
                 raise PublicationError(409, f"version {release.version} is not newer than version {one.info.version}, which is served.")

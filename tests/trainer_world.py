@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from fakes import transition_row
+from spangrad.errors import GatewayError
 from spangrad.settings import BuilderSettings, Settings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
@@ -113,7 +114,9 @@ class FakePublisher(Publisher):
     def served(self, policy: str) -> int:
         return json.loads(self._file.read_text())[-1]
 
-    def publish(self, version: PolicyVersion) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+        if version.version < self.served(version.policy) and not again:
+            raise GatewayError(f"version {version.version} is not newer than what is served")
         own = self._file.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
         own.replace(self._file)

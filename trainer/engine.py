@@ -264,6 +264,7 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str, *, criti
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of a rename on the first step
+    logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # there is one worker: nothing is sharded
     if device == "cpu":
         _register_cpu_engine()
     optimizer = FSDPOptimizerConfig(

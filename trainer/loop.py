@@ -24,7 +24,8 @@ from spangrad.clickhouse import connect
 from spangrad.errors import GatewayError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
-from trainer import checkpoint
+from spangrad.types import VersionStatus
+from trainer import alarms, checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
@@ -246,6 +247,9 @@ class Trainer:
         with self.clock.stage("credit"):
             batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
             facts |= measures(loaded, settings, self.ledger.lineage())
+            rule = alarms.GamingRule.of(settings)
+            history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
+            facts |= alarms.gaming([*history, facts], rule)
         try:
             made = self._commit(loaded, batch, facts, parent)
         except BaseException:
@@ -258,12 +262,9 @@ class Trainer:
         if made is None:
             return False
         self.loaded = made
-        if self.publisher:
-            with self.clock.stage("publish"):
-                seconds = self.publisher.publish(made.policy_version)
-            stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
-            self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
-            made = self.ledger.version(made.version)
+        if made.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
+            logger.warning("%s", alarms.told(made.version, made.metrics, rule))
+        made = self._hand_over(made)
         # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(made)
         number = len(self.ledger.committed_versions()) - 1
@@ -274,6 +275,21 @@ class Trainer:
             self.evaluation.run_command(made, number)
         self.clock.end()
         return True
+
+    def _hand_over(self, made: LedgerVersion) -> LedgerVersion:
+        """Publish what was made, unless another trainer of the branch has gone on from it already."""
+        if not self.publisher or newest_version(self.ledger).version != made.version:
+            return made
+        try:
+            with self.clock.stage("publish"):
+                seconds = self.publisher.publish(made.policy_version)
+        except GatewayError:
+            if newest_version(self.ledger).version == made.version:
+                raise
+            return made  # meanwhile; the gateway takes no older version
+        stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
+        self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
+        return self.ledger.version(made.version)
 
     def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
         settings = self.settings.trainer

@@ -42,8 +42,12 @@ class Publisher:
         version = self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"]
         return None if version is None else int(version)
 
-    def publish(self, version: PolicyVersion) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
         """Have the gateway serve a version, and wait until its engines do.
+
+        Args:
+            version: which one.
+            again: even if it is older than what is served, or was rolled back.
 
         Returns:
             Seconds that the gateway took.
@@ -52,6 +56,8 @@ class Publisher:
             GatewayError: it does not answer, or refuses.
         """
         body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum}
+        if again:
+            body["again"] = True
         made = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
         seconds = float(made["seconds"])
         engines: list[dict[str, float]] = list(made.get("stages", {}).values())

@@ -94,5 +94,13 @@ class StepSpans:
             found |= {(rollout, attempt): tuple(first) for rollout, attempt, first in calls}
             found |= {(rollout, attempt): (trace_id, span_id) for rollout, attempt, trace_id, span_id in roots}
         known = [(one.rollout_id, found[one.rollout_id, one.attempt]) for one in rollouts if (one.rollout_id, one.attempt) in found]
-        sampled = TraceFlags(TraceFlags.SAMPLED)
-        return [(name, SpanContext(int(t, 16), int(s, 16), is_remote=True, trace_flags=sampled)) for name, (t, s) in known]
+        contexts = ((name, _context(*ids)) for name, ids in known)
+        return [(name, context) for name, context in contexts if context]
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext | None:
+    """A span by its ids; None: they are none, as whoever else fills the store may have written."""
+    try:
+        return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    except ValueError:
+        return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,38 +29,49 @@ WARM_UP_STEPS = 60
 WARM_UP_ROWS = 64
 
 
+Demonstration = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of a well-formed reply to it."""
+
+
 def build_model(directory: Path, seed: int) -> None:
     """Make the model and write it to `directory`; the same seed gives the same weights on the same machine."""
+    tokenizer, dice = word_tokenizer(WORDS), random.Random(seed)
+    write_model(directory, tokenizer, seed, lambda: _demonstration(tokenizer, dice))
+
+
+def write_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, demonstrate: Callable[[], Demonstration]) -> None:
+    """Make a model of the tokenizer's words from a seed, warm it up on demonstrations, and write both."""
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    tokenizer, model = _tokenizer(), _random_model()
-    _warm_up(model, tokenizer, random.Random(seed))
+    model = _random_model(tokenizer)
+    _warm_up(model, demonstrate)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are words; the first three are the special ones of `WORDS`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    spelled = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    spelled.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=spelled, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def _random_model() -> LlamaForCausalLM:
+def _random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(WORDS),
+            vocab_size=len(tokenizer),
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=2,
@@ -78,13 +90,13 @@ def _random_model() -> LlamaForCausalLM:
     )
 
 
-def _warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, dice: random.Random) -> None:
-    """Supervised steps on well-formed replies: tool and city are drawn blindly, so that only the form is taught."""
+def _warm_up(model: LlamaForCausalLM, demonstrate: Callable[[], Demonstration]) -> None:
+    """Supervised steps on well-formed replies."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(WARM_UP_STEPS):
-        rows = [_demonstration(tokenizer, dice) for _ in range(WARM_UP_ROWS)]
+        rows = [demonstrate() for _ in range(WARM_UP_ROWS)]
         width = max(len(prompt) + len(reply) for prompt, reply in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -100,8 +112,8 @@ def _warm_up(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, dice: 
         optimizer.step()
 
 
-def _demonstration(tokenizer: PreTrainedTokenizerFast, dice: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids of a dialogue with up to two failed turns, and of a well-formed reply to it."""
+def _demonstration(tokenizer: PreTrainedTokenizerFast, dice: random.Random) -> Demonstration:
+    """A dialogue with up to two failed turns: tool and city are drawn blindly, so that only the form is taught."""
     messages = [{"role": "user", "content": f"say {dice.choice(CITIES)}"}]
     for _ in range(dice.randrange(MAX_TURNS)):
         messages += [{"role": "assistant", "content": _reply(dice)}, {"role": "tool", "content": "error"}]

@@ -153,6 +153,12 @@ class TrainerSettings(Section):
     """How many versions behind the newest a call's policy may be; older calls' groups are expired, with a reason."""
     logprob_gap_alarm: float = 0.01
     """Largest tolerated |rollout logprob - trainer logprob|; beyond it the step is refused."""
+    gaming_reward: str = "reward"
+    """Name of the reward that stands for success: where the return rises and it does not, something is gamed (docs/credit.md)."""
+    gaming_versions: int = Field(default=20, ge=0)
+    """Over how many versions that is measured. 0: not at all."""
+    gaming_rise: float = Field(default=0.2, ge=0)
+    """How much the mean return must rise over them for an alarm: more than partial rewards bring before the first success."""
     keep_checkpoints: int = 3
     poll_seconds: float = 0.2
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -218,8 +218,8 @@ def test_the_command_follows_until_it_is_told_to_stop(settings: Settings, world:
     world.group("a", [1.0, 0.0])
     world.group("b", [0.0, 1.0])
     flags = {
-        "store.url": settings.store.url, "trainer.branch": run, "trainer.directory": settings.trainer.directory, "trainer.publish": "false",
-        "trainer.groups_per_batch": 2,
+        "store.url": settings.store.url, "store.otlp_endpoint": settings.store.otlp_endpoint, "trainer.branch": run,
+        "trainer.directory": settings.trainer.directory, "trainer.publish": "false", "trainer.groups_per_batch": 2,
     }  # fmt: skip
     overrides = [word for name, value in flags.items() for word in ("--set", f"{name}={value}")]
     command = [sys.executable, "-m", "spangrad", "train", "--follow", "--model", str(world.model), "--run-id", run, *overrides]

@@ -119,7 +119,8 @@ def test_one_version_is_shown_with_all_that_the_ledger_holds(ask, trainer: Train
 def test_publishing_serves_a_version_and_trains_on_as_before(ask, trainer: Trainer, gateway: Gateway) -> None:
     assert ask("publish", "policy@1") == ["version 1 of policy is served (0.25 s)"]
     facts = trainer.ledger.version(1).policy_version
-    assert gateway.asked == [("/admin/policies/policy/versions", {"version": 1, "path": facts.path, "checksum": facts.checksum})]
+    body = {"version": 1, "path": facts.path, "checksum": facts.checksum}
+    assert gateway.asked == [("/admin/policies/policy/versions", {**body, "again": True})]
     assert newest_version(trainer.ledger).version == 2
 
 

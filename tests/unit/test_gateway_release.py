@@ -56,6 +56,20 @@ async def wait_for(stage: Stage, status: str) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_an_older_version_is_served_only_where_that_is_asked_for(weights: list[Path]) -> None:
+    async with several(*started(weights, 2)) as stage:
+        assert (await publish(stage, weights, 2))[0] == 200
+        status, said = await publish(stage, weights, 1)
+        assert (status, said["error"]["message"]) == (409, "version 1 is not newer than version 2, which is served.")
+        assert (await publish(stage, weights, 1, again=True))[0] == 200
+        assert await versions(stage) == [1, 1]
+        body = {"version": 1, "path": str(weights[0]), "checksum": checksum_directory(weights[0]), "again": True}
+        status, said = await ask(stage, "POST", f"{POLICY}/versions", body)
+        assert (status, said["error"]["message"]) == (409, "version 1 is not newer than version 1, which is served.")
+        assert (await publish(stage, weights, 2))[0] == 200
+        assert await versions(stage) == [2, 2]
+
+
 async def test_all_engines_take_new_weights_at_once_and_calls_wait_for_the_first(weights: list[Path]) -> None:
     engines = started(weights, 3)
     async with several(*engines) as stage:

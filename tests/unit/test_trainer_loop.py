@@ -15,12 +15,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 import trainer_world
-from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
+from trainer_world import SPEC, FakeOptimiser, FakePublisher, FakeSource, committed, group, settings, wired, write_base
 
 from fakes import transition_row
-from spangrad.errors import LedgerError, SettingsError, TrainerError
+from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerError
 from spangrad.settings import Selection
-from spangrad.types import VersionStatus
+from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
 from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
@@ -302,6 +302,34 @@ def test_a_restarted_engine_gets_the_newest_version_before_its_stale_groups_are_
     source.changes |= dict.fromkeys(source.names, source.changes["a"])
     trainer.run(follow=False)
     assert (committed(trainer)[1], json.loads(served.read_text())) == (["a-0", "a-1", "b-0", "b-1"], [0, 1])
+
+
+def test_a_version_that_another_trainer_has_gone_on_from_is_not_published(tmp_path: Path, base: Path):
+    """It is refused, being older than what the other one published meanwhile; a refusal for another reason is told."""
+    chosen = settings(base, tmp_path / "policies", groups_per_batch=1)
+    trainer = wired(chosen, FakeSource(["a", "b"]))
+    other = Ledger(chosen.trainer.directory, "policy", "main", holder="other-host 7 123 other-boot/pid:[1]")
+
+    class Overtaken(FakePublisher):
+        def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+            if version.version == 1:
+                lease = other.begin(trainer.source.load([group("other")]).rollouts)
+                assert lease
+                other.commit(lease, checksum="", path=version.path, tokenizer_hash=loop.newest_version(other).tokenizer_hash, metrics={})
+                super().publish(other.version(2).policy_version)
+            return super().publish(version)
+
+    served = tmp_path / "policies/served.json"
+    trainer.publisher = Overtaken(served)
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["other-0", "other-1"], 3: ["b-0", "b-1"]}
+    assert json.loads(served.read_text()) == [0, 0, 2, 3]
+    assert ["seconds_publish" in one.metrics for one in trainer.ledger.versions()] == [False, False, False, True]
+    trainer.source.names.append("c")  # type: ignore[attr-defined]
+    trainer.source.changes["c"] = trainer.source.changes["a"]  # type: ignore[attr-defined]
+    served.write_text("[9]")
+    with pytest.raises(GatewayError, match="version 4 is not newer"):
+        trainer.run(follow=False)
 
 
 def test_an_idle_trainer_sees_that_the_newest_version_is_served(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):

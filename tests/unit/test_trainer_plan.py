@@ -73,12 +73,12 @@ def test_an_empty_store_names_what_else_it_holds():
     )
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 9])
-def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int):
+@pytest.mark.parametrize(("staleness", "skip"), [(0, False), (1, True), (9, True), (9, False)])
+def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int, skip: bool):
     """Against the loop itself: the same groups in the same batches, and the same put aside for the same reasons."""
     names = [f"g{i}" for i in range(7)]
-    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=staleness)
-    source = FakeSource(names, changes={"g1": {"Temperature": 0.0}})
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=staleness, skip_equal_groups=skip)
+    source = FakeSource(names, changes={"g1": {"Temperature": 0.0}, "g2": {"Rewards.Value": [0.5]}})
     trainer = wired(chosen, source)
     past = replace(FRESH, tokenizer_hash=loop.newest_version(trainer.ledger).tokenizer_hash)
     made = planned(states(*names), source.load, past, chosen.trainer)

@@ -1,0 +1,221 @@
+"""What credit is worth: two small tasks, learned through our own store, builder, credit and trainer.
+
+In: tasks, arms, seeds, how many steps. Out: a table, a picture, a line a run in a file, and as the last line one JSON object; exit code 1
+when a check fails. `ours` is the credit that docs/credit.md advises: on `flow` (one reward at the end) a rule that pays for tools that went
+well, and reward-to-go; on `inbox` (a reward for each call) each call's own. The peer is identical credit for every call of a rollout.
+
+Three more arms, of one seed each, show what goes wrong: `gamed` pays for any tool where one only reads, and must raise the alarm; `named`
+pays, in the same task, for the tools that advance; `retokenized` trains on ids that were made from text again, and must be refused.
+
+Invariant: a run that the file has is not run again, so that a killed benchmark goes on; several processes may share the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.credit_run import Arm, Result
+
+STEPS = 60
+LEARNED = 0.95
+"""Success, of fresh rollouts, that ours must end at in every seed."""
+CONTRAST_STEP, CONTRAST = 40, 0.2
+"""On flow, success at this step must lie so far above the peer's, on the mean over seeds."""
+HIT, SPEED = 0.8, 2 / 3
+"""On inbox, ours must reach this success in at most this part of the peer's steps, in the median."""
+ARMS = ("air", "own", "identical", "gamed", "named", "retokenized")
+OF_ONE_SEED = ("gamed", "named", "retokenized")
+OURS = {"flow": "air", "inbox": "own"}
+RUNS, PICTURE = "runs.jsonl", "credit.png"
+
+Runs = Mapping[tuple[str, str], Sequence["Result"]]
+"""Results by task and arm, ordered by seed."""
+
+
+def main() -> int:
+    """Run what is asked for and not there yet; tell of all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=OURS, default=list(OURS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)), help="0 to 4 otherwise")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--group", type=int, help="rollouts that share a baseline; 64 on flow and 16 on inbox otherwise")
+    parser.add_argument("--out", type=Path, default=Path("runs/credit"), help=f"directory of {RUNS} and {PICTURE}")
+    arguments = parser.parse_args()
+
+    from benchmarks.credit_plot import draw
+
+    asked = [
+        (arm, seed)
+        for arm in arms(arguments.group)
+        if arm.task.name in arguments.tasks and arm.name in arguments.arms
+        for seed in (arguments.seeds[:1] if arm.name in OF_ONE_SEED else arguments.seeds)
+    ]
+    results = list(_results(asked, arguments.steps, arguments.out / RUNS))
+    draw(arguments.out / PICTURE, results)
+    told = conclude(results, whole=arguments.steps >= STEPS and arguments.group is None)
+    _print_table(results)
+    print(f"picture: {arguments.out / PICTURE}")
+    print(json.dumps(told))
+    return 1 if any(told["checked"].values()) else 0
+
+
+def arms(group: int | None = None) -> list[Arm]:
+    """All of them; a group of so many rollouts in place of the task's own."""
+    from benchmarks.credit_run import Arm
+    from benchmarks.credit_tasks import TOOLS, Flow, Inbox
+    from spangrad.settings import AirRule
+
+    changed = {} if group is None else {"group": group}
+    flow, inbox, look = Flow(**changed), Inbox(**changed), Flow(look=True, **changed)
+    named, any_tool = (AirRule(name="progress", kind="tool_ok", reward=0.1, tools=tools) for tools in (TOOLS, ("*",)))
+    return [
+        Arm("air", flow, "reward_to_go", "turn", (named,)),
+        Arm("identical", flow),
+        Arm("own", inbox, "own", "turn"),
+        Arm("identical", inbox),
+        Arm("gamed", look, "reward_to_go", "turn", (any_tool,)),
+        Arm("named", look, "reward_to_go", "turn", (named,)),
+        Arm("retokenized", Flow(respelled=True, **changed), retokenized=True),
+    ]
+
+
+def _results(asked: Iterable[tuple[Arm, int]], steps: int, file: Path) -> Iterable[Result]:
+    """Each run's result: from the file, or run and put there."""
+    from benchmarks.credit_run import Result, run
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    for arm, seed in asked:
+        # Read anew each time: another process may have run it meanwhile.
+        there = [Result(**json.loads(line)) for line in file.read_text().splitlines()]
+        known = {(one.task, one.arm, one.seed, one.group, one.steps): one for one in there}
+        result = known.get((arm.task.name, arm.name, seed, arm.task.group, steps))
+        if result is None:
+            with tempfile.TemporaryDirectory(prefix="credit-") as scratch:
+                result = run(arm, seed, steps, Path(scratch), _progress)
+            with file.open("a") as out:
+                print(json.dumps(result.json()), file=out)
+            _say(result, f"final {result.final:.3f}" if not result.refused else result.refused)
+        yield result
+
+
+def _progress(result: Result) -> None:
+    if len(result.success) % 10 == 0:
+        _say(result, f"step {len(result.success)}: success {mean(result.success[-10:]):.2f}, return {mean(result.mean_return[-10:]):.2f}")
+
+
+def _say(result: Result, what: str) -> None:
+    print(f"{result.task} {result.arm} seed {result.seed}: {what}", file=sys.stderr, flush=True)
+
+
+def steps_to(success: Sequence[float], least: float = HIT) -> int | None:
+    """The first step at which the mean over three steps reaches so much. None: never."""
+    return next((step for step in range(2, len(success)) if mean(success[step - 2 : step + 1]) >= least), None)
+
+
+def conclude(results: Sequence[Result], *, whole: bool) -> dict[str, Any]:
+    """The last line.
+
+    Args:
+        results: what was run.
+        whole: whether the runs were as long and as large as what is claimed of them.
+    """
+    runs: dict[tuple[str, str], list[Result]] = {}
+    for one in sorted(results, key=lambda one: one.seed):
+        runs.setdefault((one.task, one.arm), []).append(one)
+    ours, peer = ({task: _figures(runs.get((task, name or ours), [])) for task, ours in OURS.items()} for name in ("", "identical"))
+    return {
+        "benchmark": "credit",
+        "ours": ours,
+        "peer": peer,
+        "ratio": _ratios(ours, peer),
+        "others": {
+            arm: _figures(found) | {"alarms": found[0].alarms, "refused": bool(found[0].refused)}
+            for (_, arm), found in runs.items()
+            if arm in OF_ONE_SEED
+        },
+        "checked": _checked(results, runs) | (_claims(ours, peer, runs) if whole else {}),
+    }
+
+
+def _figures(results: Sequence[Result]) -> dict[str, Any]:
+    """Of the seeds of one arm; empty where it was not run."""
+    if not results:
+        return {}
+    hits = [steps_to(one.success) for one in results]
+    at = [one.success[CONTRAST_STEP] for one in results if len(one.success) > CONTRAST_STEP]
+    return {
+        "final": [round(one.final, 3) for one in results],
+        "final_mean": round(mean(one.final for one in results), 3),
+        f"at_{CONTRAST_STEP}": [round(one, 3) for one in at],
+        f"at_{CONTRAST_STEP}_mean": round(mean(at), 3) if at else None,
+        "steps_to_hit": hits,
+        "steps_to_hit_median": median(one.steps if hit is None else hit for one, hit in zip(results, hits, strict=True)),
+        "gap": max(one.gap for one in results),
+        "seconds_a_step": round(sum(sum(one.seconds.values()) for one in results) / max(sum(len(one.success) for one in results), 1), 2),
+    }
+
+
+def _ratios(ours: Mapping[str, dict[str, Any]], peer: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for task in OURS:
+        for name in ("final_mean", f"at_{CONTRAST_STEP}_mean", "steps_to_hit_median"):
+            one, other = ours[task].get(name), peer[task].get(name)
+            if one and other:
+                found[f"{task}_{name}"] = round(other / one if name.startswith("steps") else one / other, 2)
+    return found
+
+
+def _checked(results: Sequence[Result], runs: Runs) -> dict[str, int]:
+    """Counts that must be 0 in any run."""
+    trained = [one for one in results if not one.refused]
+    return {
+        "untrained": sum(abs(one.sampled - one.trained) for one in trained),
+        "unaccounted": sum(one.unaccounted for one in results),
+        "drops": sum(one.drops for one in results),
+        "false_alarms": sum(len(one.alarms) for one in results if one.arm != "gamed"),
+        "false_refusals": sum(bool(one.refused) for one in results if one.arm != "retokenized"),
+        "unseen_retokenized": sum(not one.refused for one in runs.get(("flow", "retokenized"), [])),
+    }
+
+
+def _claims(ours: Mapping[str, dict[str, Any]], peer: Mapping[str, dict[str, Any]], runs: Runs) -> dict[str, int]:
+    """What was promised of whole runs and does not hold: counts of seeds, or 1."""
+    found = {f"{task}_not_learned": sum(one < LEARNED for one in ours[task].get("final", [])) for task in OURS}
+    found["unseen_gaming"] = sum(not one.alarms for one in runs.get(("flow", "gamed"), []))
+    at, hit = f"at_{CONTRAST_STEP}_mean", "steps_to_hit_median"
+    if ours["flow"] and peer["flow"]:
+        found["flow_no_contrast"] = int(ours["flow"][at] - peer["flow"][at] < CONTRAST)
+    if ours["inbox"] and peer["inbox"]:
+        found["inbox_not_faster"] = int(ours["inbox"][hit] > SPEED * peer["inbox"][hit])
+    return found
+
+
+def _print_table(results: Sequence[Result]) -> None:
+    heads = ("final", f"at {CONTRAST_STEP}", f"to {HIT}", "return", "alarm", "gap", "s/step")
+    print(f"{'task':8}{'arm':14}{'seed':>5}" + "".join(f"{head:>10}" for head in heads))
+    for one in results:
+        hit = steps_to(one.success)
+        cells = [
+            "refused" if one.refused else f"{one.final:.3f}",
+            f"{one.success[CONTRAST_STEP]:.3f}" if len(one.success) > CONTRAST_STEP else "",
+            "" if hit is None else str(hit),
+            f"{one.mean_return[-1]:.3f}" if one.mean_return else "",
+            str(one.alarms[0]) if one.alarms else "",
+            f"{one.gap:.0e}",
+            f"{sum(one.seconds.values()) / len(one.success):.2f}",
+        ]
+        print(f"{one.task:8}{one.arm:14}{one.seed:5}" + "".join(f"{cell:>10}" for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

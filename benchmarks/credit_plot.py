@@ -1,0 +1,58 @@
+"""How success grew in the runs of the credit benchmark, as a picture.
+
+In: results. Out: a PNG, a panel each task and one for the reward that was gamed. Invariant: a line is the mean over seeds, and its shade
+reaches from the least to the greatest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.credit_run import Result
+
+GAMED = "gamed"
+_WITH_LOOK = (GAMED, "named")
+"""Arms of the task with a tool that only reads."""
+_TITLES = {
+    "flow": "flow: one reward at the end, tool calls seen",
+    "inbox": "inbox: a reward for each call",
+    GAMED: "flow with a tool that only reads, rule for any tool",
+}
+
+
+def draw(path: Path, results: Sequence[Result]) -> None:
+    """Draw what there is."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels: dict[str, dict[str, list[Result]]] = {}
+    for one in results:
+        if one.success and not one.refused:
+            panels.setdefault(GAMED if one.arm in _WITH_LOOK else one.task, {}).setdefault(one.arm, []).append(one)
+    figure, all_axes = plt.subplots(1, max(len(panels), 1), figsize=(6 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False)
+    for axes, (panel, arms) in zip(all_axes[0], panels.items(), strict=False):
+        for arm, runs in arms.items():
+            _shaded(axes, [one.success for one in runs], f"{arm}, {len(runs)} seed{'s' if len(runs) > 1 else ''}")
+            if arm == GAMED:
+                _shaded(axes, [one.mean_return for one in runs], f"{arm}: mean return")
+                for one in runs:
+                    axes.axvline(one.alarms[0], color="black", linestyle="--", label="alarm") if one.alarms else None
+        axes.set(title=_TITLES[panel], xlabel="step", ylabel="success of the batch", ylim=(-0.02, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _shaded(axes: Any, courses: Sequence[Sequence[float]], label: str) -> None:
+    length = min(len(one) for one in courses)
+    values = np.array([one[:length] for one in courses])
+    (line,) = axes.plot(values.mean(axis=0), label=label)
+    axes.fill_between(range(length), values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2)

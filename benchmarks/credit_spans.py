@@ -1,0 +1,189 @@
+"""Rollouts as the spans that runner, agent and gateway would send of them.
+
+In: sampled rollouts. Out: bodies of OTLP requests. Invariant: nothing is said that those three would not say, and nothing of what a
+rollout is worth but its evaluations: credit is the trainer's to find.
+
+A rollout is the runner's root, the agent's span, and three spans a call: the client's, the gateway's below it, and the tool's. A graded
+call's evaluation stands on the client's span, a rollout's reward on the root. Requests and responses as JSON are left out.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+
+from benchmarks.credit_sampling import Call, Sampled
+from benchmarks.credit_tasks import ERROR, RESPELLED, WORDS, Task
+from gateway.record import PROVIDER, SAMPLING_DEFAULTS, attribute
+from spangrad import semconv
+from spangrad.types import Mode
+
+AGENT = "clerk"
+_ROLLOUTS_A_BODY = 64
+_RUNNER, _CLIENT, _FRAMEWORK = "spangrad.runner", "openinference.instrumentation.openai", "openinference.instrumentation.langchain"
+_SERVICES = {_RUNNER: "spangrad-runner", _CLIENT: "agent", _FRAMEWORK: "agent", semconv.GATEWAY_SCOPE: "spangrad-gateway"}
+_TICK_NS = 1000
+_CANONICAL = {i: WORDS.index(word.removeprefix(RESPELLED)) for i, word in enumerate(WORDS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What answered."""
+
+    policy: str
+    version: int
+    tokenizer_hash: str
+    retokenized: bool = False
+    """Whether the spans hold, in place of the ids that were sampled, those that the reply's text has."""
+
+
+class Author:
+    """Writes the spans of one run."""
+
+    def __init__(self, run_id: str, task: Task, seed: int) -> None:
+        self._run = run_id
+        self._task = task
+        self._random = random.Random(f"{run_id} {seed}")
+        self._seq = count()
+
+    def bodies(self, rollouts: Sequence[Sampled], step: int, served: Served) -> Iterator[bytes]:
+        """A step's rollouts, some whole ones a body."""
+        for first in range(0, len(rollouts), _ROLLOUTS_A_BODY):
+            scopes = {name: ScopeSpans(scope=InstrumentationScope(name=name)) for name in _SERVICES}
+            for place in range(first, min(first + _ROLLOUTS_A_BODY, len(rollouts))):
+                _Rollout(self._run, self._task, rollouts[place], f"{step}-{place}", step, self._random, self._seq, scopes).write(served)
+            yield ExportTraceServiceRequest(
+                resource_spans=[
+                    ResourceSpans(resource=Resource(attributes=[attribute("service.name", _SERVICES[name])]), scope_spans=[spans])
+                    for name, spans in scopes.items()
+                ]
+            ).SerializeToString()
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """One rollout, as it is written."""
+
+    run: str
+    task: Task
+    sampled: Sampled
+    name: str
+    step: int
+    random: random.Random
+    seq: Iterator[int]
+    scopes: Mapping[str, ScopeSpans]
+
+    def write(self, served: Served) -> None:
+        trace = self.random.randbytes(16)
+        begun = time.time_ns()
+        named = [
+            attribute(semconv.RUN_ID, self.run),
+            attribute(semconv.ROLLOUT_ID, f"{self.run}-{self.name}"),
+            attribute(semconv.ROLLOUT_MODE, Mode.TRAIN.value),
+            attribute(semconv.ROLLOUT_ATTEMPT, 0),
+        ]
+        calls, ticks = self.sampled.calls, 4 * len(self.sampled.calls) + 2
+
+        def span(scope: str, title: str, parent: bytes, at: int, lasts: int, said: Iterable[KeyValue], kind: Any = Span.SPAN_KIND_INTERNAL):
+            made = self.scopes[scope].spans.add(
+                trace_id=trace,
+                span_id=self.random.randbytes(8),
+                parent_span_id=parent,
+                name=title,
+                kind=kind,
+                start_time_unix_nano=begun + at * _TICK_NS,
+                end_time_unix_nano=begun + (at + lasts) * _TICK_NS,
+                attributes=named,
+            )
+            # One process of each kind writes everything of a run, and counts.
+            made.attributes.append(attribute(semconv.SEQ, next(self.seq)))
+            made.attributes.extend([_constant(semconv.PROCESS_ID, f"{_SERVICES[scope]}-{self.run}"), *said])
+            return made
+
+        root = span(_RUNNER, semconv.ROOT_SPAN_NAME, b"", 0, ticks, self._root(len(calls)))
+        if self.task.final:
+            _evaluate(root, semconv.REWARD_NAME, self.task.success(self.sampled.goal, self.sampled.turns()))
+        kind = semconv.OPENINFERENCE_KIND
+        named_agent = (_constant(kind, "AGENT"), _constant(semconv.OPENINFERENCE_AGENT_NAME, AGENT))
+        agent = span(_FRAMEWORK, AGENT, root.span_id, 1, ticks - 2, named_agent)
+        of_client = (_constant(kind, "LLM"), _constant("llm.model_name", served.policy))
+        for number, call in enumerate(calls):
+            at, turn = 4 * number + 2, call.turn
+            client = span(_CLIENT, "ChatCompletion", agent.span_id, at, 2, of_client)
+            client.status.CopyFrom(Status(code=Status.STATUS_CODE_OK))
+            if turn.grade is not None:
+                _evaluate(client, semconv.REWARD_NAME, turn.grade)
+            span(
+                *(semconv.GATEWAY_SCOPE, f"chat {served.policy}", client.span_id, at, 1),
+                *(_answer(call, served), Span.SPAN_KIND_SERVER),
+            )
+            if turn.tool is not None:
+                facts = {kind: "TOOL", semconv.OPENINFERENCE_TOOL_NAME: turn.tool, semconv.OPENINFERENCE_OUTPUT: turn.state.status}
+                said = [_constant(key, value) for key, value in facts.items()]
+                tool = span(_FRAMEWORK, turn.tool, agent.span_id, at + 3, 1, said)
+                failed = turn.state.status == ERROR
+                tool.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR if failed else Status.STATUS_CODE_OK))
+
+    def _root(self, calls: int) -> list[KeyValue]:
+        said = {
+            semconv.TASK_ID: " ".join(self.sampled.goal),
+            semconv.GROUP_ID: f"{self.step}-{self.sampled.group}",
+            semconv.GROUP_SIZE: self.task.group,
+            semconv.ROLLOUT_CALLS: calls,
+            semconv.ROLLOUT_FINAL: True,
+        }
+        return [attribute(key, value) for key, value in said.items()]
+
+
+def _evaluate(span: Span, name: str, value: float) -> None:
+    said = [attribute(semconv.EVALUATION_NAME, name), attribute(semconv.EVALUATION_SCORE, float(value))]
+    span.events.add(name=semconv.EVALUATION_EVENT, time_unix_nano=span.end_time_unix_nano, attributes=said)
+
+
+def _answer(call: Call, served: Served) -> list[KeyValue]:
+    """What the gateway writes of an answered call."""
+    reply = [_CANONICAL[token] for token in call.reply] if served.retokenized else call.reply
+    own = {
+        semconv.GEN_AI_INPUT_TOKENS: len(call.prompt),
+        semconv.GEN_AI_OUTPUT_TOKENS: len(reply),
+        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(call.prompt)}I", *call.prompt),
+        semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(reply)}I", *reply),
+        semconv.RESPONSE_LOGPROBS: struct.pack(f"<{len(call.logprobs)}f", *call.logprobs),
+    }
+    return [*_every_answer(served), *(attribute(key, value) for key, value in own.items())]
+
+
+@lru_cache(maxsize=1)
+def _every_answer(served: Served) -> list[KeyValue]:
+    said = {
+        semconv.GEN_AI_OPERATION: "chat",
+        semconv.GEN_AI_PROVIDER: PROVIDER,
+        semconv.GEN_AI_REQUEST_MODEL: served.policy,
+        semconv.SAMPLING_CONSTRAINED: False,
+        **dict(SAMPLING_DEFAULTS.values()),
+        semconv.GEN_AI_RESPONSE_MODEL: served.policy,
+        semconv.GEN_AI_FINISH_REASONS: ["stop"],
+        semconv.POLICY_NAME: served.policy,
+        semconv.VERSION_START: served.version,
+        semconv.VERSION_END: served.version,
+        semconv.TOKENIZER_HASH: served.tokenizer_hash,
+        semconv.HTTP_STATUS: 200,
+    }
+    return [attribute(key, value) for key, value in said.items()]
+
+
+@lru_cache(maxsize=1024)
+def _constant(key: str, value: str) -> KeyValue:
+    """An attribute that many spans have: made once."""
+    return attribute(key, value)

@@ -1,0 +1,214 @@
+"""The credit benchmark's own honesty: the tasks are what they are said to be, and every rollout goes through store, builder and trainer."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.credit import ARMS, OF_ONE_SEED, OURS, arms, conclude, steps_to
+from benchmarks.credit_plot import draw
+from benchmarks.credit_run import Arm, Result, run
+from benchmarks.credit_sampling import Call, Sampled, Sampler, write_model
+from benchmarks.credit_spans import Author, Served
+from benchmarks.credit_tasks import GOALS, KINDS, LOOK, RESPELLED, TOOLS, WORDS, Flow, Inbox, State, Task
+
+ROOT = Path(__file__).parents[2]
+END = WORDS[2]
+
+
+def arm(task: str, name: str) -> Arm:
+    return next(one for one in arms(group=4) if (one.task.name, one.name) == (task, name))
+
+
+def play(task: Task, goal: tuple[str, ...], replies: list[str]) -> Sampled:
+    """A rollout of these replies, with made-up ids."""
+    rollout = Sampled(goal, 0)
+    for reply in replies:
+        rollout.calls.append(Call([1], [WORDS.index(reply), 2], [-1.0, -0.5], task.step(goal, rollout.state, [reply, END])))
+    return rollout
+
+
+def test_in_flow_one_tool_leads_on_from_each_page() -> None:
+    flow = Flow()
+    for goal in GOALS:
+        for page in range(4):
+            after = {tool: flow.step([goal], State(page), [tool, END]) for tool in TOOLS}
+            right = [tool for tool, turn in after.items() if turn.state.page == page + 1]
+            assert right == [TOOLS[(GOALS.index(goal) + page) % 5]]
+            assert {turn.state.status for tool, turn in after.items() if tool not in right} == {"error"}
+    won, lost = play(flow, ("cancel",), list(TOOLS[1:])), play(flow, ("cancel",), ["search", "login"])
+    assert [flow.success(one.goal, one.turns()) for one in (won, lost)] == [1, 0]
+    assert [won.done, lost.done, play(flow, ("cancel",), ["user"]).done] == [True, False, True]
+
+
+def test_the_tool_that_only_reads_never_fails_and_leads_nowhere() -> None:
+    turn = Flow(look=True).step(["order"], State(2, "error"), [LOOK, END])
+    assert (turn.state, turn.done) == (State(2, "ok"), False)
+    assert Flow().step(["order"], State(2), [LOOK, END]).tool is None
+
+
+def test_two_spellings_are_one_tool() -> None:
+    flow = Flow(respelled=True)
+    assert flow.step(["refund"], State(0), [RESPELLED + "login", END]) == flow.step(["refund"], State(0), ["login", END])
+
+
+def test_in_inbox_each_ticket_is_graded() -> None:
+    inbox = Inbox()
+    rollout = play(inbox, KINDS, [TOOLS[0]] * 8)
+    assert [turn.grade for turn in rollout.turns()] == [1, 0, 0, 0, 1, 0, 0, 0]
+    assert (rollout.done, inbox.success(KINDS, rollout.turns())) == (True, 2 / 8)
+    broken = play(inbox, KINDS, [TOOLS[0], "save"])
+    assert ([turn.grade for turn in broken.turns()], broken.done) == ([1, 0], True)
+
+
+@pytest.mark.parametrize("task", [Flow(), Flow(look=True), Flow(respelled=True), Inbox()], ids=repr)
+def test_prompts_are_as_long_in_every_state_and_demonstrations_well_formed(task: Task) -> None:
+    dice = random.Random(0)
+    lengths = set[int]()
+    for _ in range(200):
+        prompt, reply = task.demonstration(dice)
+        lengths.add(len(prompt))
+        assert set(prompt) <= set(WORDS)
+        assert task.step(task.goals(dice, 1)[0], State(0), reply).tool is not None
+    assert len(lengths) == 1
+
+
+def test_a_sampler_gives_the_logprobs_of_what_it_drew(tmp_path: Path) -> None:
+    import torch
+
+    write_model(tmp_path / "model", Inbox(), 0)
+    sampler = Sampler(tmp_path / "model", 0)
+    rollouts = sampler.rollouts(Inbox(group=2), Inbox().goals(random.Random(0), 2))
+    assert [one.group for one in rollouts] == [0, 0, 1, 1]
+    assert len({tuple(call.prompt) for one in rollouts for call in one.calls}) > 3
+    calls = [call for one in rollouts for call in one.calls]
+    with torch.inference_mode():
+        whole = sampler._model(torch.tensor([call.prompt + call.reply for call in calls])).logits.log_softmax(-1)
+    for row, call in enumerate(calls):
+        found = [whole[row, len(call.prompt) - 1 + place, token].item() for place, token in enumerate(call.reply)]
+        assert call.logprobs == pytest.approx(found, abs=1e-5)
+
+
+def test_spans_name_their_rollout_and_no_reward_but_the_graded_ones() -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    rollouts = [play(Flow(), ("cancel",), list(TOOLS[1:])), play(Flow(), ("cancel",), ["search", "login", "user"])]
+    (body,) = Author("run", Flow(group=2), 0).bodies(rollouts, 7, Served("policy", 3, "tokenizer"))
+    spans = [
+        span
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    said = [{one.key: one.value for one in span.attributes} for span in spans]
+    assert {one["spangrad.rollout.id"].string_value for one in said} == {"run-7-0", "run-7-1"}
+    names = [span.name for span in spans]
+    assert {name: names.count(name) for name in names} == {
+        "rollout": 2, "clerk": 2, "ChatCompletion": 7, "chat policy": 7, "search": 2, "open": 1, "edit": 1, "save": 1, "login": 1,
+    }  # fmt: skip
+    assert [(span.name, span.events[0].attributes[1].value.double_value) for span in spans if span.events] == [
+        ("rollout", 1),
+        ("rollout", 0),
+    ]
+    assert [span.name for span in spans if span.status.code == 2] == ["login"]
+    assert [one["spangrad.rollout.calls"].int_value for one, name in zip(said, names, strict=True) if name == "rollout"] == [4, 3]
+
+
+@pytest.mark.parametrize(("task", "name"), [("flow", "air"), ("inbox", "own")])
+def test_two_steps_leave_nothing_unaccounted(task: str, name: str, tmp_path: Path) -> None:
+    result = run(arm(task, name), 0, 2, tmp_path)
+    assert (result.sampled, result.trained, result.unaccounted, result.drops) == (32, 32, 0, 0)
+    assert result.calls == result.transitions > 64
+    assert 0 < result.gap < 1e-4
+    assert (len(result.success), len(result.mean_return), result.refused, result.alarms) == (2, 2, "", [])
+    if task == "inbox":  # the return is the sum of the grades
+        assert result.mean_return == pytest.approx([8 * one for one in result.success], abs=1e-3)
+    else:
+        assert all(of_return > success for of_return, success in zip(result.mean_return, result.success, strict=True))
+    told = conclude([result], whole=False)
+    assert set(told["checked"].values()) == {0}
+
+
+def test_ids_made_from_text_are_refused(tmp_path: Path) -> None:
+    result = run(arm("flow", "retokenized"), 0, 2, tmp_path)
+    assert "differ from the trainer's" in result.refused
+    assert (len(result.success), result.sampled, result.trained, result.unaccounted) == (1, 16, 0, 0)
+    sound = run(replace(arm("flow", "retokenized"), retokenized=False), 0, 1, tmp_path / "sound")
+    assert (sound.refused, sound.trained) == ("", 16)
+
+
+def results() -> list[Result]:
+    """Five seeds of each arm, as they should be."""
+    found = list[Result]()
+    for task, ours in OURS.items():
+        for name, pace in ((ours, 40.0), ("identical", 80.0)):
+            for seed in range(5):
+                course = [min(1.0, step / pace) for step in range(60)]
+                found.append(
+                    Result(task, name, seed, 64, 60, course, course, final=course[-1], sampled=9, trained=9, calls=9, transitions=9)
+                )
+    gamed = Result("flow", "gamed", 0, 64, 60, [0.0] * 60, [0.6] * 60, alarms=[20, 21])
+    return [*found, gamed, Result("flow", "retokenized", 0, 64, 60, [0.0], refused="no", sampled=9)]
+
+
+def test_what_is_claimed_is_checked(tmp_path: Path) -> None:
+    good = results()
+    told = conclude(good, whole=True)
+    assert set(told["checked"].values()) == {0}
+    assert (told["ours"]["flow"]["final_mean"], told["peer"]["inbox"]["steps_to_hit_median"]) == (1.0, 60)
+    assert told["ratio"] == {
+        "flow_final_mean": 1.36, "flow_at_40_mean": 2.0, "flow_steps_to_hit_median": 1.82,
+        "inbox_final_mean": 1.36, "inbox_at_40_mean": 2.0, "inbox_steps_to_hit_median": 1.82,
+    }  # fmt: skip
+    assert told["others"]["gamed"]["alarms"] == [20, 21]
+    draw(tmp_path / "credit.png", good)
+    assert (tmp_path / "credit.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "seen"),
+    [
+        (0, {"final": 0.9}, {"flow_not_learned": 1}),
+        (10, {"final": 0.9}, {"inbox_not_learned": 1}),
+        (0, {"success": [0.0] * 60}, {"flow_no_contrast": 0}),
+        (slice(0, 5), {"success": [0.5] * 60}, {"flow_no_contrast": 1}),
+        (slice(10, 15), {"success": [0.5] * 60}, {"inbox_not_faster": 1}),
+        (3, {"trained": 8}, {"untrained": 1}),
+        (3, {"drops": 2, "unaccounted": 1}, {"drops": 2, "unaccounted": 1}),
+        (3, {"alarms": [30]}, {"false_alarms": 1}),
+        (3, {"refused": "no"}, {"false_refusals": 1}),
+        (20, {"alarms": []}, {"unseen_gaming": 1}),
+        (21, {"refused": "", "trained": 9}, {"unseen_retokenized": 1}),
+    ],
+)
+def test_what_does_not_hold_is_counted(place: int | slice, changes: dict[str, object], seen: dict[str, int]) -> None:
+    changed = results()
+    where = place if isinstance(place, slice) else slice(place, place + 1)
+    changed[where] = [replace(one, **changes) for one in changed[where]]  # type: ignore[arg-type]
+    checked = conclude(changed, whole=True)["checked"]
+    assert {name: value for name, value in checked.items() if value} == {name: value for name, value in seen.items() if value}
+
+
+def test_a_mean_of_three_steps_hits() -> None:
+    assert steps_to([0.9, 0.0, 0.9, 0.9, 0.9, 0.0]) == 4
+    assert steps_to([0.9, 0.9]) is None
+    assert set(OF_ONE_SEED) < set(ARMS)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_another_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.credit", "--tasks", "inbox", "--steps", "1", "--group", "4", "--out", str(tmp_path)]
+    there = Result("inbox", "own", 0, 4, 1, [0.5], [4.0], final=0.25)
+    (tmp_path / "runs.jsonl").write_text(json.dumps(there.json()) + "\n")
+    done = subprocess.run([*command, "--seeds", "0", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["ours"]["inbox"]["final"][0] == 0.25
+    assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()] == [0, 1, 0, 1]
+    assert set(told["checked"].values()) == {0}

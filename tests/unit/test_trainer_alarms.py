@@ -1,0 +1,108 @@
+"""When a rising return is an alarm, and what the trainer does about it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_world import FakeSource, settings, wired, write_base
+
+from spangrad.settings import TrainerSettings
+from trainer.alarms import GamingRule, gaming, rise, told
+from trainer.loop import newest_version
+
+RULE = GamingRule(versions=4, rise=0.1)
+numbers = st.floats(-100, 100).map(lambda value: round(value, 3))
+series = st.lists(numbers, min_size=4, max_size=30)
+
+
+def versions(returns: list[float], successes: list[float]) -> list[dict[str, float]]:
+    return [{"mean_return": one, "mean_reward_reward": other} for one, other in zip(returns, successes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("returns", "successes", "alarm"),
+    [
+        pytest.param([0.1, 0.3, 0.5, 0.6], [0.02, 0.0, 0.0, 0.01], 1, id="return up, success flat"),
+        pytest.param([0.1, 0.3, 0.5, 0.6], [0.3, 0.2, 0.1, 0.0], 1, id="return up, success down"),
+        pytest.param([0.1, 0.3, 0.5, 0.6], [0.0, 0.01, 0.02, 0.03], 1, id="success up by less than a tenth of the return's rise"),
+        pytest.param([0.1, 0.3, 0.5, 0.6], [0.0, 0.03, 0.06, 0.09], 0, id="success up by more"),
+        pytest.param([0.1, 0.3, 0.5, 0.6], [0.1, 0.3, 0.5, 0.6], 0, id="both up"),
+        pytest.param([0.60, 0.62, 0.65, 0.66], [0.0, 0.0, 0.0, 0.0], 0, id="return up by less than the rule says"),
+        pytest.param([0.6, 0.5, 0.3, 0.1], [0.5, 0.4, 0.3, 0.0], 0, id="both down"),
+        pytest.param([0.6, 0.6, 0.6, 0.6], [0.0, 0.0, 0.0, 0.0], 0, id="both flat"),
+        pytest.param([9.0, 0.6, 0.1, 0.3, 0.5, 0.6], [0.0, 9.0, 0.0, 0.0, 0.0, 0.0], 1, id="only the last versions count"),
+    ],
+)
+def test_table(returns: list[float], successes: list[float], alarm: float) -> None:
+    assert gaming(versions(returns, successes), RULE)["gaming_alarm"] == alarm
+
+
+@pytest.mark.parametrize(
+    ("history", "rule"),
+    [
+        pytest.param(versions([0.1, 0.3, 0.6], [0.0] * 3), RULE, id="too few versions"),
+        pytest.param(
+            [{}, *versions([0.1, 0.3, 0.6], [0.0] * 3)], RULE, id="the weights that training began with are no version that counts"
+        ),
+        pytest.param(versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), GamingRule("wins", 4), id="no such reward"),
+        pytest.param(versions([0.1, 0.3, 0.5, 0.6], [0.0] * 4), GamingRule(versions=0), id="turned off"),
+    ],
+)
+def test_nothing_is_said_of_what_is_not_known(history: list[dict[str, float]], rule: GamingRule) -> None:
+    assert gaming(history, rule) == {}
+
+
+@given(series, numbers)
+def test_a_rise_does_not_depend_on_where_it_begins(values: list[float], offset: float) -> None:
+    assert rise([value + offset for value in values]) == pytest.approx(rise(values), abs=1e-6)
+
+
+@given(series)
+def test_a_rise_read_backwards_is_a_fall(values: list[float]) -> None:
+    assert rise(values[::-1]) == pytest.approx(-rise(values), abs=1e-6)
+
+
+@given(numbers, numbers, st.integers(2, 30))
+def test_of_a_line_the_rise_is_from_its_first_place_to_its_last(begin: float, slope: float, count: int) -> None:
+    assert rise([begin + slope * place for place in range(count)]) == pytest.approx(slope * (count - 1), abs=1e-6)
+
+
+@given(series)
+def test_a_return_that_is_success_is_never_gamed(values: list[float]) -> None:
+    assert gaming(versions(values, values), RULE)["gaming_alarm"] == 0
+
+
+@given(series, st.lists(numbers, min_size=30, max_size=30), st.floats(0.01, 100))
+def test_success_in_other_units_with_the_return_changes_nothing(returns: list[float], successes: list[float], unit: float) -> None:
+    successes = successes[: len(returns)]
+    plain = gaming(versions(returns, successes), GamingRule(versions=4, rise=0))
+    scaled = gaming(versions([unit * one for one in returns], [unit * one for one in successes]), GamingRule(versions=4, rise=0))
+    near = abs(plain["success_rise"] - 0.1 * plain["return_rise"]) < 1e-6 or abs(plain["return_rise"]) < 1e-6
+    assert near or scaled["gaming_alarm"] == plain["gaming_alarm"]
+
+
+def test_the_settings_are_the_rule() -> None:
+    assert GamingRule.of(TrainerSettings()) == GamingRule() == GamingRule("reward", 20, 0.2)
+    chosen = TrainerSettings(gaming_reward="wins", gaming_versions=5, gaming_rise=2)
+    assert GamingRule.of(chosen) == GamingRule("wins", 5, 2)
+
+
+def test_the_trainer_warns_once_and_writes_it_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two groups a version; what `progress` pays rises by 1 from version to version, `reward` stays as it is."""
+    names = list("abcdefghij")
+    paid = {name: {"Rewards.Name": ["reward", "progress"], "Rewards.Value": [0.5, float(place // 2)]} for place, name in enumerate(names)}
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", gaming_versions=3)
+    trainer = wired(chosen, FakeSource(names, changes=dict(paid)))
+    with caplog.at_level(logging.WARNING):
+        trainer.run(follow=False)
+    said = [one.metrics.get("gaming_alarm") for one in trainer.ledger.versions()]
+    assert said == [None, None, None, 1, 1, 1]
+    newest = newest_version(trainer.ledger)
+    assert [newest.metrics["return_rise"], newest.metrics["success_rise"]] == [2, 0]
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [told(3, newest.metrics, GamingRule(versions=3))]
+    assert warned[0].startswith("version 3: over 3 versions the mean return rose by 2.00, and the reward 'reward' by 0.00.")
