@@ -300,7 +300,7 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str, *, criti
             profiler_config=None,
         )
     )
-    with _value_head():
+    with _value_head() if critic else contextlib.nullcontext():
         worker.reset()
     policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm)
     worker.set_loss_fn(value_loss_of(settings, optimizer) if critic else policy_loss)
@@ -328,14 +328,17 @@ def _value_head() -> Iterator[None]:
             local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
         )
 
-    told = logging.getLogger("transformers.modeling_utils")  # warns that the head is new
-    original, verls.load_valuehead_model, level = verls.load_valuehead_model, load, told.level
-    told.setLevel(logging.ERROR)
+    def head_is_new(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
+    told = logging.getLogger("transformers.modeling_utils")
+    original, verls.load_valuehead_model = verls.load_valuehead_model, load
+    told.addFilter(head_is_new)  # a level of its own would have transformers check, and tell of, a plan for tensor parallelism
     try:
         yield
     finally:
         verls.load_valuehead_model = original
-        told.setLevel(level)
+        told.removeFilter(head_is_new)
 
 
 def _tensordict(batch: Batch, *, entropy: bool) -> Any:

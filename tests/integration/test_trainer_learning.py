@@ -144,11 +144,14 @@ def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tm
     assert expected["updated"] == 4
 
 
-def test_a_state_without_a_critic_begins_one(tiny_model: Path, tmp_path: Path):
+def test_a_state_without_a_critic_begins_one_and_says_nothing(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     Engine(tiny_model, TrainerSettings()).save_state(tmp_path)
+    batch = chained(tiny_model)
+    capfd.readouterr()
     engine = Engine(tiny_model, TrainerSettings(estimator="gae"))
     engine.load_state(tmp_path)
-    assert engine.step(chained(tiny_model))["updated"] == 1
+    assert engine.step(batch)["updated"] == 1
+    assert capfd.readouterr() == ("", "")
 
 
 def test_dr_grpo_leaves_the_standard_deviation_out():
