@@ -22,14 +22,22 @@ from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
 
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate", "br"]
-MATCHING = {
-    "rollout_spans": "'span' AS RowKind, 'rollout' AS SpanName, 'rollout' AS RolloutKeySource,"
-    " map('spangrad.rollout.final', 'true') AS Attributes",
-    "policy_versions": "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId",
-    "batches": "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId,"
-    " 'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 0 AS Revision",
-    "transitions": "'p' AS Policy, 'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 0 AS Revision",
-}
+_BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"
+MATCHING = [
+    (
+        "rollout_spans",
+        "'span' AS RowKind, 'rollout' AS SpanName, 'rollout' AS RolloutKeySource, map('spangrad.rollout.final', 'true') AS Attributes",
+    ),
+    ("policy_versions", "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId"),
+    (
+        "batches",
+        "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId,"
+        " 'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 0 AS Revision",
+    ),
+    ("transitions", f"'p' AS Policy, {_BUILD}, 0 AS Revision"),
+    ("builds", f"{_BUILD}, 0 AS Revision"),
+    ("builds", f"{_BUILD}, 1 AS Revision"),
+]
 """What rows must be for the views that join or choose them."""
 
 
@@ -117,10 +125,12 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
             insertable = [(name, kind) for name, kind, default in columns if default not in {"MATERIALIZED", "ALIAS", "EPHEMERAL"}]
             structure = ", ".join(f"`{name}` {kind}" for name, kind in insertable)
             names = ", ".join(f"`{name}`" for name, _ in insertable)
-            values = ", ".join(_finite(name, kind) for name, kind in insertable)
+            # Claims of another day are not kept.
+            known = {"IngestedAt": "now64(6)"} if table == "claims" else {}
+            values = ", ".join(known.get(name) or _finite(name, kind) for name, kind in insertable)
             made = f"SELECT {values} FROM generateRandom('{structure.replace(chr(39), chr(92) + chr(39))}', 7, 12, 4) LIMIT 3"
             client.command(f"INSERT INTO otel.`{table}` ({names}) {made}")
-        for table, replaced in MATCHING.items():
+        for table, replaced in MATCHING:
             client.command(f"INSERT INTO otel.{table} SELECT * REPLACE ({replaced}) FROM otel.{table} LIMIT 1")
         client.close()
         yield settings
