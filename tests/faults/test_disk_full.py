@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from load_spans import Rollouts
 from road import running_road
 from running_collector import post
 from running_store import running_store, store_settings
+from small_disks import small_disk
 
 from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
@@ -30,16 +30,10 @@ QUEUE_BYTES = 2**27
 FILL_BYTES_A_SECOND = 300 * 2**20
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory that is soon full."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}m", "tmpfs", str(mount)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a small file system cannot be mounted here ({done.stderr.strip()}): run as root")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+@pytest.fixture(name="small_disk")
+def _small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", ROOM) as mount:
+        yield mount
 
 
 def fill(disk: Path) -> Path:

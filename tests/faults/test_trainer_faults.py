@@ -17,6 +17,7 @@ from conftest import Place
 from pydantic import SecretStr
 from running_postgres import running_postgres
 from running_store import answers, running_store, start_store, store_settings
+from small_disks import small_disk
 from store_world import World, trainer_over
 from trainer_world import FakeOptimiser, FakeSource, committed, settings, wired, write_base
 
@@ -32,16 +33,10 @@ DISK = 4
 """MiB."""
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system in memory that is soon full."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(mount)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a small file system cannot be mounted here ({done.stderr.strip()}): run as root")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+@pytest.fixture(name="small_disk")
+def _small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", DISK) as mount:
+        yield mount
 
 
 class Filling(FakeOptimiser):

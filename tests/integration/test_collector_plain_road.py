@@ -7,23 +7,18 @@ import uuid
 from typing import Any
 
 import pytest
+import raw_answers
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+from raw_answers import COMPLETION, FIELD, GENERATIONS
 
 from spangrad.clickhouse import connect
 from spangrad.otlp_http import Poster
 from spangrad.settings import StoreSettings
 from transition_builder.dialects.openinference import OPENAI_SCOPE
 
-FIELD = {"policy": "p", "version_start": 3, "version_end": 4, "tokenizer_hash": "tok"}
-CHOICE: dict[str, Any] = {
-    "index": 0,
-    "finish_reason": "stop",
-    "token_ids": [4, 2**32 - 1],
-    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.25}]},
-    "message": {"content": "ab"},
-}
+CHOICE: dict[str, Any] = {**raw_answers.CHOICE, "message": {"content": "ab"}}
 ANSWER: dict[str, Any] = {"id": "c", "model": "m", "prompt_token_ids": [1, 70000], "choices": [CHOICE], "spangrad": FIELD}
 NO_CALLS: list[Any] = []
 
@@ -64,19 +59,6 @@ def test_an_answer_is_a_row_a_choice(store: StoreSettings) -> None:
         (*call, 0, *of_answer, [4, 2**32 - 1], [-0.5, -1.25], *of_request, "stop", False),
         (*call, 1, *of_answer, [7], [], *of_request, "", True),
     ]
-
-
-COMPLETION = {
-    "index": 0,
-    "finish_reason": "length",
-    "prompt_token_ids": [7],
-    "token_ids": [8, 9],
-    "logprobs": {"token_logprobs": [-0.5, -0.25], "tokens": ["a", "b"]},
-}
-GENERATIONS = [
-    {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop"},
-    {"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": [-0.25], "finish_reason": None},
-]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
+from raw_answers import CHOICE, COMPLETION, FIELD, GENERATIONS
 from registry_spans import REGISTRY
 
 from spangrad.clickhouse import connect
@@ -22,27 +23,9 @@ from spangrad.settings import StoreSettings
 from transition_builder import dialects
 
 START = 1_767_225_600_000_000_000
-FIELD: dict[str, Any] = {"policy": "p", "version_start": 3, "version_end": 4, "tokenizer_hash": "tok"}
 OF_FIELD = ("p", 3, 4, "tok")
 NOBODYS = ("", None, None, "")
-CHOICE: dict[str, Any] = {
-    "index": 0,
-    "finish_reason": "stop",
-    "token_ids": [4, 2**32 - 1],
-    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.25}]},
-}
 ANSWER = {"id": "c", "model": "m", "prompt_token_ids": [1, 70000], "choices": [CHOICE], "spangrad": FIELD}
-COMPLETION = {
-    "index": 0,
-    "finish_reason": "length",
-    "prompt_token_ids": [7],
-    "token_ids": [8, 9],
-    "logprobs": {"token_logprobs": [-0.5, -0.25], "tokens": ["a", "b"]},
-}
-GENERATIONS = [
-    {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "finish_reason": "stop"},
-    {"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": [-0.25], "finish_reason": None},
-]
 WEAVE = "agentlightning.operation.output"
 LIGHTNING = {
     "prompt_token_ids": "[1,2]",

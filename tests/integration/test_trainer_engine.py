@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from checkpoints import written
 from sampling import PROMPT, logprobs_of, sample, sampled_rows
 
 from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint, credit
+from trainer import credit
 from trainer.batch import Batch, layout
 from trainer.engine import STATE_FILE, Engine
 from trainer.estimators import group_relative
@@ -46,11 +47,6 @@ def weights(engine: Engine) -> dict[str, np.ndarray]:
 def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     assert list(one) == list(other)
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
-
-
-def written(engine: Engine, base: Path, directory: Path) -> checkpoint.Checkpoint:
-    names = {"policy": "p", "branch": "main", "batch_id": "b"}
-    return checkpoint.write(directory, **names, version=1, parent=0, base=base, weights=engine.weights(), save_state=engine.save_state)
 
 
 def test_sampled_logprobs_are_the_trainers_at_each_rows_temperature(engine: Engine, rows: pl.DataFrame):
@@ -91,17 +87,7 @@ def test_a_positive_advantage_raises_its_responses_logprob(engine: Engine, tiny_
     chosen = pl.Series([1.0] + [0.0] * 23)
     before = sum(logprobs_of(tiny_model, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list()))
     engine.step(batch(rows, chosen))
-    made = checkpoint.write(
-        tmp_path,
-        policy="p",
-        branch="main",
-        version=1,
-        parent=0,
-        batch_id="b",
-        base=tiny_model,
-        weights=engine.weights(),
-        save_state=engine.save_state,
-    )
+    made = written(engine, tiny_model, tmp_path)
     assert sum(logprobs_of(made.path, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list())) > before
 
 
@@ -133,17 +119,7 @@ def test_zero_advantages_take_no_step_even_after_others(engine: Engine, rows: pl
 def test_a_resumed_engine_repeats_the_step_exactly(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
     later = rows.with_columns(Version=pl.lit(-1))
     engine.step(batch(rows))
-    made = checkpoint.write(
-        tmp_path,
-        policy="p",
-        branch="main",
-        version=1,
-        parent=0,
-        batch_id="b",
-        base=tiny_model,
-        weights=engine.weights(),
-        save_state=engine.save_state,
-    )
+    made = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch(later))
     resumed = Engine(made.path, SETTINGS)
     resumed.load_state(made.path)

@@ -11,13 +11,14 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from checkpoints import written
 from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
 from sampling import distribution, logprobs_of, sampled_rows
 
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Aggregation, Correction, Estimator, KlEstimate, Loss
-from trainer import checkpoint, learning
+from trainer import learning
 from trainer.batch import layout
 from trainer.chains import chains
 from trainer.engine import Engine
@@ -125,17 +126,7 @@ def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tm
     engine = Engine(tiny_model, settings)
     losses = [engine.step(batch)["critic_loss"] for _ in range(10)]
     assert losses[-1] < 0.5 * losses[0]
-    made = checkpoint.write(
-        tmp_path,
-        policy="p",
-        branch="main",
-        version=1,
-        parent=0,
-        batch_id="b",
-        base=tiny_model,
-        weights=engine.weights(),
-        save_state=engine.save_state,
-    )
+    made = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch)
     resumed = Engine(made.path, settings)
     resumed.load_state(made.path)
@@ -381,27 +372,17 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
     assert all(np.array_equal(before[name], value) for name, value in Engine(tiny_model, TrainerSettings()).weights()), "B begins as 0"
     first = engine.step(batch)
     assert (first["updated"], first["logprob_gap"] < 1e-4) == (1, True)
-    written = checkpoint.write(
-        tmp_path,
-        policy="p",
-        branch="main",
-        version=1,
-        parent=0,
-        batch_id="b",
-        base=tiny_model,
-        weights=engine.weights(),
-        save_state=engine.save_state,
-    )
+    made = written(engine, tiny_model, tmp_path)
     changed = {name for name, value in engine.weights() if not np.array_equal(before[name], value)}
     assert changed == {name for name in before if "proj" in name}, "every linear layer but the head"
-    sampled = pl.DataFrame(sampled_rows(written.path, 24, temperature=1.0, seed=2))
+    sampled = pl.DataFrame(sampled_rows(made.path, 24, temperature=1.0, seed=2))
     from_merged = layout(separate(sampled, pl.Series(np.linspace(-1, 1, 24))), version=0)
     assert engine.step(replace(from_merged, advantages=0 * from_merged.advantages))["logprob_gap"] < 1e-4, (
         "what is served is what is trained"
     )
     expected = engine.step(from_merged)
-    resumed = Engine(written.path, settings)
-    resumed.load_state(written.path)
+    resumed = Engine(made.path, settings)
+    resumed.load_state(made.path)
     assert resumed.step(from_merged) == expected
     for (name, ours), (_, theirs) in zip(engine.weights(), resumed.weights(), strict=True):
         assert np.array_equal(ours, theirs), name
