@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -31,6 +31,7 @@ from transition_builder.complete import decide, facts
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import OVERLAP, Discovery
 from transition_builder.frames import BUILT, LOOSE, ROOTS, Frames, Verdict, empty
+from transition_builder.portions import Portions
 from transition_builder.reading import Reader
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import sql
@@ -41,14 +42,6 @@ from transition_builder.unclaimed import claim, judge, merge, rollouts_of, stale
 
 log = logging.getLogger(__name__)
 
-CALLS_A_BUILD = 16384
-"""Calls built at a time, at most."""
-BYTES_A_BUILD = 256 * 2**20
-"""What their rows weigh in memory, about; a build needs some times as much."""
-_BYTES_A_CALL = 20 * 2**10
-"""Before any was seen: of a prompt of 4,000 tokens and five spans."""
-_SIZE = pl.col("Calls").fill_null(16) + 1
-"""Of a rollout, in calls: those that its root counted, else a guess, and one for what it weighs itself."""
 _PATIENCE = 0.05
 """A waiting rollout is looked at again after this fraction of the time that it has waited."""
 ROLLOUTS_A_LOOK = 1024
@@ -140,7 +133,7 @@ class Builder:
         self._examined = pl.DataFrame(schema={**of_rollouts, "Until": ROOTS["IngestedAt"], "Examined": pl.UInt64()})
         self._late = pl.DataFrame(schema={**of_rollouts, "Rows": pl.UInt64()})
         self._done = 0
-        self._bytes_a_call = _BYTES_A_CALL
+        self._portions = Portions()
 
     def register(self, dataset: str) -> datasets.Dataset:
         """Give the specification a name.
@@ -214,7 +207,7 @@ class Builder:
         due = _due(self._pending, now)
         for some in due.iter_slices(ROLLOUTS_A_LOOK):
             arrivals = self._source.arrivals(some)
-            for rollouts in self._portions(self._mine(self._ended(some, arrivals, now))):
+            for rollouts in self._portions.of(self._mine(self._ended(some, arrivals, now))):
                 frames = self._frames(rollouts, arrivals, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
@@ -267,7 +260,7 @@ class Builder:
         silent = judge(waiting, roots, activity, traces, now, self._spec, hurry=self._hurry)
         self._loose = _checked(self._loose, due, ["TraceId", "RolloutKey"], now)
         for some in silent.iter_slices(ROLLOUTS_A_LOOK):
-            for rollouts in self._portions(self._mine(some)):
+            for rollouts in self._portions.of(self._mine(some)):
                 of_them = waiting.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"]
                 self._build(self._source.claimed_frames(rollouts, of_them), summary)
         for some in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
@@ -280,8 +273,7 @@ class Builder:
         return pl.duration(milliseconds=seconds * 1000)
 
     def _build(self, frames: Frames, summary: Summary) -> None:
-        weight = sum(frame.estimated_size() for frame in (frames.spans, frames.calls, frames.answers))
-        self._bytes_a_call = int(weight) // int(frames.rollouts.select(_SIZE.sum()).item()) + 1
+        self._portions.weigh(frames)
         summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
         self._forget(frames.rollouts)
         read = frames.spans["TraceId"].unique()
@@ -289,16 +281,6 @@ class Builder:
         examined = frames.rollouts.select(*_ROLLOUT, Until="LastArrival", Examined="RowsRead")
         self._examined = pl.concat([self._examined.join(examined, on=_ROLLOUT, how="anti"), examined])
         self._progress(frames.rollouts.height)
-
-    def _portions(self, rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:
-        """Whole rollouts, oldest first: as few portions of as many calls as one build may hold, by what calls weighed so far."""
-        if rollouts.is_empty():
-            return
-        most = max(1, min(CALLS_A_BUILD, BYTES_A_BUILD // self._bytes_a_call))
-        total = int(rollouts.select(_SIZE.sum()).item())
-        before = _SIZE.cum_sum() - _SIZE
-        numbered = rollouts.sort("IngestedAt", *_ROLLOUT).with_columns(portion=before * -(-total // most) // total)
-        yield from (portion.drop("portion") for portion in numbered.partition_by("portion", maintain_order=True))
 
     def _forget(self, rollouts: pl.DataFrame) -> None:
         """They are built."""

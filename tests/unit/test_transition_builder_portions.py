@@ -1,0 +1,49 @@
+"""How many rollouts are built at a time."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fakes
+from transition_builder import portions
+from transition_builder.frames import ROLLOUTS, empty
+from transition_builder.portions import Portions
+
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def rollouts(calls: list[int | None]) -> pl.DataFrame:
+    """Rollouts with that many calls, the last the oldest."""
+    rows = [
+        {"RunId": "run", "RolloutId": f"r{place}", "Calls": many, "IngestedAt": BEGIN - timedelta(seconds=place)}
+        for place, many in enumerate(calls)
+    ]
+    return pl.concat([empty(ROLLOUTS), pl.DataFrame(rows, schema_overrides={"Calls": ROLLOUTS["Calls"]})], how="diagonal_relaxed")
+
+
+@given(st.lists(st.none() | st.integers(0, 9000), max_size=30))
+def test_every_rollout_is_in_one_portion_oldest_first(calls: list[int | None]) -> None:
+    cut = list(Portions().of(rollouts(calls)))
+    assert [name for portion in cut for name in portion["RolloutId"]] == [f"r{place}" for place in reversed(range(len(calls)))]
+    first = portions.BYTES_A_BUILD // (20 * 2**10)
+    for portion in cut:
+        # Begun within the bound: the rollout that ends it may be as large as it is.
+        assert sum((16 if many is None else many) + 1 for many in portion["Calls"].to_list()[:-1]) <= first
+
+
+def test_what_calls_weigh_decides_how_many_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = fakes.SpanFactory()
+    spans.call(spans.root("r", calls=1), rollout="r", PromptIds=[1] * 10_000)
+    frames = spans.frames()
+    cut = Portions()
+    many = rollouts([9] * 100)
+    assert [portion.height for portion in cut.of(many)] == [100]
+    monkeypatch.setattr(portions, "BYTES_A_BUILD", 10 * 40_000)
+    cut.weigh(frames)
+    heights = [portion.height for portion in cut.of(many)]
+    assert (sum(heights), max(heights) <= 3, len(heights) > 30) == (100, True, True)
