@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
+Name = TypeVar("Name", bound=Hashable)
 BEATS = 4
 """Renewals in the time that a lease holds: a few may fail before it is over."""
 
@@ -29,7 +31,7 @@ class _Sight:
     """By the observer's clock."""
 
 
-class Watch:
+class Watch(Generic[Name]):
     """The leases that one observer looks at. Not for several threads at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +41,7 @@ class Watch:
             clock: seconds since any moment, never moved by anybody.
         """
         self._clock = clock
-        self._seen: dict[Hashable, _Sight] = {}
+        self._seen: dict[Name, _Sight] = {}
 
     def __contains__(self, lease: object) -> bool:
         return lease in self._seen
@@ -47,7 +49,7 @@ class Watch:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def see(self, lease: Hashable, beat: int, seconds: float) -> bool:
+    def see(self, lease: Name, beat: int, seconds: float) -> bool:
         """Look at a lease; its time begins when a beat is seen first.
 
         Args:
@@ -64,16 +66,16 @@ class Watch:
             sight = self._seen[lease] = _Sight(beat, now + seconds)
         return sight.until <= now
 
-    def renew(self, lease: Hashable, seconds: float) -> None:
+    def renew(self, lease: Name, seconds: float) -> None:
         """Let a lease's time begin again: for an observer that all renewals come to."""
         sight = self._seen.get(lease)
         self._seen[lease] = _Sight(sight.beat + 1 if sight else 0, self._clock() + seconds)
 
-    def forget(self, lease: Hashable) -> None:
+    def forget(self, lease: Name) -> None:
         """It is over, or was ended."""
         self._seen.pop(lease, None)
 
-    def over(self) -> list[Hashable]:
+    def over(self) -> list[Name]:
         """The leases whose time is up."""
         now = self._clock()
         return [lease for lease, sight in self._seen.items() if sight.until <= now]

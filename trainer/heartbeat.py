@@ -17,6 +17,7 @@ from trainer.ledger import Lease, Ledger
 
 logger = logging.getLogger(__name__)
 
+
 @contextmanager
 def beating(ledger: Ledger, lease: Lease) -> Generator[None]:
     """Renew a lease until the block ends, or the lease is lost."""

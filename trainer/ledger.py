@@ -63,7 +63,7 @@ class Ledger:
         self._branch = {"policy": policy, "branch": branch}
         self.lease_seconds = lease_seconds
         self._holder = holder or this_process()
-        self._watch = Watch()
+        self._watch = Watch[str]()
         self.database = Database(place)
 
     def close(self) -> None:
