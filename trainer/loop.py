@@ -133,9 +133,12 @@ class Trainer:
             self._publish(self.publisher)
 
     def _publish(self, publisher: Publisher) -> None:
-        newest = newest_version(self.ledger)
-        seconds = publisher.publish(newest.policy_version)
-        logger.info("version %d is served (%.2f s)", newest.version, seconds)
+        """Have the branch's head served, also where that is older than what is: the branch was rolled back, and nobody told the gateway."""
+        served = publisher.served(self.settings.trainer.policy)
+        newest = newest_version(self.ledger)  # read last: what is served and newer was committed before, and the head was moved since
+        back = served is not None and newest.version < served and served in self.ledger.committed_versions()
+        seconds = publisher.publish(newest.policy_version, again=back)
+        logger.info("version %d is served (%.2f s)%s", newest.version, seconds, f": the branch went back from {served}" if back else "")
 
     def _publish_again(self) -> None:
         """An engine that was restarted serves what it was started with: have it serve the newest version."""
