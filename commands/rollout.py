@@ -77,10 +77,14 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
     from spangrad.clickhouse import connect, store_errors
 
     ledger, silent = _ledger(settings)
-    with answering_store(settings.store) as store, closing(ledger) if ledger else nullcontext(), closing(connect(store)) as client:
-        with store_errors(store.url):
-            record = replace(read(client, id_, attempt, _put_aside(ledger) if ledger else None), ledger_silent=silent)
-            alike = "" if record.spans else near(client, id_, attempt)
+    with (
+        closing(ledger) if ledger else nullcontext(),
+        answering_store(settings.store) as store,
+        closing(connect(store)) as client,
+        store_errors(store.url),
+    ):
+        record = replace(read(client, id_, attempt, _put_aside(ledger) if ledger else None), ledger_silent=silent)
+        alike = "" if record.spans else near(client, id_, attempt)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
         raise StoreError(f"the store at {store.url} holds no span of {what}. {alike}")

@@ -99,7 +99,7 @@ class Ledger:
             transaction.execute(HEADS.insert().values(**self._branch, version=version))
 
     def beginning(self, *, checksum: str, path: str, tokenizer_hash: str) -> list[int]:
-        """What `lineage` would say once these weights were entered (`register_initial`): their number, and before it those they come from."""
+        """What `lineage` would say, had this branch begun with these weights (`register_initial`)."""
         with self.database.transaction() as transaction:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
