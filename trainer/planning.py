@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from spangrad.clickhouse import connect
 from spangrad.settings import Settings
+from spangrad.types import Mode
 from spangrad.weights import checksum_directory, tokenizer_hash
+from trainer.demand import in_flight, spent
 from trainer.evaluate import best, describe_best
 from trainer.ledger import Ledger
 from trainer.plan import Past, Plan, planned
@@ -43,6 +45,8 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
     past = past_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, past, trainer)
+    steps = spent(ledger, trainer, source.build_spec).steps if ledger else 0
+    steps += max((one.batch or 0 for one in groups), default=0) + bool(past.leased)
     champion = best(ledger.versions(), trainer) if ledger else None
     return Plan(
         policy=trainer.policy,
@@ -51,6 +55,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
         build_spec=source.build_spec,
         version=past.lineage[-1],
         groups_per_batch=trainer.groups_per_batch,
+        in_flight=in_flight(trainer, steps) if Mode.TRAIN in trainer.modes else 0,
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),

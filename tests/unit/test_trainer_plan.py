@@ -32,7 +32,7 @@ def plan(of: Sequence[GroupState], past: Past = FRESH, chosen: TrainerSettings =
     source = FakeSource([one.group.group_id for one in of])
     made = planned(of, source.load, past, chosen)
     fixed = {"policy": "policy", "branch": "main", "run_id": "run", "build_spec": "spec", "version": past.lineage[-1]}
-    return Plan(**{**fixed, "groups_per_batch": 2, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
+    return Plan(**{**fixed, "groups_per_batch": 2, "in_flight": 4, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
 
 
 def fates(made: Plan) -> dict[str, tuple[str, int | None, str | None]]:
@@ -47,6 +47,7 @@ def test_later_batches_age_with_the_versions_that_earlier_ones_make():
     assert fates(made) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
     assert made.batches == 2
     assert made.sentence == "2 batches of 2 groups would be trained: 3 groups are put aside (3 stale)."
+    assert made.demand == "4 more groups are wanted: 4 shall be in flight, 0 are there; 3 groups are put aside (3 stale)."
 
 
 def test_every_reason_not_to_train_is_told():
@@ -66,6 +67,8 @@ def test_every_reason_not_to_train_is_told():
         "built; 1 rollout ended and not built (`spangrad build`); 1 group is put aside (1 greedy); 5 rollouts without a group "
         "(docs/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
     )
+    assert (made.wanted, made.demand) == (1, "1 more group is wanted: 4 shall be in flight, 3 are there; 1 group is put aside (1 greedy).")
+    assert plan(of, past, in_flight=3).demand == ""
 
 
 def test_a_branch_that_begins_at_anothers_version_is_planned_from_there(tmp_path: Path):
