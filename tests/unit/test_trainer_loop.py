@@ -286,8 +286,8 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
     contradiction = settings(base, tmp_path, credit="reward_to_go", baseline="rollout")
     with pytest.raises(SettingsError, match=r"trainer\.baseline = 'turn'"):
         loop.train(contradiction, follow=False)
-    with pytest.raises(SettingsError, match="needs a greedy rollout"):
-        loop.train(settings(base, tmp_path, estimator="remax"), follow=False)
+    with pytest.raises(SettingsError, match="compares returns with that of a whole greedy rollout"):
+        loop.train(settings(base, tmp_path, estimator="remax", credit="own", baseline="turn"), follow=False)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)
