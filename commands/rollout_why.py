@@ -196,6 +196,8 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
         ]
     if not build.transitions:
         return ["it left no transitions."]
+    if mode == Mode.GREEDY:
+        return [f"it is greedy: what the other rollouts of its group {build.group} are compared with (trainer.estimator = 'remax')."]
     if mode not in trainer.modes:
         return [f"trainer.modes takes {', '.join(trainer.modes)} only, and this is {mode}."]
     if not build.group_size:

@@ -166,7 +166,7 @@ def tokens_by_verl(settings: TrainerSettings, *, observation: int) -> list[float
 def estimator_table() -> list[str]:
     """A line an estimator: the advantage of each of the five rollouts at its first token; most have it at all of them."""
     lines = ["| `trainer.estimator` | compares | needs | here | verl |", "| --- | --- | --- | --- | --- |"]
-    scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch", "greedy": "with the greedy rollout"}
+    scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch", "greedy": "a rollout with its greedy one"}
     firsts = np.cumsum([0, *(len(turns) for _, turns in TURNS.values())])[:-1]
     tokens = np.cumsum([0, *(sum(length for length, _ in turns) for _, turns in TURNS.values())])[:-1]
     for name, facts in learning.ESTIMATORS.items():

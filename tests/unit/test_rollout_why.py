@@ -180,6 +180,13 @@ def test_only_the_trainer_s_modes_are_trained() -> None:
     assert last(record(*held_out, builds=(WHOLE_GROUP,))) == "It is not trained: trainer.modes takes train only, and this is validate."
 
 
+def test_a_greedy_rollout_is_there_for_the_others() -> None:
+    greedy = [replace(one, mode="greedy") for one in WHOLE_SPANS]
+    assert last(record(*greedy, builds=(WHOLE_GROUP,))) == (
+        "It is not trained: it is greedy: what the other rollouts of its group g7 are compared with (trainer.estimator = 'remax')."
+    )
+
+
 def test_what_was_trained_names_the_version() -> None:
     used = Trained("run-1", BUILD.spec, "policy", "main", 5, "b-1", 1, "committed")
     assert last(record(*WHOLE_SPANS, builds=(BUILD,), trained=[used])) == (
