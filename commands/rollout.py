@@ -105,4 +105,7 @@ def _put_aside(ledger: Ledger) -> PutAside:
     from trainer.policies import put_aside_by
     from trainer.source import Group
 
-    return lambda *group: put_aside_by(ledger.database, Group(*group))
+    def of(run: str, mode: str, spec: str, group: str) -> list[tuple[str, str, str]]:
+        return put_aside_by(ledger.database, Group(run, mode, spec, group))
+
+    return of
