@@ -17,7 +17,7 @@ from trainer.engine import Engine
 from trainer.estimators import estimator
 from trainer.source import Loaded
 
-CITIES, TOOLS, ROLLOUTS, STEPS = range(4), 2, 16, 12
+CITIES, TOOLS, ROLLOUTS, STEPS = range(4), 2, 16, 9
 SETTINGS = TrainerSettings(estimator="remax", learning_rate=3e-3, max_staleness=0)
 
 
@@ -36,23 +36,18 @@ def test_success_rises_against_greedy_rollouts(tiny_model: Path):
         for city, (prompt, logprobs) in enumerate(zip(prompts, after, strict=True)):
             right = tools[city % TOOLS]
             success.append(float(np.exp(logprobs[right])))
-            sampled = dice.choice(len(logprobs), ROLLOUTS, p=np.exp(logprobs, dtype=np.float64) / np.exp(logprobs, dtype=np.float64).sum())
+            chances = np.exp(logprobs, dtype=np.float64)
+            sampled = dice.choice(len(chances), ROLLOUTS, p=chances / chances.sum())
             for i, token in enumerate([int(logprobs.argmax()), *sampled.tolist()]):
                 mode, into = ("greedy", greedy) if i == 0 else ("train", rows)
-                facts = {
-                    "Mode": mode,
-                    "GroupId": f"g{city}",
-                    "PromptIds": prompt,
-                    "ResponseIds": [token],
-                    "Logprobs": [float(logprobs[token])],
-                }
-                into.append(transition_row(f"{city}-{i}", rewards=(float(token == right),), Version=step, **facts))
+                said = {"PromptIds": prompt, "ResponseIds": [token], "Logprobs": [float(logprobs[token])]}
+                facts = {"Mode": mode, "GroupId": f"g{city}", "Version": step, **said}
+                into.append(transition_row(f"{city}-{i}", rewards=(float(token == right),), **facts))
         loaded = Loaded([], pl.DataFrame(rows), pl.DataFrame(greedy))
         batch, metrics = assemble(loaded, SETTINGS, estimator(SETTINGS), version=step, divisor=1)
         greedy_returns.append(metrics["greedy_return"])
         assert engine.step(batch)["logprob_gap"] < 1e-4
     by_step = np.array(success).reshape(STEPS, -1).mean(axis=1)
-    print(by_step.round(2).tolist(), greedy_returns)
     assert by_step[0] < 0.6
     assert by_step[-1] > 0.9
     assert greedy_returns[-1] == 1.0
