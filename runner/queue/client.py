@@ -55,6 +55,8 @@ from spangrad.settings import RunnerSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+DEFAULT_URL = "http://127.0.0.1:8190"
+"""Where `spangrad queue` listens, unless told otherwise."""
 PATIENCE_SECONDS = 60.0
 """That a queue may be away: long enough for it to be started again."""
 _PAUSES = (0.05, 0.2, 0.5, 1.0)
@@ -85,7 +87,7 @@ class QueueClient:
     def of(cls, settings: RunnerSettings, *, patience_seconds: float = PATIENCE_SECONDS) -> Self:
         """The queue that the settings name."""
         token = settings.queue_token.get_secret_value() if settings.queue_token else None
-        return cls(settings.queue_url, token, patience_seconds=patience_seconds)
+        return cls(settings.queue_url or DEFAULT_URL, token, patience_seconds=patience_seconds)
 
     async def __aenter__(self) -> Self:
         """Itself."""

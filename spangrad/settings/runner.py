@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
@@ -11,20 +13,31 @@ class RunnerSettings(Section):
     """The runner of agents."""
 
     run_id: str = "default"
+    directory: Path = Path("data/runner")
+    """Where the runner keeps what agents print, how attempts ended, and the queues of runs that have no server."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
+    greedy_rollouts: bool | None = None
+    """Whether each group of mode train has one more rollout, at temperature 0. None: exactly where trainer.estimator is `remax`."""
     workers: int = Field(default=1, ge=1)
     """Agent processes."""
     concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each process."""
     max_attempts: int = Field(default=2, ge=1)
-    timeout_seconds: float = 300
+    timeout_seconds: float = Field(default=300, gt=0)
     """That an attempt may take. Time in the queue does not count."""
+    drain_seconds: float = Field(default=30, ge=0)
+    """That attempts may go on after a worker was told to end; those that are not done by then are given back."""
+    attempts_kept: int = Field(default=2000, ge=0)
+    """Rollouts whose attempts' logs are kept, the newest."""
+    attempt_log_bytes: int = Field(default=2**20, ge=0)
+    """That an attempt may write to its log; what comes after is left out."""
     gateway: bool = True
     """Agents call the policy through the gateway. False: they call `gateway.engine_url` itself, nobody counts their calls, and a
     rollout is complete when nothing new of it has come for `builder.quiet_seconds`."""
-    queue_url: str = "http://127.0.0.1:8190"
-    """Where workers, trainers and people find the queue of rollouts."""
+    queue_url: str | None = None
+    """Where workers, trainers and people find the queue of rollouts. None: `spangrad run` has a queue of its own, in
+    runner.directory, and nobody else is asked or told."""
     queue_host: str = "127.0.0.1"
     """Address that `spangrad queue` binds. Anything but loopback needs `queue_token`."""
     queue_port: int = 8190
