@@ -162,7 +162,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int) -> dict[
 async def _train(settings: Settings, services: Services, versions: int) -> None:
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=EXAMPLE)
     tasks, publisher = read_tasks(EXAMPLE / "tasks.jsonl"), Publisher(settings.gateway)
-    async with Runner(settings, agent, logs=services.directory / "logs") as runner:
+    async with Runner(settings, agent) as runner:
         for version in range(1, versions + 1):
             await runner.run(tasks, mode=Mode.TRAIN, group_size=settings.runner.group_size)
             end = time.monotonic() + STEP_SECONDS

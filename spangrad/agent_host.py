@@ -1,9 +1,10 @@
 """`python -m spangrad.agent_host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
 
-In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint"}` starts an attempt, `{"cancel": id}`
-ends one early, `{"flush": id}` sends what spans are left; the end of the pipe ends the host. Out, on what was standard output, a JSON
-object a line: first `{"ready": true}` or `{"error": sentence}`, then for each attempt, in the order of their ends,
-`{"id", "reward", "failure", "detail", "stuck", "flushed"}`, and for each flush `{"id", "flushed"}`.
+In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log"}` starts an attempt,
+`{"cancel": id}` ends one early, `{"flush": id}` sends what spans are left; the end of the pipe ends the host. Out, on what was standard
+output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`, then for each attempt, in the order of their ends,
+`{"id", "reward", "failure", "detail", "stuck", "flushed"}`, for each flush `{"id", "flushed"}`, and for each process group of a program
+`{"program": leader, "ended"}`, when it begins and when it has ended.
 Invariant: each attempt is answered once, after its spans were sent, or with `flushed` false; nothing that the agent prints gets
 between the answers.
 
@@ -43,6 +44,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
 from spangrad.attempt import AttemptNote, with_note
+from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.errors import AgentError
 from spangrad.propagation import context_from
 from spangrad.types import AttemptFailure
@@ -98,12 +100,13 @@ def _finite(value: object, what: str) -> float:
 class Host:
     """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
 
-    def __init__(self, agent: Callable[..., Any], evaluator: Callable[..., Any] | None, concurrency: int) -> None:
+    def __init__(self, agent: Callable[..., Any], evaluator: Callable[..., Any] | None, concurrency: int, log_bytes: int = 0) -> None:
         self._agent = agent
         self._wants_endpoint = "endpoint" in inspect.signature(agent).parameters
         self._evaluator = evaluator
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="agent")
         self._threads: set[Future[Any]] = set()
+        self._log_bytes = log_bytes
         self._cancelled: set[str] = set()
         self._flusher = _Flusher()
 
@@ -147,6 +150,14 @@ class Host:
     async def _attempt(self, job: Mapping[str, Any]) -> Answer:
         name: str = job["id"]
         note = AttemptNote()
+        log = AttemptLog(job.get("log"), self._log_bytes)
+        begin_log(log)
+        try:
+            return await self._noted(name, job, note)
+        finally:
+            log.close()
+
+    async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
         try:
             reward, failure, detail = await self._run(job["input"], job.get("endpoint"), note)
@@ -276,15 +287,21 @@ async def _serve(host: Host, jobs: int, answers: int) -> bool:
     return await host.serve(reader, lambda answer: _write(answers, answer))
 
 
-def _end_programs_on_sigterm() -> None:
-    """End the agent's programs before whatever else SIGTERM does here: their own parent's death reaches only their leaders."""
+def _end_group_on_sigterm() -> None:
+    """SIGTERM is the runner's death: end the agent's programs, then whatever else SIGTERM does here, then all of our own group.
+
+    A parent's death reaches only its own children, so those of our children would stay.
+    """
     before = signal.getsignal(signal.SIGTERM)
 
     def kill_and_die(number: int, frame: FrameType | None) -> None:
         kill_groups()
-        if callable(before):
-            before(number, frame)
-        else:
+        try:
+            if callable(before):
+                before(number, frame)
+        finally:
+            if os.getpgrp() == os.getpid():
+                os.killpg(os.getpid(), signal.SIGKILL)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -300,22 +317,28 @@ def main() -> None:
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
     parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
     parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
     initialize()
     sys.path.insert(0, str(args.path.resolve()))
-    if args.command:
-        _end_programs_on_sigterm()
+    _end_group_on_sigterm()
     try:
         agent = (
-            CommandAgent(json.loads(args.command), args.path.resolve(), instrument=args.instrument)
+            CommandAgent(
+                json.loads(args.command),
+                args.path.resolve(),
+                instrument=args.instrument,
+                tell=lambda leader, ended: _write(answers, {"program": leader, "ended": ended}),
+            )
             if args.command
             else load(args.agent or "")
         )
-        host = Host(agent, load(args.evaluator) if args.evaluator else None, args.concurrency)
+        host = Host(agent, load(args.evaluator) if args.evaluator else None, args.concurrency, args.log_bytes)
     except AgentError as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)
+    divide_outputs()
     gc.freeze()  # what frameworks leave at import is never garbage: spare each collection the walk
     _write(answers, {"ready": True})
     if not asyncio.run(_serve(host, jobs, answers)):

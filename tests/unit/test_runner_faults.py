@@ -94,9 +94,9 @@ async def stage(directory: Path, agent: AgentSpec, **settings: int | float) -> A
         found = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
-            runner=RunnerSettings.model_validate({"run_id": "run", **settings}),
+            runner=RunnerSettings.model_validate({"run_id": "run", "directory": directory / "runner", **settings}),
         )
-        async with Runner(found, agent, logs=directory / "logs") as runner:
+        async with Runner(found, agent) as runner:
             yield Stage(runner, sink, gateway)
 
 
