@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import quote
+
+from sqlalchemy import event
 
 from runner.ids import ordered_ids
 from runner.queue.client import QueueClient
@@ -54,7 +56,7 @@ class EmbeddedQueue(QueueClient):
         """
         super().__init__("embedded")
         self.file = file
-        self._service = Service(QueueDatabase(f"sqlite:///{file}"), defaults)
+        self._service = Service(_opened(file), defaults)
         self._watch = asyncio.create_task(self._service.watch(), name="queue watch")
 
     @classmethod
@@ -148,6 +150,21 @@ def _directory(settings: RunnerSettings) -> Path:
 
 def _defaults(settings: RunnerSettings) -> Defaults:
     return Defaults(settings.timeout_seconds, settings.max_attempts, settings.queue_lease_seconds)
+
+
+def _opened(file: Path) -> QueueDatabase:
+    """The file's database, whose commits survive this process, but are not waited for until they are on the disk.
+
+    Who embeds a queue has nobody else who counts on it: when the machine dies, so does whoever was told of the last commits.
+    """
+    database = QueueDatabase(f"sqlite:///{file}")
+    event.listen(database.engine, "connect", _relax)
+    database.engine.dispose()  # the connection that made the tables was opened before
+    return database
+
+
+def _relax(connection: Any, _: object) -> None:
+    connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def _remove(file: Path) -> None:

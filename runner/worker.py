@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 2.0
 """That the queue may keep a question for work: a drain waits for its answer."""
+_GATHER_SECONDS = 0.005
 _RELEASED = Why(AttemptFailure.RELEASED, "its worker was told to end", final=False, told=False)
 
 
@@ -123,6 +124,7 @@ class Worker:
             if self._free < 1:
                 self._room.clear()
                 await self._room.wait()
+                await asyncio.sleep(_GATHER_SECONDS)  # attempts end in swarms: lease for all that are free by then at once
                 continue
             for lease in await self._queue.lease(self._run_id, self.name, self._free, wait_seconds=_ASK_SECONDS):
                 self._begin(lease)
