@@ -27,8 +27,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from commands.agents import read_tasks
 from commands.demo.services import CHECKOUT, Services, clean_directory, demo_settings, write_settings
-from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Runner
 from spangrad.clickhouse import connect

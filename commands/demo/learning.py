@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collector.otelcol import find_binary
+from commands.agents import read_tasks
 from commands.demo.report import Step, conclude
 from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
-from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
 from spangrad import semconv

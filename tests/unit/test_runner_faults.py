@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.run import read_tasks
+from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink
 from runner.agents import AgentSpec, CallableAgent
 from runner.runner import Runner

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.run import read_tasks
+from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.agents import CallableAgent
 from runner.runner import Runner
