@@ -1,13 +1,14 @@
-"""How many rollouts a second are handed out: enqueued, leased, run by an agent that answers at once, completed; ours, on disk, against a peer.
+"""How many rollouts a second are handed out: enqueued, leased, run by an agent that answers at once, completed; ours against a peer.
 
 In: how many, how many others wait in the queue, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check
 fails. Invariant: server, enqueuer and workers are processes of their own and speak HTTP; the time runs from the first enqueue to the last
-acknowledged completion, and workers begin when all are enqueued; every id that was enqueued must be handled, once, by what the workers say and by what the server says.
+acknowledged completion, and workers begin when all are enqueued; every id that was enqueued must be handled, once, by what the workers
+say and by what the server says.
 
-Ours, twice: workers that take a hundred at once, and workers that take one at a time. SQLite, each answer after its commit is on the disk; a
-hundred thousand other rollouts of the run wait behind those that are measured. The peer keeps all in memory, with an empty queue, twice:
-its runner as its users run it, one at a time; and its bare store client, a hundred at once. `ratio.rollouts_per_s` compares with the
-faster of these; `ratio.rollouts_per_s_singly` ours one at a time with its runner.
+Ours, twice: workers that take a hundred at once, and workers that take one at a time. SQLite, each answer after its commit is on the
+disk; a hundred thousand other rollouts of the run wait behind those that are measured. The peer keeps all in memory, with an empty queue,
+twice: its runner as its users run it, one at a time; and its bare store client, a hundred at once. `ratio.rollouts_per_s` compares with
+the faster of these; `ratio.rollouts_per_s_singly` ours one at a time with its runner.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ In: an empty directory. Out: commands of an enqueuer and of workers, and what it
 process is in its own environment and does what its own users' code does.
 
 `runner`: its LitAgentRunner, one rollout at a time, as its Trainer runs agents (each writes a reward span, which its users need).
-`store`: nothing but its LightningStoreClient: takes a hundred at once (`dequeue_many_rollouts`) and marks each succeeded (`update_attempt`; it
-has no call for several), all hundred at the same time. No runner, no span, no reward.
+`store`: nothing but its LightningStoreClient: takes a hundred at once (`dequeue_many_rollouts`) and marks each succeeded
+(`update_attempt`; it has no call for several), all hundred at the same time. No runner, no span, no reward.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def crash_settings(db: str) -> RunnerSettings:
     return queue_settings(db, queue_lease_seconds=2.0)
 
 
-async def test_a_few_kills_lose_nothing(queue_db: str, tmp_path: Path) -> None:
-    await survive(crash_settings(queue_db), tmp_path, kills=3, seed=1)
+async def test_a_few_kills_lose_nothing(tmp_path: Path) -> None:
+    await survive(crash_settings(f"sqlite:///{tmp_path}/queue.db"), tmp_path, kills=3, seed=1)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,14 @@ def test_the_order_of_ends_is_the_order_in_which_they_were_told(queue_db: str) -
     assert len(found) == 15
     assert end == rest[-1].cursor
     database.close()
+
+
+def test_what_is_committed_is_on_the_disk(tmp_path: Path) -> None:
+    database = QueueDatabase(f"sqlite:///{tmp_path}/queue.db")
+    with database.reading() as connection:
+        pragmas = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("journal_mode", "synchronous")}
+    database.close()
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2}, "FULL: each commit waits for the log's fsync"
 
 
 def test_a_database_has_one_server(queue_db: str) -> None:
