@@ -71,6 +71,10 @@ class Watch(Generic[Name]):
         sight = self._seen.get(lease)
         self._seen[lease] = _Sight(sight.beat + 1 if sight else 0, self._clock() + seconds)
 
+    def prolong(self, seconds: float) -> None:
+        """Let all leases hold for so much longer: the observer itself was held up, and may not have seen renewals that had come."""
+        self._seen = {lease: _Sight(sight.beat, sight.until + seconds) for lease, sight in self._seen.items()}
+
     def forget(self, lease: Name) -> None:
         """It is over, or was ended."""
         self._seen.pop(lease, None)

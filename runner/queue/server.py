@@ -65,7 +65,7 @@ def serve(settings: RunnerSettings) -> None:
         SpangradError: the address may not be bound, or is in use.
         QueueError: the database is none, does not answer, or has another server.
     """
-    require_safe_bind(settings.queue_host, settings.queue_token, "runner.queue")
+    require_safe_bind(settings.queue_host, settings.queue_token, "runner", "queue_")
     require_free_port(settings.queue_host, settings.queue_port, "runner.queue_port")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings))

@@ -80,6 +80,8 @@ class Service:
         self._news: dict[str, asyncio.Event] = {}
         """By run: something is queued, or has ended."""
         self._stopping = False
+        self.looks = 0
+        """At what is over."""
         with database.reading() as connection:
             self._endings = Endings(connection)
             self._take(rows.running(connection), fresh=False)
@@ -89,8 +91,17 @@ class Service:
 
     @property
     def in_flight(self) -> int:
-        """Attempts under way."""
+        """How many attempts are under way."""
         return len(self._running)
+
+    @property
+    def waiting(self) -> Sequence[str]:
+        """Runs that somebody waits for news of."""
+        return list(self._news)
+
+    def attempts(self) -> list[Running]:
+        """The attempts under way."""
+        return list(self._running.values())
 
     async def close(self) -> None:
         """Answer those who wait, finish what was asked for, close the database."""
@@ -211,13 +222,18 @@ class Service:
 
     async def watch(self) -> None:
         """End what is over by time, or by its worker's death, until cancelled."""
+        before = time.monotonic()
         for look in range(1 << 62):
             await asyncio.sleep(LOOK_SECONDS)
+            late, before = time.monotonic() - before - LOOK_SECONDS, time.monotonic()
+            if late > LOOK_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
+                self._held.prolong(late)
             try:
                 await self._sweep(with_dead=look % _DEAD_LOOKS == 0)
             except QueueError as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(_AGAIN_SECONDS)
+            self.looks += 1
 
     async def _sweep(self, *, with_dead: bool) -> None:
         endings: dict[Key, Ending] = {}

@@ -54,6 +54,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="queue writer", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """Functions that no transaction has taken yet."""
+        return self._jobs.qsize()
+
     async def do(self, work: Callable[[sa.Connection], T]) -> T:
         """Run a function in a transaction, and return its value once that is committed.
 
