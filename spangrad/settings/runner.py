@@ -23,8 +23,8 @@ class RunnerSettings(Section):
     gateway: bool = True
     """Agents call the policy through the gateway. False: they call `gateway.engine_url` itself, nobody counts their calls, and a
     rollout is complete when nothing new of it has come for `builder.quiet_seconds`."""
-    queue_url: str = "http://127.0.0.1:8190"
-    """Where workers, trainers and people find the queue of rollouts."""
+    queue_url: str | None = None
+    """Where the queue of rollouts answers, whom the trainer tells how many groups it wants. None: there is no queue."""
     queue_host: str = "127.0.0.1"
     """Address that `spangrad queue` binds. Anything but loopback needs `queue_token`."""
     queue_port: int = 8190
