@@ -135,7 +135,7 @@ class Attempts:
                 if calls is None and answer.failure is None:
                     answer = Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
             if lease.attempt:
-                await self._mourn_before(lease)
+                await self._write_lost(await self.queue.rollout(lease.rollout_id), None)
         except StoppedError:
             pass
         except SpangradError as error:
@@ -153,29 +153,27 @@ class Attempts:
         if not standing.attempts or standing.state not in {State.DEAD, State.CANCELLED}:
             return
         last = standing.attempts[-1]
-        if standing.state is State.CANCELLED and last.reason is not AttemptFailure.CANCELLED:
+        between = standing.state is State.CANCELLED and last.reason is not AttemptFailure.CANCELLED
+        if not between and not _ended_by_queue(last):
+            return
+        whole = await self.queue.rollout(standing.rollout_id) if last.attempt else standing
+        await self._write_lost(whole, None if between else last.attempt)
+        if between:
             # No attempt was under way, and those before were not the last: somebody must say that no other comes.
-            said = "the rollout was cancelled between two attempts"
-            await self._write(standing, last.attempt + 1, Answer(None, AttemptFailure.CANCELLED, said), 0, final=True)
-        elif _ended_by_queue(last):
-            answer = Answer(None, last.reason, last.detail)
-            await self._write(standing, last.attempt, answer, await self._calls(standing, last.attempt), final=True)
+            said = Answer(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
+            await self._write(standing, last.attempt + 1, said, 0, final=True)
 
-    async def _mourn_before(self, lease: Lease) -> None:
-        """Write the roots of earlier attempts whose workers are gone: until they are there, the builder waits for them."""
-        standing = await self.queue.rollout(lease.rollout_id)
-        for one in standing.attempts:
-            if one.attempt < lease.attempt and _ended_by_queue(one):
-                answer = Answer(None, one.reason, one.detail)
-                await self._write(standing, one.attempt, answer, await self._calls(standing, one.attempt), final=False)
+    async def _write_lost(self, whole: Standing, final: int | None) -> None:
+        """Write the roots of attempts whose workers are gone: until they are there, the builder waits for them."""
+        for one in whole.attempts:
+            if _ended_by_queue(one):
+                key = RolloutKey(whole.run_id, whole.rollout_id, one.attempt)
+                calls = await self._gateway.calls(key) if self._gateway is not None else None
+                await self._write(whole, one.attempt, Answer(None, one.reason, one.detail), calls, final=one.attempt == final)
 
     async def _write(self, standing: Standing, attempt: int, answer: Answer, calls: int | None, *, final: bool) -> None:
         if self.roots.claim(standing.rollout_id, attempt):
             self.roots.close(self.roots.open(_rollout(standing, attempt)), answer, calls, final=final)
-
-    async def _calls(self, standing: Standing, attempt: int) -> int | None:
-        key = RolloutKey(standing.run_id, standing.rollout_id, attempt)
-        return await self._gateway.calls(key) if self._gateway is not None else None
 
     def _job(self, rollout: Rollout, carried: Mapping[str, str]) -> Job:
         return Job(

@@ -79,7 +79,8 @@ class Worker:
         """
         self._draining = True
         self._room.set()
-        await self._until(lambda: self._tasks[0].done())
+        await asyncio.wait([self._tasks[0]], timeout=2 * _ASK_SECONDS)
+        self._tasks[0].cancel()  # the queue is away, and has handed out nothing
         try:
             async with asyncio.timeout(seconds):
                 await self._until(lambda: not self._held)

@@ -46,6 +46,7 @@ from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_g
 from spangrad.attempt import AttemptNote, with_note
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.errors import AgentError
+from spangrad.processes import kill_descendants
 from spangrad.propagation import context_from
 from spangrad.types import AttemptFailure
 
@@ -287,21 +288,20 @@ async def _serve(host: Host, jobs: int, answers: int) -> bool:
     return await host.serve(reader, lambda answer: _write(answers, answer))
 
 
-def _end_group_on_sigterm() -> None:
-    """SIGTERM is the runner's death: end the agent's programs, then whatever else SIGTERM does here, then all of our own group.
+def _end_all_on_sigterm() -> None:
+    """SIGTERM is the runner's death: end the agent's programs and our own children, then do whatever else SIGTERM does here.
 
     A parent's death reaches only its own children, so those of our children would stay.
     """
     before = signal.getsignal(signal.SIGTERM)
 
     def kill_and_die(number: int, frame: FrameType | None) -> None:
+        if os.getpgrp() == os.getpid():
+            kill_descendants()
         kill_groups()
-        try:
-            if callable(before):
-                before(number, frame)
-        finally:
-            if os.getpgrp() == os.getpid():
-                os.killpg(os.getpid(), signal.SIGKILL)
+        if callable(before):
+            before(number, frame)
+        else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -322,7 +322,7 @@ def main() -> None:
     jobs, answers = _private_pipes()
     initialize()
     sys.path.insert(0, str(args.path.resolve()))
-    _end_group_on_sigterm()
+    _end_all_on_sigterm()
     try:
         agent = (
             CommandAgent(

@@ -39,7 +39,6 @@ def queue_process(settings: RunnerSettings, log: Path, env: dict[str, str] | Non
     """`spangrad queue`, ready; whoever starts it stops it."""
     values = {
         "runner.queue_port": settings.queue_port,
-        "runner.queue_url": settings.queue_url,
         "runner.queue_db": settings.queue_db.get_secret_value(),
         "runner.queue_lease_seconds": settings.queue_lease_seconds,
         "runner.timeout_seconds": settings.timeout_seconds,

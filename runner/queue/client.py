@@ -55,8 +55,6 @@ from spangrad.settings import RunnerSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-DEFAULT_URL = "http://127.0.0.1:8190"
-"""Where `spangrad queue` listens, unless told otherwise."""
 PATIENCE_SECONDS = 60.0
 """That a queue may be away: long enough for it to be started again."""
 _PAUSES = (0.05, 0.2, 0.5, 1.0)
@@ -85,9 +83,9 @@ class QueueClient:
 
     @classmethod
     def of(cls, settings: RunnerSettings, *, patience_seconds: float = PATIENCE_SECONDS) -> Self:
-        """The queue that the settings name."""
+        """The queue that the settings name: at runner.queue_url, else where one that is started with these settings listens."""
         token = settings.queue_token.get_secret_value() if settings.queue_token else None
-        return cls(settings.queue_url or DEFAULT_URL, token, patience_seconds=patience_seconds)
+        return cls(settings.queue_url or default_url(settings), token, patience_seconds=patience_seconds)
 
     async def __aenter__(self) -> Self:
         """Itself."""
@@ -306,6 +304,12 @@ class PlainQueue:
     def wait(self, asked: Coroutine[Any, Any, T]) -> T:
         """Wait for what the client answers: `queue.wait(queue.client.lease("run", "me", 4))`."""
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+
+def default_url(settings: RunnerSettings) -> str:
+    """Where `spangrad queue` listens with these settings."""
+    host = settings.queue_host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.queue_port}"
 
 
 def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -> NewRollout:

@@ -89,8 +89,8 @@ def enqueue(
             )
     if new:
         transaction.execute(_INSERT, list(new.values()))
-        groups = {row["group_id"]: row["mode"] for row in new.values()}
-        rows = [{"run_id": run_id, "group_id": group, "mode": mode} for group, mode in groups.items()]
+        groups = dict.fromkeys((row["group_id"], row["mode"]) for row in new.values())
+        rows = [{"run_id": run_id, "group_id": group, "mode": mode} for group, mode in groups]
         database.insert_new(transaction, GROUPS, rows)
     return len(ids) - len(new)
 
@@ -169,7 +169,15 @@ def counts(connection: sa.Connection, run_id: str | None = None) -> list[Run]:
     found: dict[str, dict[State, int]] = {}
     for run, state, count in connection.execute(query):
         found.setdefault(run, {})[State(state)] = count
-    return [Run(run_id=run, states={state: states[state] for state in State if state in states}) for run, states in sorted(found.items())]
+    newest = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.run_id == sa.bindparam("run"))
+    return [
+        Run(
+            run_id=run,
+            states={state: states[state] for state in State if state in states},
+            cursor=connection.execute(newest, {"run": run}).scalar() or 0,
+        )
+        for run, states in sorted(found.items())
+    ]
 
 
 def rollout(connection: sa.Connection, rollout_id: str) -> Rollout | None:

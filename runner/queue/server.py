@@ -18,6 +18,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from runner.queue.client import default_url
 from runner.queue.metrics import Metrics
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
@@ -76,7 +77,7 @@ async def _serve(settings: RunnerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with running(settings) as service:
-        log.info("queue ready: %s, database %s, %d in flight", settings.queue_url, service.database.shown, service.in_flight)
+        log.info("queue ready: %s, database %s, %d in flight", default_url(settings), service.database.shown, service.in_flight)
         await stopping.wait()
 
 
@@ -170,7 +171,7 @@ class Answers:
         """How the rollouts of one run stand."""
         name = request.match_info["run"]
         found = await self._service.counts(name)
-        return _json(found[0] if found else Run(run_id=name, states={}))
+        return _json(found[0] if found else Run(run_id=name, states={}, cursor=0))
 
     async def ended(self, request: web.Request) -> web.Response:
         """Rollouts of a run in the order in which they ended."""

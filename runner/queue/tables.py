@@ -71,7 +71,7 @@ GROUPS = sa.Table(
     METADATA,
     sa.Column("run_id", sa.String, primary_key=True),
     sa.Column("group_id", sa.String, primary_key=True),
-    sa.Column("mode", sa.String, nullable=False),
+    sa.Column("mode", sa.String, primary_key=True, comment="a group may have rollouts of several"),
     sa.Column("cancelled", sa.Boolean, nullable=False, server_default=sa.false(), comment="a rollout of it was: it will never be whole"),
     sqlite_with_rowid=False,
 )

@@ -275,6 +275,8 @@ class Run(Struct, frozen=True, kw_only=True):
 
     run_id: str
     states: dict[State, int]
+    cursor: int
+    """The newest place in the order in which its rollouts ended; 0: none has."""
 
 
 class Runs(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from runner.queue.server import serve
 from runner.queue.wire import Cancelled, Completion, Demand, Failure, Held, Lease, Result, State, Wanted, Which
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
-from spangrad.types import AttemptFailure
+from spangrad.types import AttemptFailure, Mode
 
 __all__ = ["queue_db"]
 
@@ -296,7 +296,9 @@ async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
     settings = queue_settings(queue_db)
     async with serving(settings) as (client, _):
         assert await client.demand("run") == Demand(groups=0, enqueued=0, branches=[])
-        await client.enqueue("run", [*some(16, group_size=8), *some(4, "held out", mode="validate")])
+        apart = [msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in some(16, group_size=8)]
+        await client.enqueue("run", apart[:8])
+        await client.enqueue("run", [*some(16, group_size=8), *some(4, "held out", mode="validate"), *apart])
         main = Wanted(policy="policy", branch="main", groups=12, oldest_version=3)
         for _ in range(2):
             assert await client.want("run", main) == Demand(groups=12, enqueued=2, branches=[main])
@@ -331,6 +333,7 @@ async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) ->
         assert not watcher.done()
         await client.complete([done(lease)])
         found = await watcher
+        assert (await client.run("run")).cursor == found.cursor > 0
         assert ([one.rollout_id for one in found.rollouts], time.monotonic() - began < 10) == (["r0"], True)
         assert (await client.ended("run", after=found.cursor)).rollouts == []
         assert await client.lease("run", "worker", wait_seconds=0.05) == []
@@ -407,7 +410,7 @@ async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Pat
 
 async def test_refusals_are_sentences(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_token=SecretStr("secret"))
-    async with serving(settings) as (client, _), aiohttp.ClientSession(settings.queue_url) as session:
+    async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
 
         async def ask(method: str, path: str, body: str = "", token: str = "secret") -> tuple[int, str]:
             async with session.request(method, path, data=body, headers={"Authorization": f"Bearer {token}"}) as answer:
@@ -455,7 +458,7 @@ async def test_refusals_are_sentences(tmp_path: Path) -> None:
 
 async def test_metrics_are_prometheus(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
-    async with serving(settings) as (client, _), aiohttp.ClientSession(settings.queue_url) as session:
+    async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
         await client.enqueue("run", some(4))
         one, two, _ = await client.lease("run", "worker", 3)
         await client.complete([done(one)])
@@ -509,5 +512,5 @@ def test_beyond_loopback_there_must_be_a_token(tmp_path: Path) -> None:
 async def test_a_queue_that_is_away_is_named(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with QueueClient.of(settings, patience_seconds=0) as client:
-        with pytest.raises(QueueError, match=rf"no queue answers at {settings.queue_url} .* Start it with `spangrad queue`"):
+        with pytest.raises(QueueError, match=rf"no queue answers at {client.url} .* Start it with `spangrad queue`"):
             await client.runs()
