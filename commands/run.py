@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.agents import Command, agent_spec, read_tasks
+from commands.agents import Command, agent_spec, on_signals, read_tasks
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import AgentError
 from spangrad.types import Mode, Task
@@ -31,6 +31,8 @@ def run(
     group_size: int | None = None,
     run_id: str | None = None,
     resume: bool = False,
+    follow_demand: bool = False,
+    seed: int = 0,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
@@ -47,6 +49,9 @@ def run(
         group_size: rollouts a task.
         run_id: the run that the rollouts belong to.
         resume: finish what a process that was killed has left of the run, instead of beginning anything.
+        follow_demand: run tasks, in an order of the seed's, as long as trainers want groups of the run: the queue at runner.queue_url
+            tells how many. Ends at SIGTERM, as a worker does.
+        seed: of the order in which --follow-demand takes tasks.
     """
     settings = resolve(config, set_, {"runner.group_size": group_size, "runner.run_id": run_id})
     log_to_stderr()
@@ -54,12 +59,26 @@ def run(
         raise AgentError(
             "give --tasks FILE, or --resume: what a process that was killed has left is finished before anything new is begun."
         )
+    if follow_demand and (tasks is None or settings.runner.queue_url is None):
+        raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
     spec = agent_spec(command, agent, evaluator, directory, instrument=instrument)
+    if follow_demand and tasks is not None:
+        asyncio.run(_follow(settings, spec, read_tasks(tasks), seed))
+        return
     try:
         outcomes = asyncio.run(_run(settings, spec, None if tasks is None else read_tasks(tasks), mode))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     _show(outcomes)
+
+
+async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], seed: int) -> None:
+    from runner.runner import Runner
+
+    ending = asyncio.Event()
+    on_signals(ending.set)
+    async with Runner(settings, spec) as runner:
+        await runner.follow(tasks, ending, seed=seed)
 
 
 async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None, mode: Mode) -> list[Outcome]:

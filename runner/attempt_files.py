@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,7 +46,7 @@ class AttemptFiles:
         """Where an attempt writes; made by who writes first. None: nothing is kept."""
         return str(self._root / _name(rollout_id) / str(attempt)) if self._keep else None
 
-    def end(self, rollout_id: str, attempt: int, facts: dict[str, object]) -> None:
+    def end(self, rollout_id: str, attempt: int, facts: Mapping[str, object]) -> None:
         """Write how an attempt ended; of a success only where it printed something.
 
         Args:

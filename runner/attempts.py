@@ -93,7 +93,7 @@ class Attempts:
         self, pool: HostPool, gateway: GatewayClient | None, roots: Roots, queue: QueueClient, files: AttemptFiles, timeout_seconds: float
     ) -> None:
         self._pool = pool
-        self._gateway = gateway
+        self.gateway = gateway
         self.roots = roots
         self.files = files
         self.queue = queue
@@ -114,6 +114,7 @@ class Attempts:
         began: float | None = None
         answer = Answer(None, AttemptFailure.CANCELLED, "it had not begun")
         calls: int | None = 0
+        seconds = 0.0
         try:
             try:
                 host = await stop.first(self._pool.take())
@@ -121,17 +122,18 @@ class Attempts:
                     began, calls = time.monotonic(), None
                     span = self.roots.open(rollout)
                     carried = carrier(rollout, span)
-                    if self._gateway is not None:
-                        await self._gateway.announce(rollout.key, rollout.mode, carried["traceparent"])
+                    if self.gateway is not None:
+                        await self.gateway.announce(rollout.key, rollout.mode, carried["traceparent"])
                     timeout = min(lease.timeout_seconds, self._timeout)
                     answer = await host.run(self._job(rollout, carried), timeout, stop.asked)
                 finally:
                     self._pool.give(host)
             finally:
-                seconds = time.monotonic() - began if began is not None else 0.0
+                if began is not None:
+                    seconds = time.monotonic() - began
                 ran()
-            if self._gateway is not None and not stop.asked.done():
-                calls = await self._gateway.calls(rollout.key)
+            if self.gateway is not None and not stop.asked.done():
+                calls = await self.gateway.calls(rollout.key)
                 if calls is None and answer.failure is None:
                     answer = Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
             if lease.attempt:
@@ -168,7 +170,7 @@ class Attempts:
         for one in whole.attempts:
             if _ended_by_queue(one):
                 key = RolloutKey(whole.run_id, whole.rollout_id, one.attempt)
-                calls = await self._gateway.calls(key) if self._gateway is not None else None
+                calls = await self.gateway.calls(key) if self.gateway is not None else None
                 await self._write(whole, one.attempt, Answer(None, one.reason, one.detail), calls, final=one.attempt == final)
 
     async def _write(self, standing: Standing, attempt: int, answer: Answer, calls: int | None, *, final: bool) -> None:
@@ -181,7 +183,7 @@ class Attempts:
             input=rollout.task.input,
             traceparent=carried["traceparent"],
             baggage=carried["baggage"],
-            endpoint=self._gateway.endpoint(rollout.key) if self._gateway is not None else None,
+            endpoint=self.gateway.endpoint(rollout.key) if self.gateway is not None else None,
             log=self.files.directory(rollout.key.rollout_id, rollout.key.attempt),
         )
 

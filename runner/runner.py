@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from runner.agents import AgentSpec, agent_environment
 from runner.attempt_files import AttemptFiles
 from runner.attempts import Attempts, Why
+from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
 from runner.gateway_client import GatewayClient
 from runner.groups import rollouts_of, wants_greedy
@@ -37,6 +38,8 @@ _logger = logging.getLogger(__name__)
 _STORE_PATIENCE_SECONDS = 30.0
 _NEWS_SECONDS = 10.0
 _NEWS_MOST = 1000
+_DEMAND_SECONDS = 0.5
+"""Between two looks at the demand."""
 _WORDS = 1000
 """Rollouts in one cancellation."""
 _STOPPED = Why(AttemptFailure.CANCELLED, "the runner was stopped", final=True, told=True)
@@ -155,6 +158,34 @@ class Runner:
         except BaseException:
             await self._abandon(ids, 0)
             raise
+
+    async def follow(self, tasks: Sequence[Task], ending: asyncio.Event, *, seed: int) -> None:
+        """Enqueue groups of mode train as trainers want them, and work on them, until `ending` is set; then drain.
+
+        Args:
+            tasks: taken in an order of the seed's, again and again.
+            ending: set when it is to end; what is not done by then stays in the queue.
+            seed: of that order.
+
+        Raises:
+            SpangradError: as `run`.
+        """
+
+        async def served(policy: str) -> int | None:
+            return await self._attempts.gateway.served(policy) if self._attempts.gateway is not None else None
+
+        source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=queued, served=served)
+        told = asyncio.create_task(ending.wait())
+        try:
+            while not told.done():
+                await source.look()
+                waits: set[asyncio.Future[Any]] = {told, self._worker.failed}
+                await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if self._worker.failed.done():
+                    raise self._worker.failed.result()
+        finally:
+            told.cancel()
+            await self._worker.drain(0 if self._worker.failed.done() else self._settings.runner.drain_seconds)
 
     async def waiting(self) -> list[str]:
         """Every rollout of the run that is in the queue, in the order of arrival."""

@@ -58,7 +58,7 @@ class CommandAgent:
             AgentError: the program, or opentelemetry-instrument, is not there.
         """
         self._directory = directory
-        self._tell = tell or (lambda leader, ended: None)
+        self._tell = tell or _tell_nobody
         program = _program(command, directory)
         self._command = [_instrumenter(program), *command] if instrument else list(command)
 
@@ -104,6 +104,10 @@ class CommandAgent:
         if code:
             raise ExitCode(f"exit code {code}")
         return _last_line(tail, whole=whole)
+
+
+def _tell_nobody(leader: int, ended: bool) -> None:
+    del leader, ended
 
 
 def kill_groups() -> None:
