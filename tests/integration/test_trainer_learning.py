@@ -280,7 +280,7 @@ def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path
     batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), version=0)
     engine = Engine(tiny_model, TrainerSettings(loss=name, loss_options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE))
     engine.step(batch)
-    moved = engine._logprobs(engine._worker, batch) - batch.logprobs
+    moved = engine._logprobs("policy", batch) - batch.logprobs
     assert (moved * batch.advantages).sum() > 0.1
 
 
