@@ -53,9 +53,9 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
             model_type="value_model" if critic else "language_model",
             model_config=HFModelConfig(
                 path=str(model),
-                use_remove_padding=False,  # packing rows needs flash attention
-                override_config={"attn_implementation": "sdpa"},
-                enable_gradient_checkpointing=device != "cpu",
+                use_remove_padding=settings.packing,
+                override_config={"attn_implementation": "flash_attention_2" if settings.packing else "sdpa"},
+                enable_gradient_checkpointing=device != "cpu" if settings.gradient_checkpointing is None else settings.gradient_checkpointing,
                 lora_rank=rank,
                 lora_alpha=settings.lora_alpha,
                 target_modules=list(settings.lora_modules) or "all-linear",

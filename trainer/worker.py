@@ -8,6 +8,7 @@ verl is imported with this module, so `trainer.process.choose_platform` comes fi
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +26,7 @@ from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from trainer import checkpoint
 from trainer.lora import merged
-from trainer.process import quiet
+from trainer.process import join_group, quiet
 from trainer.verl_worker import training_worker
 
 MESH = "train"
@@ -47,6 +48,19 @@ class Rank(Worker):
         super().__init__()
         self._model, self._settings = model, settings
         self._models: dict[Role, Any] = {}
+
+    def meeting_place(self) -> str:
+        """Where other ranks may meet this one: a port of this node that is free."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join(self, device: str, rendezvous: str) -> None:
+        """Meet the other ranks; not for a rank whose process is a group of its own already."""
+        join_group(device, rendezvous)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, device: str) -> None:
