@@ -7,11 +7,15 @@ verl prints goes to the log.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator
+
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,18 @@ def prepare_process() -> str:
         # A group of one needs no rendezvous over a port.
         torch.distributed.init_process_group(_BACKENDS[device], store=torch.distributed.HashStore(), rank=0, world_size=1)
     return device
+
+
+def check_device(settings: TrainerSettings, device: str) -> None:
+    """Refuse what a device cannot do.
+
+    Raises:
+        SettingsError: rows are to be packed on a CPU, or without flash attention.
+    """
+    if settings.packing and device == "cpu":
+        raise SettingsError("trainer.packing = true needs a GPU, and there is none. Set trainer.packing = false.")
+    if settings.packing and importlib.util.find_spec("flash_attn") is None:
+        raise SettingsError("trainer.packing = true needs the package flash-attn. Install it, or set trainer.packing = false.")
 
 
 def worker_environment(device: str, *, own: bool) -> dict[str, str]:

@@ -24,6 +24,8 @@ from spangrad.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
+_SHORT = "/tmp"
+"""Ray's sockets lie 80 characters deeper, and their paths may have 107."""
 _PLACE_SECONDS = 60.0
 """How long workers' places may be taken by somebody else's."""
 _TOKEN = secrets.token_hex(32)
@@ -54,7 +56,7 @@ class Cluster:
         self.own = settings.ray_address is None
         """Whether its workers are all on this machine."""
         self._began = not ray.is_initialized()
-        self.directory: Path | None = Path(tempfile.mkdtemp(prefix="ray-")) if self._began and self.own else None
+        self.directory: Path | None = Path(tempfile.mkdtemp(prefix="ray-", dir=_SHORT)) if self._began and self.own else None
         """Where the logs of a cluster that was begun here lie, until it is closed. None: nothing was begun here."""
         if not self._began:
             return
@@ -133,8 +135,8 @@ def _refused(address: str | None, error: Exception) -> str:
     if address is None:
         return f"Ray did not start on this machine ({told}). trainer.workers = 0 trains without it."
     return (
-        f"no Ray cluster let this trainer in at trainer.ray_address = {address!r} ({told}). Start one with `ray start --head`, and give this "
-        "process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/cluster.md)."
+        f"no Ray cluster let this trainer in at trainer.ray_address = {address!r} ({told}). Start one with `ray start --head`, and give "
+        "this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/cluster.md)."
     )
 
 

@@ -62,7 +62,7 @@ class RayWorkers:
         """Call a method on every rank; the first rank's answer."""
         from verl.single_controller.base.decorator import dispatch_one_to_all
 
-        parted, _ = dispatch_one_to_all(self._group, *arguments)
+        parted, _ = dispatch_one_to_all(self._living(), *arguments)
         return self._call(method, parted)[0]
 
     def by_rows(self, method: str, rows: Any) -> Any:
@@ -71,21 +71,20 @@ class RayWorkers:
 
         from trainer.worker import MESH
 
-        parted, _ = dispatch_lazy_compute_data_proto(MESH, self._group, rows)
-        return collect_lazy_compute_data_proto(MESH, self._group, self._call(method, parted))
+        group = self._living()
+        parted, _ = dispatch_lazy_compute_data_proto(MESH, group, rows)
+        return collect_lazy_compute_data_proto(MESH, group, self._call(method, parted))
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """The policy's parameters by name; they take the way over a file."""
-        from safetensors import safe_open
+        from safetensors.numpy import load_file
 
         shared = None if self._cluster.own else self._settings.directory.absolute()
         if shared:
             shared.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
             self.everywhere("save_weights", Path(directory))
-            with safe_open(Path(directory) / checkpoint.WEIGHTS, framework="numpy") as held:
-                for name in held.keys():  # noqa: SIM118: it is no dictionary
-                    yield name, held.get_tensor(name)
+            yield from load_file(Path(directory) / checkpoint.WEIGHTS).items()
 
     def close(self) -> None:
         """End the ranks, and Ray if it was begun for them."""
@@ -97,14 +96,18 @@ class RayWorkers:
         self._group = None
         self._cluster.close(keep_logs=self._failed)
 
+    def _living(self) -> Any:
+        if self._group is None:
+            raise TrainerError("the trainer's workers have ended: what they were called for is not done. Start `spangrad train` again.")
+        return self._group
+
     def _rendezvous(self) -> str:
         """Where ranks meet: a file where they share a machine with nobody else's, else a port of the first one's node."""
         if self._cluster.directory:
             return f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
         import ray
 
-        assert self._group is not None
-        return ray.get(self._group.workers[0].meeting_place.remote())
+        return ray.get(self._living().workers[0].meeting_place.remote())
 
     def _call(self, method: str, parted: Any) -> list[Any]:
         """Start a call on every rank and wait for all.
@@ -116,9 +119,7 @@ class RayWorkers:
         """
         import ray
 
-        if self._group is None:
-            raise TrainerError("the trainer's workers have ended: what they were called for is not done. Start `spangrad train` again.")
-        calls = self._group.execute_all_async(method, *parted)
+        calls = self._living().execute_all_async(method, *parted)
         pending = list(calls)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=_LOOK_SECONDS)

@@ -40,6 +40,7 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # of plans that FSDP has no use for
     if device == "cpu":
         _register_cpu_engine()
+    again = settings.gradient_checkpointing
     optimizer = FSDPOptimizerConfig(
         lr=settings.critic_learning_rate if critic else settings.learning_rate,
         betas=settings.betas,
@@ -55,7 +56,7 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
                 path=str(model),
                 use_remove_padding=settings.packing,
                 override_config={"attn_implementation": "flash_attention_2" if settings.packing else "sdpa"},
-                enable_gradient_checkpointing=device != "cpu" if settings.gradient_checkpointing is None else settings.gradient_checkpointing,
+                enable_gradient_checkpointing=device != "cpu" if again is None else again,
                 lora_rank=rank,
                 lora_alpha=settings.lora_alpha,
                 target_modules=list(settings.lora_modules) or "all-linear",

@@ -26,7 +26,7 @@ from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from trainer import checkpoint
 from trainer.lora import merged
-from trainer.process import join_group, quiet
+from trainer.process import check_device, join_group, quiet
 from trainer.verl_worker import training_worker
 
 MESH = "train"
@@ -64,8 +64,13 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, device: str) -> None:
-        """Load the weights of the policy and of the models that the settings ask for, in float32."""
+        """Load the weights of the policy and of the models that the settings ask for, in float32.
+
+        Raises:
+            SettingsError: the device cannot do what the settings ask for.
+        """
         settings = self._settings
+        check_device(settings, device)
         with quiet():
             self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank)
             if settings.kl_coef:
