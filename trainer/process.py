@@ -42,6 +42,7 @@ def prepare_process() -> str:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    _silence_torch()
     if not torch.distributed.is_initialized():
         # A group of one needs no rendezvous over a port.
         torch.distributed.init_process_group(_BACKENDS[device], store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -80,11 +81,16 @@ def join_group(device: str, rendezvous: str) -> None:
     """
     import torch
 
+    _silence_torch()
     on_this_machine = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
     torch.distributed.init_process_group(
         _BACKENDS[device], init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
+
+
+def _silence_torch() -> None:
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of a rename on the first step
 
 
 @contextlib.contextmanager

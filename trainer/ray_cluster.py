@@ -171,5 +171,9 @@ def _signals_kept() -> Generator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit:  # by Ray's handler, of a signal that was meant for ours
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -36,7 +36,6 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
     from verl.workers.engine_workers import TrainingWorker
 
     transformers_logging.disable_progress_bar()
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of a rename on the first step
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # of plans that FSDP has no use for
     if device == "cpu":
         _register_cpu_engine()

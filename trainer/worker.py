@@ -161,6 +161,10 @@ class Rank(Worker):
             state = torch.load(file, weights_only=False, mmap=True)  # our own file, beside weights whose checksum was verified
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
+        if "order" not in state:
+            raise CheckpointError(
+                f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
+            )
         if ("adapted" in state) != bool(settings.lora_rank):
             raise CheckpointError(
                 f"{file} was written {'with' if 'adapted' in state else 'without'} adapters, and trainer.lora_rank = "

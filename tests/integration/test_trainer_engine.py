@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from checkpoints import written
 from sampling import PROMPT, logprobs_of, sample, sampled_rows
 
@@ -135,6 +136,9 @@ def test_a_damaged_state_is_named(engine: Engine, tmp_path: Path):
     file = tmp_path / checkpoint.STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+        engine.load_state(tmp_path)
+    torch.save({"optimizer": {}}, file)
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt is of another release"):
         engine.load_state(tmp_path)
 
 

@@ -54,7 +54,8 @@ class Service:
     def start(self, branch: str, **changes: object) -> subprocess.Popen[str]:
         values: dict[str, object] = {
             "store.url": self.store.url, "store.otlp_endpoint": self.store.otlp_endpoint, "trainer.publish": "false",
-            "trainer.directory": self.directory / branch, "trainer.groups_per_batch": 1, "trainer.learning_rate": 1e-3, "trainer.max_staleness": 99,
+            "trainer.directory": self.directory / branch, "trainer.groups_per_batch": 1,
+            "trainer.learning_rate": 1e-3, "trainer.max_staleness": 99,
             "trainer.branch": f"{self.run}-{branch}", "trainer.run_id": self.run, "trainer.model": self.model,
             **{f"trainer.{name}": value for name, value in changes.items()},
         }  # fmt: skip
