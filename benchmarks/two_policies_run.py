@@ -87,7 +87,7 @@ def run(desk: Desk, seed: int, steps: int, directory: Path, said: Callable[[Resu
         trainers = {agent: stack.enter_context(training(settings[agent], client, samplers[agent])) for agent in AGENTS}
         # What is built does not depend on who trains: one builder serves both.
         _steps(desk, seed, trainers, samplers, Builder(settings[AGENTS[0]]), result, said)
-        _account(result, client, run_id)
+        account(result, client, run_id)
     result.final = successes(desk, work(desk, fresh, samplers))
     return result
 
@@ -199,7 +199,7 @@ SELECT
 """
 
 
-def _account(result: Result, client: Client, run_id: str) -> None:
+def account(result: Result, client: Client, run_id: str) -> None:
     """What the store holds of the run, asked in SQL."""
 
     def rows(query: str, **more: str) -> Sequence[Sequence[Any]]:
