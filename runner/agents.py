@@ -76,8 +76,18 @@ class CommandAgent:
 AgentSpec = CallableAgent | CommandAgent
 
 
-def host_command(spec: AgentSpec, concurrency: int, log_bytes: int) -> list[str]:
-    """The command line of an agent host that runs `concurrency` attempts at once, each of which may print `log_bytes`.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a host allows beside the number of attempts."""
+
+    evaluations: int
+    """Evaluators at once."""
+    log_bytes: int
+    """That each attempt may print into its log."""
+
+
+def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]:
+    """The command line of an agent host that runs `concurrency` attempts at once.
 
     The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
     """
@@ -92,7 +102,9 @@ def host_command(spec: AgentSpec, concurrency: int, log_bytes: int) -> list[str]
         "--concurrency",
         str(concurrency),
         "--log-bytes",
-        str(log_bytes),
+        str(limits.log_bytes),
+        "--evaluations",
+        str(limits.evaluations),
         *spec.host_arguments(),
     ]
 

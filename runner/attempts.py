@@ -105,7 +105,7 @@ class Attempts:
         Args:
             lease: of what.
             stop: ends it early.
-            ran: called when it holds no place in a host any more.
+            ran: called once, when it holds no place among those that run any more: its evaluator may still be at work.
             broken: called when it cannot go on for a reason that is not its own; it then waits to be stopped.
         """
         rollout = rollout_of(lease)
@@ -115,9 +115,17 @@ class Attempts:
         answer = Answer(None, AttemptFailure.CANCELLED, "it had not begun")
         calls: int | None = 0
         seconds = 0.0
+        freed = False
         try:
             try:
                 host = await stop.first(self._pool.take())
+
+                def free() -> None:
+                    nonlocal freed
+                    freed = True
+                    self._pool.free(host)
+                    ran()
+
                 try:
                     began, calls = time.monotonic(), None
                     span = self.roots.open(rollout)
@@ -125,13 +133,14 @@ class Attempts:
                     if self.gateway is not None:
                         await self.gateway.announce(rollout.key, rollout.mode, carried["traceparent"])
                     timeout = min(lease.timeout_seconds, self._timeout)
-                    answer = await host.run(self._job(rollout, carried), timeout, stop.asked)
+                    answer = await host.run(self._job(rollout, carried), timeout, stop.asked, free)
                 finally:
-                    self._pool.give(host)
+                    self._pool.give(host, freed=freed)
             finally:
                 if began is not None:
                     seconds = time.monotonic() - began
-                ran()
+                if not freed:
+                    ran()
             if self.gateway is not None and not stop.asked.done():
                 calls = await self.gateway.calls(rollout.key)
                 if calls is None and answer.failure is None:

@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.agents import AgentSpec, host_command
+from runner.agents import AgentSpec, Limits, host_command
 from spangrad.agent_host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
 from spangrad.processes import die_with_parent
@@ -81,6 +81,7 @@ class AgentHost:
         self._pipe = pipe
         self._log = log
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._ran: dict[str, Callable[[], None]] = {}
         self._groups: set[int] = set()
         """Process groups of the programs that it runs, by leader."""
         self._life = asyncio.create_task(self._live())
@@ -88,15 +89,13 @@ class AgentHost:
         """Whether it gets no further jobs."""
 
     @classmethod
-    async def start(
-        cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, attempt_log_bytes: int
-    ) -> AgentHost:
+    async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: Limits) -> AgentHost:
         """Start a process and wait until it has loaded the agent.
 
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = host_command(spec, concurrency, attempt_log_bytes)
+        command = host_command(spec, concurrency, limits)
         log = _Log(log_file)
         jobs_out, jobs_in = os.pipe()
         answers_out, answers_in = os.pipe()
@@ -167,6 +166,10 @@ class AgentHost:
             if "program" in message:
                 (self._groups.discard if message["ended"] else self._groups.add)(message["program"])
                 continue
+            if "ran" in message:
+                if (ran := self._ran.pop(message["id"], None)) is not None:
+                    ran()
+                continue
             answered = self._waiting.pop(message.get("id", _LOADED), None)
             if answered is not None and not answered.done():
                 answered.set_result(message)
@@ -175,17 +178,19 @@ class AgentHost:
         """Wait for the process's end."""
         await asyncio.shield(self._life)
 
-    async def run(self, job: Job, timeout_seconds: float, stopped: asyncio.Future[Any]) -> Answer:
+    async def run(self, job: Job, timeout_seconds: float, stopped: asyncio.Future[Any], ran: Callable[[], None]) -> Answer:
         """Have a job done, or ended early; `retired` is set on the way when this process died or hung.
 
         Args:
             job: what to do.
             timeout_seconds: that it may take.
             stopped: done when it is not wanted any more; it then fails as `cancelled`, once it has ended.
+            ran: called when only its evaluator is left, if it comes so far and has one.
         """
         if self._life.done():
             return Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
         answered = self._expect(job.id)
+        self._ran[job.id] = ran
         try:
             self._send(asdict(job))
             await asyncio.wait([answered, stopped], timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -206,6 +211,7 @@ class AgentHost:
             raise
         finally:
             self._waiting.pop(job.id, None)
+            self._ran.pop(job.id, None)
 
     async def _read_answer(self, id: str, message: Mapping[str, Any]) -> Answer:
         """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
@@ -269,15 +275,13 @@ def _kill_group(leader: int) -> None:
 class HostPool:
     """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced."""
 
-    def __init__(
-        self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, attempt_log_bytes: int = 0
-    ) -> None:
+    def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: Limits) -> None:
         self._spec = spec
         self._workers = workers
         self._concurrency = concurrency
         self._environment = environment
         self._logs = logs
-        self._attempt_log_bytes = attempt_log_bytes
+        self._limits = limits
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
         self._serving: dict[AgentHost, int] = {}
         """Hosts that get jobs, by number."""
@@ -298,7 +302,7 @@ class HostPool:
 
     async def _start(self, number: int) -> AgentHost:
         log = self._logs / f"agent-host-{number}.log"
-        host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._attempt_log_bytes)
+        host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
         self._serving[host] = number
         self._busy[host] = 0
         self._in_background(self._watch(host))
@@ -348,11 +352,17 @@ class HostPool:
         self._busy[host] += 1
         return host
 
-    def give(self, host: AgentHost) -> None:
-        """Give room back; a host that died or hangs is replaced."""
-        self._busy[host] -= 1
+    def free(self, host: AgentHost) -> None:
+        """Let somebody else run there; what was taken is still at work otherwise."""
         if not host.retired:
             self._slots.put_nowait(host)
+
+    def give(self, host: AgentHost, *, freed: bool) -> None:
+        """Give back what was taken, freed before or not; a host that died or hangs is replaced."""
+        self._busy[host] -= 1
+        if not host.retired:
+            if not freed:
+                self._slots.put_nowait(host)
         else:
             self._replace(host)
             if not self._busy[host]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from runner.agents import AgentSpec, agent_environment
+from runner.agents import AgentSpec, Limits, agent_environment
 from runner.attempt_files import AttemptFiles
 from runner.attempts import Attempts, Why
 from runner.demand_source import DemandSource
@@ -279,7 +279,9 @@ async def open_attempts(
     directory = settings.runner.directory
     environment = agent_environment(os.environ, settings, agent.name)
     hosts = settings.runner
-    pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", hosts.attempt_log_bytes)
+    pool = HostPool(
+        agent, hosts.workers, hosts.concurrency, environment, directory / "logs", Limits(hosts.evaluations, hosts.attempt_log_bytes)
+    )
     stack.push_async_callback(pool.close)
     await pool.start()
     files = AttemptFiles(directory, settings.runner.attempts_kept)

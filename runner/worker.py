@@ -45,6 +45,8 @@ class Worker:
         self._run_id = run_id
         self._attempts = attempts
         self._free = slots
+        self._most = 2 * slots
+        """Held at once: those that run, and as many that are evaluated or told of. Slow evaluators end the leasing."""
         self._patience = store_patience_seconds
         self._room = asyncio.Event()
         self._held: dict[tuple[str, int], Stop] = {}
@@ -122,12 +124,13 @@ class Worker:
 
     async def _lease(self) -> None:
         while not self._draining and not self.failed.done():
-            if self._free < 1:
+            room = min(self._free, self._most - len(self._held))
+            if room < 1:
                 self._room.clear()
                 await self._room.wait()
                 await asyncio.sleep(_GATHER_SECONDS)  # attempts end in swarms: lease for all that are free by then at once
                 continue
-            for lease in await self._queue.lease(self._run_id, self.name, self._free, wait_seconds=_ASK_SECONDS):
+            for lease in await self._queue.lease(self._run_id, self.name, room, wait_seconds=_ASK_SECONDS):
                 self._begin(lease)
 
     def _begin(self, lease: Lease) -> None:
@@ -172,6 +175,7 @@ class Worker:
             for one in ended:
                 self._beating.drop(one.lease)
                 self._held.pop((one.lease.rollout_id, one.lease.attempt), None)
+            self._room.set()
             await self._changed()
 
     async def _say(self, ended: Sequence[Ended]) -> None:

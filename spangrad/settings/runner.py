@@ -23,6 +23,8 @@ class RunnerSettings(Section):
     """Agent processes."""
     concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each process."""
+    evaluations: int = Field(default=16, ge=1)
+    """Evaluators at once in each process. What is evaluated holds no place of `concurrency`."""
     max_attempts: int = Field(default=2, ge=1)
     timeout_seconds: float = Field(default=300, gt=0)
     """That an attempt may take. Time in the queue does not count."""

@@ -89,9 +89,9 @@ class Hosted:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, object]:
-        """The next answer to a job; what is told of programs is passed over."""
+        """The next answer to a job; what is told on its way there is passed over."""
         assert self.process.stdout is not None
-        while "program" in (message := json.loads(self.process.stdout.readline())):
+        while {"program", "ran"} & (message := json.loads(self.process.stdout.readline())).keys():
             pass
         return message
 

@@ -111,6 +111,7 @@ def mine(directory: Path) -> CallableAgent:
 
 async def test_a_rollout_that_is_stopped_between_attempts_is_ended(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
+        on.sink.refusals = [(503, {"retry-after": "1"})]  # while the root waits, the rollout is not queued again, and the other one begins
         run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
         await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans) and len(on.gateway.announced) == 2)
         run.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import subprocess
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from queues import queue_settings, serving, some
 from workers import World, kill, world
 
+from runner.agents import CallableAgent
 from runner.attempt_files import AttemptFiles
 from runner.queue.wire import NewRollout, State, Which
 from runner.runner import Outcome, Runner
@@ -151,3 +153,42 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
         assert list(here.settings.runner.directory.glob("queues/run/*.db")) == []
         again = subprocess.run(run_command(here, "--resume"), capture_output=True, text=True, timeout=60)
         assert (again.returncode, "there is nothing to resume" in again.stderr) == (1, True)
+
+
+JUDGED = """
+    import asyncio, time
+    running = judging = 0
+    most = {"running": 0, "judging": 0, "late": 0}
+
+    async def agent(given):
+        global running
+        running += 1
+        most["running"] = max(most["running"], running)
+        if judging:
+            most["late"] += 1  # began while another one was judged
+        await asyncio.sleep(0.05)
+        running -= 1
+        return given
+
+    def judge(given, output):
+        global judging
+        judging += 1
+        most["judging"] = max(most["judging"], judging)
+        time.sleep(0.2)
+        judging -= 1
+        return dict(most)
+"""
+
+
+async def test_evaluators_have_places_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "judged.py").write_text(textwrap.dedent(JUDGED))
+    agent = CallableAgent("judged:agent", "judged:judge", tmp_path)
+    with world(tmp_path, concurrency=2, evaluations=1) as here:
+        async with Runner(here.settings, agent) as runner:
+            outcomes = await runner.run([Task(str(n), n) for n in range(8)], mode=Mode.TRAIN, group_size=1)
+    rewards = [o.reward for o in outcomes if o.reward]
+    assert len(rewards) == 8
+    most = {name: max(reward[name] for reward in rewards) for name in ("running", "judging")}
+    assert most == {"running": 2, "judging": 1}
+    # Six agents begin after the first two; they do so while somebody is judged.
+    assert max(reward["late"] for reward in rewards) >= 4
