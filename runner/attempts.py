@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from opentelemetry.trace import Span
@@ -25,6 +25,7 @@ from spangrad.errors import SpangradError
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 
 T = TypeVar("T")
+_BETWEEN = Answer(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Ended:
     """Policy calls. None: nobody counted."""
     seconds: float
     """That the agent ran."""
+    final: bool
+    """Whether its root has the final mark."""
     told: bool
     """Whether the queue knows already."""
 
@@ -157,7 +160,7 @@ class Attempts:
             answer = Answer(None, why.failure, why.detail)
         final = why.final if why is not None else answer.failure is None or lease.last
         self.roots.close(span or self.roots.open(rollout), answer, calls, final=final)
-        return Ended(lease, answer, calls, seconds, told=why is not None and why.told)
+        return Ended(lease, answer, calls, seconds, final=final, told=why is not None and why.told)
 
     async def mourn(self, standing: Standing) -> None:
         """Write the roots that nobody else will of a rollout that has ended: of an attempt whose worker is gone, or of a cancellation."""
@@ -171,8 +174,12 @@ class Attempts:
         await self._write_lost(whole, None if between else last.attempt)
         if between:
             # No attempt was under way, and those before were not the last: somebody must say that no other comes.
-            said = Answer(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
-            await self._write(standing, last.attempt + 1, said, 0, final=True)
+            self._write(_rollout(standing, last.attempt + 1), _BETWEEN, 0, final=True)
+
+    def end_cancelled(self, lease: Lease) -> None:
+        """Say that no other attempt comes after one whose root says that others do: its rollout was cancelled before the queue heard of it."""
+        rollout = rollout_of(lease)
+        self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _BETWEEN, 0, final=True)
 
     async def _write_lost(self, whole: Standing, final: int | None) -> None:
         """Write the roots of attempts whose workers are gone: until they are there, the builder waits for them."""
@@ -180,11 +187,11 @@ class Attempts:
             if _ended_by_queue(one):
                 key = RolloutKey(whole.run_id, whole.rollout_id, one.attempt)
                 calls = await self.gateway.calls(key) if self.gateway is not None else None
-                await self._write(whole, one.attempt, Answer(None, one.reason, one.detail), calls, final=one.attempt == final)
+                self._write(_rollout(whole, one.attempt), Answer(None, one.reason, one.detail), calls, final=one.attempt == final)
 
-    async def _write(self, standing: Standing, attempt: int, answer: Answer, calls: int | None, *, final: bool) -> None:
-        if self.roots.claim(standing.rollout_id, attempt):
-            self.roots.close(self.roots.open(_rollout(standing, attempt)), answer, calls, final=final)
+    def _write(self, rollout: Rollout, answer: Answer, calls: int | None, *, final: bool) -> None:
+        if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
+            self.roots.close(self.roots.open(rollout), answer, calls, final=final)
 
     def _job(self, rollout: Rollout, carried: Mapping[str, str]) -> Job:
         return Job(

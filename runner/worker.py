@@ -189,9 +189,15 @@ class Worker:
             results += await self._queue.fail(failures)
         if released:
             results += await self._queue.release(released, _RELEASED.detail)
-        for result in results:
-            if result.refused is not None:
-                _logger.warning("%s", result.refused)
+        leases = {(one.lease.rollout_id, one.lease.attempt): one.lease for one in ended if not one.final}
+        refused = [result for result in results if result.refused is not None]
+        for result in refused:
+            _logger.warning("%s", result.refused)
+            lease = leases.get((result.rollout_id, result.attempt))
+            if lease is not None and result.state is State.CANCELLED:
+                self._attempts.end_cancelled(lease)
+        if refused:
+            await self._attempts.roots.acknowledged(self._patience)
 
     def _keep(self, ended: Sequence[Ended]) -> None:
         for one in ended:

@@ -20,6 +20,7 @@ from runner.attempt_files import AttemptFiles
 from runner.queue.wire import NewRollout, State, Which
 from runner.runner import Outcome, Runner
 from spangrad import semconv
+from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until
 from spangrad.types import AttemptFailure, Mode, Task
 
@@ -151,8 +152,8 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
         assert {root[semconv.ROLLOUT_FAILURE] for root in lost} <= {"lost"}
         assert here.processes() == []
         assert list(here.settings.runner.directory.glob("queues/run/*.db")) == []
-        again = subprocess.run(run_command(here, "--resume"), capture_output=True, text=True, timeout=60)
-        assert (again.returncode, "there is nothing to resume" in again.stderr) == (1, True)
+        with pytest.raises(QueueError, match="there is nothing to resume"):
+            asyncio.run(Runner(here.settings, here.agent, resume=True).__aenter__())
 
 
 JUDGED = """
