@@ -122,6 +122,7 @@ class Cluster:
                     remove_placement_group(self._groups.pop())
             if self._began:
                 ray.shutdown()
+                self._began = False  # another one may be begun before this is closed again
         if self.directory and not keep_logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
