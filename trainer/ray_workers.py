@@ -186,8 +186,9 @@ def _group(model: Path, settings: TrainerSettings, places: list[Any], device: st
         def _get_master_addr_port(self, *_: object, **__: object) -> None:
             self._master_addr, self._master_port = "127.0.0.1", "0"
 
+    everywhere = {name: path.absolute() for name in ("model", "reference") if (path := getattr(settings, name))}
     pool = RayResourcePool([settings.workers] * settings.nodes, use_gpu=False, max_colocate_count=1)
     pool.pgs = sort_placement_group_by_node_ip(places)
-    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings)
+    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere))
     rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process
     return Group(pool, rank, device_name=device, worker_env=worker_environment(device, own=own))
