@@ -59,11 +59,11 @@ class Engine:
         self.settings = settings
         with quiet():
             self.device = prepare_process()
-            self._worker = _worker(model, settings, self.device, rank=settings.lora_rank)
+            self._worker = make_worker(model, settings, self.device, rank=settings.lora_rank)
             held = settings.reference or settings.model
             # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
-            self._reference = _worker(held, settings, self.device) if settings.kl_coef else None
-            self._critic = _worker(model, settings, self.device, critic=True) if settings.estimator == "gae" else None
+            self._reference = make_worker(held, settings, self.device) if settings.kl_coef else None
+            self._critic = make_worker(model, settings, self.device, critic=True) if settings.estimator == "gae" else None
 
     @property
     def data_parallel_size(self) -> int:
@@ -256,7 +256,17 @@ def _means(steps: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([one[name] for one in steps if name in one])) for name in names}
 
 
-def _worker(model: Path | None, settings: TrainerSettings, device: str, *, critic: bool = False, rank: int = 0) -> Any:
+def make_worker(
+    model: Path | None,
+    settings: TrainerSettings,
+    device: str,
+    *,
+    critic: bool = False,
+    rank: int = 0,
+    optimizer: Any = None,
+    loss: Any = None,
+) -> Any:
+    """Verl's worker with a model; `optimizer` (verl's configuration) and `loss` stand for those of the settings."""
     from transformers.utils import logging as transformers_logging
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
@@ -267,7 +277,7 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str, *, criti
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # there is one worker: nothing is sharded
     if device == "cpu":
         _register_cpu_engine()
-    optimizer = FSDPOptimizerConfig(
+    optimizer = optimizer or FSDPOptimizerConfig(
         lr=settings.critic_learning_rate if critic else settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
@@ -302,8 +312,10 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str, *, criti
     )
     with _value_head() if critic else contextlib.nullcontext():
         worker.reset()
-    policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm)
-    worker.set_loss_fn(value_loss_of(settings, optimizer) if critic else policy_loss)
+    if loss is None:
+        policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm)
+        loss = value_loss_of(settings, optimizer) if critic else policy_loss
+    worker.set_loss_fn(loss)
     return worker
 
 

@@ -43,6 +43,7 @@ from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
+from trainer.tunings import tuning_of
 from trainer.view import LogLines
 from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
@@ -202,7 +203,7 @@ class Trainer:
         settings = self.settings.trainer
         while True:
             self._head = newest_version(self.ledger)
-            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec)
+            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec, tuned=not settings.retrain_tuned)
             ready = [group for group in self.source.ready() if (group.mode, group.group_id) not in finished]
             if len(ready) < settings.groups_per_batch:
                 return None
@@ -358,7 +359,8 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
             engine = Engine(model, settings.trainer)
-            if version.policy_version.batch_id:
+            batch_id = version.policy_version.batch_id
+            if batch_id and not tuning_of(ledger.database, batch_id):  # a run over files has an optimiser and a schedule of its own
                 engine.load_state(model)
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine
