@@ -257,10 +257,13 @@ def _completion(prompt: str, completion: str, renderer: Renderer) -> Tokens:
 
 
 def _conversation(messages: Sequence[Message], first: int, tools: Any, renderer: Renderer) -> list[Tokens]:
-    """Sequences of a conversation; the assistant's messages from `first` on are trained, but for those of weight 0."""
+    """Sequences of a conversation; the assistant's messages from `first` on are trained, but for those of weight 0.
+
+    A greeting that nothing stands before is none: no engine is asked with nothing.
+    """
     if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
         raise UnfitRowError("unknown_messages")
-    trained = [at >= first and one["role"] == "assistant" and one.get("weight", 1) != 0 for at, one in enumerate(messages)]
+    trained = [at >= max(first, 1) and one["role"] == "assistant" and one.get("weight", 1) != 0 for at, one in enumerate(messages)]
     if not any(trained):
         raise UnfitRowError("no_reply")
     renderer.require_template()

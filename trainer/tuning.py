@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
@@ -219,7 +220,7 @@ class _Run:
         tuner = self._tuner(plan)
         head, made = plan.base, list[LedgerVersion]()
         before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
-        for begin, end in zip([plan.at, *plan.ends], [one for one in plan.ends if one > plan.at], strict=False):
+        for begin, end in pairwise([plan.at, *(one for one in plan.ends if one > plan.at)]):
             self.clock.begin()
             head = self._version(ledger, tuner, plan, head, begin, end, {f"{name}_before": value for name, value in before.items()})
             before = {}
