@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import Settings, StoreSettings, TrainerSettings, TuningSettings
 from trainer import tuning
+from trainer.checkpoint import STATE, save_weights
 from trainer.examples import Example
 from trainer.ledger import Ledger
 from trainer.tuning import Plan, Tuned, tune
@@ -77,11 +78,14 @@ class FakeTuner:
     def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
         return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
 
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        yield "weight", np.array([self.weight], np.float32)
+    def save_weights(self, directory: Path) -> None:
+        save_weights(directory, [("weight", np.array([self.weight], np.float32))])
 
     def save_state(self, directory: Path) -> None:
-        (directory / "tuning.pt").write_text(str(self.weight))
+        (directory / STATE).write_text(str(self.weight))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def with_fakes(*, fails_at: int | None = None) -> list[FakeTuner]:
@@ -93,7 +97,7 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeTuner]:
 
         directory = Path(plan.base.policy_version.path)
         weight = float(load_file(directory / "model.safetensors")["weight"][0])
-        assert not plan.at or float((directory / "tuning.pt").read_text()) == weight, "a run goes on from its own state"
+        assert not plan.at or float((directory / STATE).read_text()) == weight, "a run goes on from its own state"
         made.append(FakeTuner(weight, fails_at=fails_at))
         return made[-1]
 
@@ -159,7 +163,7 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
         assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
 
     deaths = 0
-    for boundary in crashes(train, Path(tuning.__file__), {"_train", "_version", "_lease"}):
+    for boundary in crashes(train, Path(tuning.__file__), {"_versions", "_version", "_lease"}):
         deaths += 1
         survives(go_on, boundary)
     return deaths

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from spangrad.errors import TrainerError
 from spangrad.settings import TuningSettings
+from trainer.objective import Method
 from trainer.rendering import Message, Renderer, Tokens, UnfitRowError
 from trainer.tuning_files import RolloutOrigin, Row, Source, read_rows
 
-Method = Literal["sft", "dpo"]
 _KNOWN = {
     "sft": "input_ids and loss_mask; PromptIds and ResponseIds; messages; or prompt and completion",
     "dpo": "prompt, chosen and rejected (with prompt_ids, chosen_ids, ... where there are ids); or input, preferred_output and "

@@ -32,20 +32,8 @@ from spangrad.types import VersionStatus
 from trainer import tunings
 from trainer.eligibility import ExpiryReason
 from trainer.holder import is_dead, shown, this_process
-from trainer.ledger_tables import (
-    BATCH_ROLLOUTS,
-    EXPIRED,
-    HEADS,
-    LEASES,
-    PINS,
-    TUNED_ROLLOUTS,
-    VERSIONS,
-    Database,
-    LedgerVersion,
-    version_of,
-)
+from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
 from trainer.source import BatchRollout, Group
-from trainer.tunings import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +107,7 @@ class Ledger:
             )
             transaction.execute(HEADS.insert().values(**self._branch, version=version))
 
-    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: Tuning | None = None) -> Lease | None:
+    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: tunings.Tuning | None = None) -> Lease | None:
         """Lease rollouts to a new batch, and hand out the number of the version that it will make.
 
         Args:
@@ -248,7 +236,7 @@ class Ledger:
             tuned: whether groups of which a run of files trained a rollout count.
         """
         with self.database.transaction() as transaction:
-            tables = (BATCH_ROLLOUTS, TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
+            tables = (BATCH_ROLLOUTS, tunings.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
             taken = [sa.select(one.c.mode, one.c.group_id).where(*self._mine(one), one.c.run_id == run_id) for one in tables]
             expired = sa.select(EXPIRED.c.mode, EXPIRED.c.group_id).where(
                 *self._mine(EXPIRED), EXPIRED.c.run_id == run_id, EXPIRED.c.build_spec == build_spec

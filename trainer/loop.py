@@ -14,6 +14,7 @@ lineage and step count stay whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -49,10 +50,7 @@ from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +87,16 @@ class Optimiser(Protocol):
         """One step; its metrics."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Parameters by name."""
+    def save_weights(self, directory: Path) -> None:
+        """Write the parameters."""
         ...
 
     def save_state(self, directory: Path) -> None:
         """Write the optimiser's state."""
+        ...
+
+    def close(self) -> None:
+        """End whatever it runs elsewhere."""
         ...
 
 
@@ -232,6 +234,7 @@ class Trainer:
     def _load(self, version: LedgerVersion) -> None:
         """Load what is to be trained, where that is not what the last step of this trainer made."""
         if version.version != self.loaded.version:
+            self.optimiser.close()
             self.optimiser = self.load_optimiser(version)
             self.loaded = version
             self.mirror.catch_up()
@@ -311,7 +314,7 @@ class Trainer:
                     parent=lease.parent,
                     batch_id=lease.batch_id,
                     base=Path(parent.policy_version.path),
-                    weights=self.optimiser.weights(),
+                    save_weights=self.optimiser.save_weights,
                     save_state=self.optimiser.save_state,
                 )
         metrics |= {**self.clock.seconds(), **facts}
@@ -348,7 +351,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     client = connect(settings.store)
     ledger = open_ledger(settings)
-    watchers = Watchers([])
+    watchers, engines = Watchers([]), contextlib.ExitStack()
     try:
         newest = prepare(ledger, settings)
 
@@ -359,6 +362,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
             engine = Engine(model, settings.trainer)
+            engines.callback(engine.close)
             batch_id = version.policy_version.batch_id
             if batch_id and not tuning_of(ledger.database, batch_id):  # a run over files has an optimiser and a schedule of its own
                 engine.load_state(model)
@@ -387,6 +391,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         if newest_version(ledger).version == newest.version and not follow:
             logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
+        engines.close()
         ledger.close()
         watchers.close()
         client.close()

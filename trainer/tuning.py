@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,11 +27,12 @@ from spangrad.clickhouse import connect
 from spangrad.errors import SpangradError, StoreError, TrainerError
 from spangrad.settings import Settings
 from trainer import checkpoint
-from trainer.examples import Example, Examples, Limits, Method, batches, digest_of, read_examples
+from trainer.examples import Example, Examples, Limits, batches, digest_of, read_examples
 from trainer.heartbeat import beating
 from trainer.ledger import Lease, Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.mirror import Mirror
+from trainer.objective import Method
 from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.rendering import Renderer
@@ -217,7 +218,10 @@ class _Run:
         return Plan(self.method, run, head, done, self.sources, examples, digest, steps, ends)
 
     def _train(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan) -> list[LedgerVersion]:
-        tuner = self._tuner(plan)
+        with closing(self._tuner(plan)) as tuner:
+            return self._versions(ledger, client, watchers, plan, tuner)
+
+    def _versions(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan, tuner: Tuner) -> list[LedgerVersion]:
         head, made = plan.base, list[LedgerVersion]()
         before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
         for begin, end in pairwise([plan.at, *(one for one in plan.ends if one > plan.at)]):
@@ -297,7 +301,7 @@ class _Run:
                 parent=lease.parent,
                 batch_id=lease.batch_id,
                 base=Path(parent.policy_version.path),
-                weights=tuner.weights(),
+                save_weights=tuner.save_weights,
                 save_state=nothing if is_last else tuner.save_state,  # a whole run goes on nowhere
             )
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer.objective import Objective
+
 
 class Preferences(NamedTuple):
     """Of each pair, a value."""
@@ -41,11 +43,13 @@ def preferences(sums: torch.Tensor, reference: torch.Tensor, beta: float, smooth
     return Preferences(-(1 - smoothing) * log_sigmoid(margins) - smoothing * log_sigmoid(-margins), chosen, rejected)
 
 
-def sft_loss() -> Any:
-    """Verl's: the mean of -logprob over the trained tokens of the whole batch, in nats."""
-    from verl.workers.utils.losses import sft_loss as verls
+def loss_of(objective: Objective) -> Any:
+    """What verl calls after a forward pass. SFT's is verl's own: the mean of -logprob (nats) over the trained tokens of the whole batch."""
+    from verl.workers.utils.losses import sft_loss
 
-    return functools.partial(verls, None)
+    if objective.method == "sft":
+        return functools.partial(sft_loss, None)
+    return functools.partial(dpo_loss, objective.beta, objective.label_smoothing)
 
 
 def dpo_loss(beta: float, smoothing: float, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -77,6 +81,7 @@ def row_sums(log_probs: Any, loss_mask: Any) -> torch.Tensor:
     """
     offsets = loss_mask.offsets().to(log_probs.device)
     # What stands at a row's last place is the mask of the next row's first token, which is 0.
-    masked = log_probs.values().float() * torch.roll(loss_mask.values(), shifts=-1, dims=0)
+    values = log_probs.values() if log_probs.is_nested else log_probs
+    masked = values.float() * torch.roll(loss_mask.values(), shifts=-1, dims=0)
     rows = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=masked.device), offsets.diff())
     return torch.zeros(len(offsets) - 1, dtype=masked.dtype, device=masked.device).index_add(0, rows, masked)

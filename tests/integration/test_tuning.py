@@ -22,6 +22,7 @@ from trainer.rendering import Renderer, Tokens
 from trainer.tuner import Tuner
 from trainer.tuning import tune
 from trainer.tuning_files import Source, find_sources
+from trainer.workers import LocalWorkers
 from transition_builder.export.formats import export
 from transition_builder.export.reading import Wanted
 
@@ -55,7 +56,7 @@ class Tuned:
         chosen = settings(model, model, **{"learning_rate": 1e-3, **changes})
         self.tuner = Tuner(model, chosen, method, 10)
         self.gradients: dict[str, np.ndarray] = {}
-        inner = self.tuner._worker.engine
+        inner = self.tuner._workers._rank._models["policy"].engine
 
         def look() -> float:
             for name, value in inner.module.named_parameters():
@@ -147,12 +148,13 @@ def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_no_op_rows_change_nothing(method: Any, tiny_model: Path):
+def test_no_op_rows_change_nothing(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     """Of several ranks, whose rows must be as many, the loss is that of one, times their number: verl takes the mean over ranks."""
     examples = ROWS if method == "sft" else PAIRS
     alone, ranks = Tuned(tiny_model, method), Tuned(tiny_model, method)
     reference = None if method == "sft" else alone.tuner.logprobs(examples)
-    ranks.tuner._worker.engine.get_data_parallel_size = lambda: 4
+    ranks.tuner._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
+    monkeypatch.setattr(LocalWorkers, "size", 4)
     assert len(ranks.tuner._rows(examples, reference)["input_ids"].offsets()) - 1 == (4 if method == "sft" else 8)
     found = [one.tuner.step(examples, reference) for one in (alone, ranks)]
     assert found[1]["loss"] == pytest.approx(4 * found[0]["loss"], rel=1e-6)

@@ -29,6 +29,7 @@ from tuning_world import (
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
 from trainer import tuning
+from trainer.checkpoint import STATE
 from trainer.ledger import Ledger
 from trainer.source import BatchRollout, Group
 from trainer.tuning import run_name, tune
@@ -79,7 +80,7 @@ def test_an_epoch_is_a_version_that_names_files_and_rollouts(tmp_path: Path, bas
     assert one.steps[:2] != one.steps[2:4], "each epoch has an order of its own"
     known = {name: value for name, value in ledger.version(3).metrics.items() if not name.startswith("seconds_")}
     assert known == {"loss": 0.5, "grad_norm": 1.0, "tokens": 4.0, "epoch": 3.0, "tuning_step": 6.0, "rows": 4.0}
-    assert not (Path(ledger.version(3).policy_version.path) / "tuning.pt").exists(), "a whole run goes on nowhere"
+    assert not (Path(ledger.version(3).policy_version.path) / STATE).exists(), "a whole run goes on nowhere"
 
 
 def test_the_same_command_again_does_nothing_unless_asked(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
