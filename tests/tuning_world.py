@@ -20,7 +20,9 @@ from trainer import tuning
 from trainer.checkpoint import STATE, save_weights
 from trainer.examples import Example
 from trainer.ledger import Ledger
+from trainer.rendering import Tokens
 from trainer.tuning import Plan, Tuned, tune
+from trainer.tuning_files import Source
 
 NOBODY = StoreSettings(url="http://127.0.0.1:9")
 """A store that is away: a run over files needs none."""
@@ -131,6 +133,26 @@ def weight_of(chosen: Settings) -> float:
     head = ledger_of(chosen).frontier()
     assert head
     return float(load_file(Path(head.policy_version.path) / "model.safetensors")["weight"][0])
+
+
+def example(*sequences: tuple[list[int], list[int]]) -> Example:
+    return Example(tuple(Tokens(ids, mask) for ids, mask in sequences), "unit", Source(Path("f"), "00", 1), ())
+
+
+PROMPT = [1, 4, 7, 11, 2, 1, 5]
+REPLY = [0] * 7
+EXAMPLES = [
+    example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1])),
+    example(([*PROMPT, 10, 12, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
+    example(([*PROMPT, 10], [*REPLY, 1])),
+]
+"""Of different lengths; the second one has two replies, and an observation between them."""
+PAIRS = [
+    example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1]), ([*PROMPT, 10, 11, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
+    example(([*PROMPT, 10, 12], [*REPLY, 1, 1]), ([*PROMPT, 9], [*REPLY, 1])),
+    example(([*PROMPT, 14], [*REPLY, 1]), ([*PROMPT, 13, 2], [*REPLY, 1, 1])),
+]
+"""The second pair's replies, and the third's, are of other lengths."""
 
 
 ROWS = [tokens(one, 2, **meta(f"r{one}", f"g{one}")) for one in (3, 5, 7, 9)]

@@ -11,42 +11,23 @@ import numpy as np
 import pytest
 from export_world import World, chat, said, user
 from sampling import distribution
-from tuning_world import settings, tuned, write_rows
+from tuning_world import EXAMPLES, PAIRS, settings, tuned, write_rows
 
 from examples.two_tools.model import CITIES, TOOLS
 from spangrad.settings import Settings, StoreSettings, TuningSettings
 from spangrad.weights import checksum_directory, tokenizer_hash
-from trainer.examples import Example, Limits, digest_of, read_examples
+from trainer.examples import Limits, digest_of, read_examples
 from trainer.ledger import Ledger
 from trainer.rendering import Renderer, Tokens
 from trainer.tuner import Tuner
 from trainer.tuning import tune
-from trainer.tuning_files import Source, find_sources
+from trainer.tuning_files import find_sources
 from trainer.workers import LocalWorkers
 from transition_builder.export.formats import export
 from transition_builder.export.reading import Wanted
 
 RIGHT = {"paris": "weather", "oslo": "weather", "rome": "clock", "lima": "clock"}
 """Which tool serves which city."""
-
-
-def example(*sequences: tuple[list[int], list[int]]) -> Example:
-    return Example(tuple(Tokens(ids, mask) for ids, mask in sequences), "unit", Source(Path("f"), "00", 1), ())
-
-
-PROMPT = [1, 4, 7, 11, 2, 1, 5]
-REPLY = [0] * 7
-ROWS = [
-    example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1])),
-    example(([*PROMPT, 10, 12, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
-    example(([*PROMPT, 10], [*REPLY, 1])),
-]
-"""Of different lengths; the second one has two replies, and an observation between them."""
-PAIRS = [
-    example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1]), ([*PROMPT, 10, 11, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
-    example(([*PROMPT, 10, 12], [*REPLY, 1, 1]), ([*PROMPT, 9], [*REPLY, 1])),
-    example(([*PROMPT, 14], [*REPLY, 1]), ([*PROMPT, 13, 2], [*REPLY, 1, 1])),
-]
 
 
 class Tuned:
@@ -94,12 +75,12 @@ def test_the_supervised_loss_and_its_gradient_are_the_mean_over_trained_tokens(d
     import torch
 
     made = Tuned(tiny_model, "sft", trainer={"max_tokens_per_device": device})
-    told = made.tuner.step(ROWS)
-    loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in ROWS], lambda found: -torch.cat(found).mean())
+    told = made.tuner.step(EXAMPLES)
+    loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in EXAMPLES], lambda found: -torch.cat(found).mean())
     assert told["loss"] == pytest.approx(loss, abs=1e-6)
     assert told["tokens"] == 9
     agree(made.gradients, gradients)
-    assert made.tuner.measure(ROWS, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
+    assert made.tuner.measure(EXAMPLES, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
 
 
 @pytest.mark.parametrize(("beta", "smoothing", "device"), [(0.1, 0.0, 16384), (0.5, 0.2, 30)])
@@ -150,7 +131,7 @@ def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_no_op_rows_change_nothing(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     """Of several ranks, whose rows must be as many, the loss is that of one, times their number: verl takes the mean over ranks."""
-    examples = ROWS if method == "sft" else PAIRS
+    examples = EXAMPLES if method == "sft" else PAIRS
     alone, ranks = Tuned(tiny_model, method), Tuned(tiny_model, method)
     reference = None if method == "sft" else alone.tuner.logprobs(examples)
     ranks.tuner._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
