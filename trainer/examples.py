@@ -127,6 +127,8 @@ def read_examples(
         for row in read_rows(source):
             found.rows += 1
             try:
+                if row.is_of_no_use:
+                    raise UnfitRowError("mode_not_trained")
                 if not row.is_held_out and trained_before(row.origins):
                     raise UnfitRowError("trained_before")
                 made = list(_examples(row, method, renderer, limits, found))

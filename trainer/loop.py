@@ -31,6 +31,7 @@ from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred
+from trainer.demand import Caller
 from trainer.eligibility import ExpiryReason, put_aside
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
@@ -44,7 +45,7 @@ from trainer.publisher import Publisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
-from trainer.tunings import tuning_of
+from trainer.tunings import has_trainers_state
 from trainer.view import LogLines
 from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
@@ -127,6 +128,9 @@ class Trainer:
     _awaited: str | None = None
     """Whose step this trainer waits for."""
 
+    def __post_init__(self) -> None:
+        self.demand = Caller(self.settings, self.ledger, self.source.build_spec)
+
     def start(self) -> None:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
         self.mirror.catch_up()
@@ -136,9 +140,12 @@ class Trainer:
             self._publish(self.publisher)
 
     def _publish(self, publisher: Publisher) -> None:
-        newest = newest_version(self.ledger)
-        seconds = publisher.publish(newest.policy_version)
-        logger.info("version %d is served (%.2f s)", newest.version, seconds)
+        """Have the branch's head served, also where that is older than what is: the branch was rolled back, and nobody told the gateway."""
+        served = publisher.served(self.settings.trainer.policy)
+        newest = newest_version(self.ledger)  # read last: what is served and newer was committed before, and the head was moved since
+        back = served is not None and newest.version < served and served in self.ledger.committed_versions()
+        seconds = publisher.publish(newest.policy_version, again=back)
+        logger.info("version %d is served (%.2f s)%s", newest.version, seconds, f": the branch went back from {served}" if back else "")
 
     def _publish_again(self) -> None:
         """An engine that was restarted serves what it was started with: have it serve the newest version."""
@@ -178,6 +185,7 @@ class Trainer:
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
+            self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 return
@@ -186,6 +194,7 @@ class Trainer:
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
+                    self.demand.call()
                     self.evaluate()
                     return
             self._rest()
@@ -250,7 +259,7 @@ class Trainer:
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
             batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
-            facts |= measures(loaded, settings, self.ledger.lineage())
+            facts |= measures(loaded, settings, self.ledger.lineage()) | self.demand.figures()
             rule = alarms.GamingRule.of(settings)
             history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
@@ -363,8 +372,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             checkpoint.verify(model, version.policy_version.checksum)
             engine = Engine(model, settings.trainer)
             engines.callback(engine.close)
-            batch_id = version.policy_version.batch_id
-            if batch_id and not tuning_of(ledger.database, batch_id):  # a run over files has an optimiser and a schedule of its own
+            if has_trainers_state(ledger.database, version):
                 engine.load_state(model)
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine

@@ -20,6 +20,7 @@ _PARQUET = b"PAR1"
 _ROWS_AT_ONCE = 1000
 _KINDS = (".jsonl", ".parquet")
 _TRAINED_MODES = frozenset({"", Mode.TRAIN.value, Mode.PRODUCTION.value})
+_HELD_OUT_MODES = frozenset({Mode.VALIDATE.value, Mode.PROBE.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,13 @@ class Row:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether a rollout of it was held out, or of another kind that is never trained."""
-        return any(one.mode not in _TRAINED_MODES for one in self.origins)
+        """Whether a rollout of it was held out."""
+        return any(one.mode in _HELD_OUT_MODES for one in self.origins)
+
+    @property
+    def is_of_no_use(self) -> bool:
+        """Whether a rollout of it is of a mode that is neither trained nor held out: it belongs to a group that is."""
+        return any(one.mode not in _TRAINED_MODES | _HELD_OUT_MODES for one in self.origins)
 
 
 def find_sources(paths: Sequence[Path]) -> list[Source]:

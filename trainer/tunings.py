@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from spangrad.types import VersionStatus
-from trainer.ledger_tables import BATCH_ROLLOUTS, TUNED_ROLLOUTS, TUNINGS, VERSIONS, Database
+from trainer.ledger_tables import BATCH_ROLLOUTS, TUNED_ROLLOUTS, TUNINGS, VERSIONS, Database, LedgerVersion
 from trainer.source import BatchRollout, Group
 
 Attempt = tuple[str, str, int]
@@ -101,6 +101,15 @@ def tuning_of(database: Database, batch_id: str | None) -> Tuning | None:
     with database.transaction() as transaction:
         row = transaction.execute(sa.select(TUNINGS).where(TUNINGS.c.batch_id == batch_id)).first()
         return _tuning(row) if row else None
+
+
+def has_trainers_state(database: Database, version: LedgerVersion) -> bool:
+    """Whether a batch of rollouts made a version, so that the optimiser's state beside its weights is one that the trainer goes on from.
+
+    What training began with has none, and a run over files has an optimiser and a schedule of its own.
+    """
+    batch_id = version.policy_version.batch_id
+    return batch_id is not None and tuning_of(database, batch_id) is None
 
 
 def last_of(database: Database, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, Tuning] | None:

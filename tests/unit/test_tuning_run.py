@@ -27,9 +27,11 @@ from tuning_world import (
 )
 
 from spangrad.errors import GatewayError, SettingsError, TrainerError
+from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer import tuning
 from trainer.checkpoint import STATE
+from trainer.demand import spent
 from trainer.ledger import Ledger
 from trainer.source import BatchRollout, Group
 from trainer.tuning import run_name, tune
@@ -181,6 +183,9 @@ def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path
     assert ledger.finished_groups("run", "spec") == tuned_groups, "whatever rollouts else they have"
     assert ledger.finished_groups("run", "spec", tuned=False) == set()
     assert ledger.finished_groups("another run", "spec") == set()
+    assert [spent(ledger, TrainerSettings(run_id="run", retrain_tuned=asked), "spec").trained for asked in (False, True)] == [4, 0], (
+        "what is left out is asked for again"
+    )
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", "g3"), name, 0, 0) for name in ("r3", "r4")])
     assert lease, "asked for (trainer.retrain_tuned), they are trained: files claim no rollout"
     facts = {"checksum": ledger.version(1).policy_version.checksum, "path": ledger.version(1).policy_version.path}
