@@ -16,6 +16,7 @@ import msgspec
 from gateway.dialects import CHAT
 from gateway.dialects.answer import Answer
 from gateway.upstream import BackendStatus, Upstream, unreachable
+from gateway.vllm_plugin.middleware import ADAPTER_PATH
 from spangrad.errors import EngineError
 from spangrad.settings import BackendSettings
 
@@ -38,6 +39,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     warm: bool
     model: str = ""
     """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not say."""
+
+    lora_rank: int = 0
+    """Largest rank of the adapters that it takes. 0: it takes whole models."""
+    bare: str = ""
+    """Directory of the adapter that changes nothing; empty: it takes none."""
+    transfer: str = ""
+    """Over what it takes weights from a trainer; empty: it does not."""
 
 
 class _Results(msgspec.Struct):
@@ -110,9 +118,10 @@ class Backend(Upstream):
         """Whether the engine is paused."""
         return self._decode("/is_paused", await self._request("GET", "/is_paused", None, CONTROL_SECONDS), _Pause).is_paused
 
-    async def read_checksum(self) -> str:
-        """Checksum of the parameters in the engine's memory."""
-        body = await self.order("/collective_rpc", {"method": CHECKSUM_METHOD}, self.seconds)
+    async def read_checksum(self, *, base_only: bool = False) -> str:
+        """Checksum of the parameters in the engine's memory, and of the adapter that it computes with unless `base_only`."""
+        order = {"method": CHECKSUM_METHOD, **({"kwargs": {"base_only": True}} if base_only else {})}
+        body = await self.order("/collective_rpc", order, self.seconds)
         checksums = self._decode("/collective_rpc", body, _Results).results
         if len(checksums) != 1:
             raise EngineError(f"the engine at {self.url} has {len(checksums)} workers; the parameters of one only can be compared.")
@@ -121,6 +130,11 @@ class Backend(Upstream):
     async def reload(self, path: str) -> None:
         """Load weights from a directory that the engine's machine sees."""
         await self.order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}, self.seconds)
+
+    async def load_adapter(self, path: str) -> None:
+        """Load an adapter, in place of the one that calls are answered with, from a directory that the engine's machine sees."""
+        order = {"lora_name": self.info.policy if self.info else self.policy, "lora_path": path, "load_inplace": True}
+        await self.order(ADAPTER_PATH, order, self.seconds)
 
     async def probe(self, version: int) -> None:
         """Have one token generated, outside the record, and check that it comes with everything that training needs.

@@ -1,4 +1,4 @@
-"""New weights into one running engine.
+"""New weights into one running engine, by whichever road they come.
 
 In: a release (a model directory, its version and checksum) and a backend. Out: a backend that serves it, or an error that says what
 it serves now. Invariant: weights that differ from the checksum are refused before the engine is touched; from the reload on, no call
@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.backend import Backend
+from gateway.roads import Adapter, road_of, unfit
 from gateway.upstream import BackendStatus
 from spangrad.errors import CheckpointError, EngineError, GatewayError
 from spangrad.weights import checksum_directory
@@ -60,11 +61,13 @@ class Expected:
         """What a backend must show.
 
         Raises:
-            PublicationError: the files are missing, broken or others than the checksum says.
+            PublicationError: the files are missing, broken or others than the checksum says, or the backend cannot take them.
         """
         dtype = backend.checksum.partition(":")[0]
         if dtype not in self._found:
             self._found[dtype] = await asyncio.to_thread(_expected_checksum, self._release, dtype)
+        if reason := unfit(backend, Path(self._release.path)):
+            raise PublicationError(409, reason)
         return self._found[dtype]
 
 
@@ -119,7 +122,7 @@ class _Steps:
 
 async def _replace_weights(backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus) -> None:
     """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
-    steps = _Steps("pause")
+    steps, road = _Steps("pause"), road_of(backend, Path(release.path))
     try:
         if before is BackendStatus.ASLEEP:
             steps.now = "wake_up"
@@ -132,12 +135,13 @@ async def _replace_weights(backend: Backend, release: Release, expected: str, in
         # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order("/pause?mode=keep")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
-        steps.to("reload")
-        await backend.reload(release.path)
+        await road.check(backend)
+        steps.to(road.step)
+        await road.take(backend)
         steps.to("checksum")
         held = await backend.read_checksum()
         if held != expected:
-            raise EngineError(f"the engine holds {held or 'no weights'} after the reload, not {expected}.")
+            raise EngineError(f"the engine holds {held or 'no weights'} after it, not {expected}.")
         steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
         steps.to("resume")
@@ -148,12 +152,22 @@ async def _replace_weights(backend: Backend, release: Release, expected: str, in
         steps.to("serve")
     except EngineError as error:
         reason = f"publication of version {release.version} failed at {steps.now}: {error}"
-        if steps.now in {"drain", "pause"} and before is BackendStatus.SERVING:
+        if before is BackendStatus.SERVING and (steps.now in {"drain", "pause"} or await _holds_old(backend, steps.now)):
             await _resume_old(backend, reason)
         else:
             await _give_up(backend, reason)
         raise EngineError(f"{reason} The engine is {backend.status}.") from error
     backend.publication = steps.seconds
+
+
+async def _holds_old(backend: Backend, step: str) -> bool:
+    """Whether the order to take new weights failed and left those that were there: vLLM lets go of an adapter only for one that it has read."""
+    if step != Adapter.step:
+        return False
+    try:
+        return await backend.read_checksum() == backend.checksum
+    except EngineError:
+        return False
 
 
 async def _resume_old(backend: Backend, reason: str) -> None:

@@ -28,7 +28,7 @@ from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, parts
 from trainer.estimators import over_tokens
 from trainer.learning import check
-from trainer.lora import merged
+from trainer.lora import alone, kept, merged, require_adapters
 from trainer.losses import actor_config, checked_ppo_loss, correct, correction_metrics, value_loss_of
 from trainer.process import prepare_process, quiet
 
@@ -191,10 +191,12 @@ class Engine:
         return {name: one.float().cpu().numpy() * batch.response_mask.astype(np.float32) for name, one in found.items()}
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Every parameter by its Hugging Face name, tied ones once, with adapters merged."""
+        """Every parameter by its Hugging Face name, tied ones once, with adapters merged; or the adapters alone, by PEFT's."""
         module = self._worker.engine.module
         tied = getattr(module, "all_tied_weights_keys", None) or {}
-        if self.settings.lora_rank:  # verl would merge them too, in bfloat16
+        if self.settings.road == "adapter":
+            tensors = alone(module.state_dict())
+        elif self.settings.lora_rank:  # verl would merge them too, in bfloat16
             tensors = merged(module.state_dict(), self.settings.lora_alpha / self.settings.lora_rank)
         else:
             tensors, _ = self._worker.engine.get_per_tensor_param()
@@ -208,8 +210,8 @@ class Engine:
 
         inner = self._worker.engine
         state = {"optimizer": inner.optimizer.state_dict(), "schedule": inner.lr_scheduler.state_dict(), "random": torch.get_rng_state()}
-        if self.settings.lora_rank:  # what the merged weights do not tell apart
-            state["adapted"] = inner.module.state_dict()
+        if self.settings.lora_rank:
+            state["adapted"] = kept(inner.module.state_dict(), self.settings)
         if self._critic:
             critic = self._critic.engine
             state["critic"] = {"weights": critic.module.state_dict(), "optimizer": critic.optimizer.state_dict()}
@@ -229,19 +231,9 @@ class Engine:
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
         inner = self._worker.engine
-        if ("adapted" in state) != bool(self.settings.lora_rank):
-            raise CheckpointError(
-                f"{file} was written {'with' if 'adapted' in state else 'without'} adapters, and trainer.lora_rank = "
-                f"{self.settings.lora_rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
-            )
-        try:
-            if "adapted" in state:
-                inner.module.load_state_dict(state["adapted"])
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{file} holds adapters of another shape than trainer.lora_rank = {self.settings.lora_rank} and trainer.lora_modules make. "
-                "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
-            ) from error
+        require_adapters(file, state.get("adapted"), inner.module.state_dict(), self.settings)
+        if self.settings.lora_rank:
+            inner.module.load_state_dict(state["adapted"], strict=self.settings.road != "adapter")
         inner.optimizer.load_state_dict(state["optimizer"])
         inner.lr_scheduler.load_state_dict(state["schedule"])
         torch.set_rng_state(state["random"])

@@ -117,6 +117,7 @@ def check(settings: TrainerSettings) -> None:
     _check_estimator(settings)
     _check_loss(settings)
     _check_correction(settings)
+    _check_road(settings)
     if settings.kl_coef and settings.reference is None and settings.model is None:
         raise SettingsError(
             f"trainer.kl_coef = {settings.kl_coef:g} holds the policy to a reference, and none is named. Set trainer.reference to the "
@@ -125,6 +126,13 @@ def check(settings: TrainerSettings) -> None:
     if settings.kl_coef and settings.reference is not None and not settings.reference.is_dir():
         raise SettingsError(f"trainer.reference = {str(settings.reference)!r} is no directory. Give the one that holds the weights.")
     _check_merge(settings)
+
+
+def _check_road(settings: TrainerSettings) -> None:
+    if settings.road == "adapter" and not settings.lora_rank:
+        raise SettingsError(
+            "trainer.road = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or trainer.road = disk for whole models."
+        )
 
 
 def _check_estimator(settings: TrainerSettings) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from spangrad.adapters import adapter_facts
 from spangrad.clickhouse import connect
 from spangrad.errors import GatewayError, SpangradError
 from spangrad.selection import expression
@@ -36,6 +37,7 @@ from trainer.heartbeat import beating
 from trainer.learning import check
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.lora import adapter_of
 from trainer.measures import measures
 from trainer.mirror import Mirror
 from trainer.planning import plan_of
@@ -312,6 +314,7 @@ class Trainer:
                     base=Path(parent.policy_version.path),
                     weights=self.optimiser.weights(),
                     save_state=self.optimiser.save_state,
+                    adapter=adapter_of(Path(parent.policy_version.path), settings),
                 )
         metrics |= {**self.clock.seconds(), **facts}
         with self.shutdown.shielded():
@@ -357,8 +360,9 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
-            engine = Engine(model, settings.trainer)
-            if version.policy_version.batch_id:
+            adapter = adapter_facts(model)
+            engine = Engine(adapter.base if adapter else model, settings.trainer)
+            if version.policy_version.batch_id or adapter:
                 engine.load_state(model)
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine

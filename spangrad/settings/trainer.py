@@ -115,7 +115,8 @@ class TrainerSettings(Section):
     merge: bool = False
     """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
     lora_rank: int = Field(default=0, ge=0)
-    """Train adapters of this rank and leave the weights as they are; versions are served merged. 0: train the weights."""
+    """Train adapters of this rank and leave the weights as they are; versions are served merged unless road is `adapter`. 0: train the
+    weights."""
     lora_alpha: int = 16
     """What adapters are multiplied by, over the rank."""
     lora_modules: tuple[str, ...] = ()
@@ -164,6 +165,9 @@ class TrainerSettings(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     publish: bool = True
     """Hand each version to the gateway."""
+    road: Literal["disk", "adapter", "transfer"] = "disk"
+    """How a version comes into engines: they read a whole model from `directory`; they read the adapter alone; the trainer sends the weights
+    to their workers (docs/weights.md)."""
     evaluate_every: int = Field(default=0, ge=0)
     """After how many versions evaluate_command runs. 0: never."""
     evaluate_command: tuple[str, ...] = ()
