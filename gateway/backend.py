@@ -71,6 +71,8 @@ class Backend(Upstream):
         """Seconds of each step of the last publication that succeeded; empty: there was none."""
         self.lock = asyncio.Lock()
         """Held by whoever changes the status."""
+        self.group = ""
+        """The connection for weights that it has with a trainer; empty: none that is known to stand."""
         self.restart_command = settings.restart_command
         self.broken = False
         """Whether it is sent no calls until it is published to, or starts anew."""
@@ -91,6 +93,7 @@ class Backend(Upstream):
     def take_down(self, reason: str, *, broken: bool) -> None:
         """Withdraw the backend; a broken one is sent no calls until it is published to, or starts anew."""
         log.error("backend %s is down: %s", self.name, reason)
+        self.group = ""
         self.broken = broken
         self.become(BackendStatus.DOWN, reason)
 
@@ -112,11 +115,11 @@ class Backend(Upstream):
 
     async def read_info(self) -> EngineInfo:
         """What the engine serves."""
-        return self._decode("/spangrad/info", await self._request("GET", "/spangrad/info", None, CONTROL_SECONDS), EngineInfo)
+        return await self.fetch("/spangrad/info", EngineInfo)
 
     async def read_paused(self) -> bool:
         """Whether the engine is paused."""
-        return self._decode("/is_paused", await self._request("GET", "/is_paused", None, CONTROL_SECONDS), _Pause).is_paused
+        return (await self.fetch("/is_paused", _Pause)).is_paused
 
     async def read_checksum(self, *, base_only: bool = False) -> str:
         """Checksum of the parameters in the engine's memory, and of the adapter that it computes with unless `base_only`."""
@@ -160,6 +163,30 @@ class Backend(Upstream):
             EngineError: it was refused, or nobody answered.
         """
         return await self._request("POST", path, msgspec.json.encode(body or {}), seconds)
+
+    async def fetch(self, path: str, kind: type[_T]) -> _T:
+        """What it answers a question."""
+        return self._decode(path, await self._request("GET", path, None, CONTROL_SECONDS), kind)
+
+    async def ask_sender(self, url: str, token: str, path: str, body: dict[str, Any], kind: type[_T]) -> _T:
+        """What the trainer that has weights for this engine says.
+
+        Raises:
+            EngineError: nothing, or that it cannot.
+        """
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        try:
+            timeout = aiohttp.ClientTimeout(total=self.seconds)
+            async with self._session.post(url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout) as answer:
+                text = await answer.read()
+                if answer.status != 200:
+                    raise EngineError(f"the trainer at {url} refuses to send: {text[:500].decode(errors='replace')}")
+                return msgspec.json.decode(text, type=kind)
+        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            raise EngineError(
+                f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.transfer_host to an address that "
+                "gateway and engines reach, or trainer.road = disk."
+            ) from error
 
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
         try:

@@ -32,8 +32,8 @@ def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
     found = next((one for file in sorted(model.glob("*.safetensors")) for one in _layers(file)), None)
     if found is None:
         raise EngineError(
-            f"engine.lora_rank = {engine.lora_rank}, and {model} has no layer *{_KNOWN} in *.safetensors: adapters are not known to fit it. "
-            "Set engine.lora_rank = 0, and trainer.road = disk."
+            f"engine.lora_rank = {engine.lora_rank}, and {model} has no layer *{_KNOWN} in *.safetensors: adapters are not known to "
+            "fit it. Set engine.lora_rank = 0, and trainer.road = disk."
         )
     name, (rows, columns) = found
     shapes = {f"{PREFIX}{name}{A}": [1, columns], f"{PREFIX}{name}{B}": [rows, 1]}

@@ -164,7 +164,8 @@ def _check(engine: EngineSettings) -> Path:
     tokenizer_hash(model)
     if engine.lora_rank and engine.transfer:
         raise EngineError(
-            f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: an engine takes adapters or whole weights. Unset one."
+            f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: "
+            "an engine takes adapters or whole weights. Unset one."
         )
     if not os.access(engine.python, os.X_OK):
         raise EngineError(

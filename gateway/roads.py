@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gateway.backend import Backend
+from gateway.transfer import Sender, Transfer
 from spangrad.adapters import AdapterFacts, adapter_facts
 from spangrad.errors import CheckpointError, EngineError
 from spangrad.weights import checksum_directory
@@ -23,11 +24,11 @@ class Road(Protocol):
     step: str
     """What the step of a publication is called that takes it."""
 
-    async def check(self, backend: Backend) -> None:
-        """See that the engine, which is paused, can take it.
+    async def prepare(self, backend: Backend) -> None:
+        """Do what leaves the weights of the engine, which is paused, as they are.
 
         Raises:
-            EngineError: it cannot, and was not touched.
+            EngineError: it cannot take it, and holds what it held.
         """
         ...
 
@@ -47,8 +48,8 @@ class Reload:
     path: str
     step: str = "reload"
 
-    async def check(self, backend: Backend) -> None:
-        """Nothing is to be seen."""
+    async def prepare(self, backend: Backend) -> None:
+        """Nothing is to be done."""
 
     async def take(self, backend: Backend) -> None:
         """Replace all weights."""
@@ -66,7 +67,7 @@ class Adapter:
     """The engine's."""
     step: str = "adapter"
 
-    async def check(self, backend: Backend) -> None:
+    async def prepare(self, backend: Backend) -> None:
         """The engine's base must be the adapter's."""
         try:
             wanted = await asyncio.to_thread(checksum_directory, self.base, self.dtype or None)
@@ -75,7 +76,8 @@ class Adapter:
         held = await backend.read_checksum(base_only=True)
         if held != wanted:
             raise EngineError(
-                f"the engine's base has checksum {held}, and {self.base}, which the version is of, {wanted}. Start the engine with that model."
+                f"the engine's base has checksum {held}, and {self.base}, which the version is of, {wanted}. Start the engine with that "
+                "model."
             )
 
     async def take(self, backend: Backend) -> None:
@@ -83,37 +85,54 @@ class Adapter:
         await backend.load_adapter(self.path)
 
 
-def unfit(backend: Backend, path: Path) -> str:
-    """Why an engine cannot take what lies in a directory; empty: it can, or nobody has reached the engine yet.
+def unfit(backend: Backend, path: Path, sender: Sender | None) -> str:
+    """Why an engine cannot take a release; empty: it can, or nobody has reached the engine yet.
+
+    Args:
+        backend: the engine.
+        path: where the release lies.
+        sender: who sends it. None: it is read from there.
 
     Raises:
         CheckpointError: an adapter's configuration cannot be read.
     """
-    info, adapter = backend.info, adapter_facts(path)
-    if info is None or adapter is None:
+    info = backend.info
+    if info is None:
+        return ""
+    if sender:
+        if info.transfer:
+            return ""
+        return (
+            f"the engine at {backend.url} takes no weights from a trainer. Start it with engine.transfer = http, or nccl where it and "
+            "the trainer have a GPU each; or train with trainer.road = disk."
+        )
+    adapter = adapter_facts(path)
+    if adapter is None:
         return ""
     if not info.lora_rank:
         return (
-            f"{path} is an adapter, and the engine at {backend.url} takes none. Start it with engine.lora_rank = {adapter.rank} or more, or "
-            "train with trainer.road = disk."
+            f"{path} is an adapter, and the engine at {backend.url} takes none. Start it with engine.lora_rank = {adapter.rank} or more, "
+            "or train with trainer.road = disk."
         )
     if adapter.rank > info.lora_rank:
         return (
-            f"{path} is an adapter of rank {adapter.rank}, and the engine at {backend.url} takes ranks up to {info.lora_rank}. Start it with "
-            f"engine.lora_rank = {adapter.rank}."
+            f"{path} is an adapter of rank {adapter.rank}, and the engine at {backend.url} takes ranks up to {info.lora_rank}. Start it "
+            f"with engine.lora_rank = {adapter.rank}."
         )
     return ""
 
 
-def road_of(backend: Backend, path: Path) -> Road:
-    """How an engine takes what lies in a directory. One that takes adapters takes a whole model only where that is its base, bare.
+def road_of(backend: Backend, path: Path, sender: Sender | None) -> Road:
+    """How an engine takes a release, read or sent. One that takes adapters takes a whole model only where that is its base, bare.
 
     Raises:
         CheckpointError: an adapter's configuration cannot be read.
     """
-    info, adapter = backend.info, adapter_facts(path)
+    info, dtype = backend.info, backend.checksum.partition(":")[0]
     assert info, "an engine that was never reached is not published to"
-    dtype = backend.checksum.partition(":")[0]
+    if sender:
+        return Transfer(sender, dtype)
+    adapter = adapter_facts(path)
     if info.lora_rank:
         facts = adapter or AdapterFacts(path, 1, 1.0)
         return Adapter(str(path) if adapter else info.bare, facts.base, dtype)

@@ -59,15 +59,26 @@ def checksum_directory(directory: Path, dtype: str | None = None) -> str:
 
 
 def checksum_arrays(arrays: Iterable[NDArray[np.float32]], dtype: str) -> str:
-    """Checksum of weights in memory (float32), as an engine of that dtype holds them.
+    """Checksum of weights in memory, as an engine of that dtype holds them.
+
+    Raises:
+        CheckpointError: the dtype is none that float32 is cast to.
+    """
+    return _checksum("what is in memory", ((dtype, words_of(one, dtype)) for one in arrays), dtype)
+
+
+def words_of(array: NDArray[np.float32], dtype: str) -> NDArray[np.unsignedinteger]:
+    """The words of an array's bits, flat, once they are cast.
 
     Raises:
         CheckpointError: the dtype is none that float32 is cast to.
     """
     import numpy as np
 
-    words = (("float32", np.ascontiguousarray(one).reshape(-1).view(np.uint32)) for one in arrays)
-    return _checksum("what is in memory", words, dtype)
+    words = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
+    if dtype not in {"float32", "bfloat16"}:
+        raise CheckpointError(f"float32 weights are cast to bfloat16 alone, not to {dtype}. Start the engine with engine.dtype = bfloat16.")
+    return words if dtype == "float32" else _to_bfloat16(words)
 
 
 def _checksum(where: Path | str, words: Iterable[tuple[str, NDArray[np.unsignedinteger]]], dtype: str | None) -> str:

@@ -44,6 +44,14 @@ class FakeEngine:
     warm: bool = True
     model: str = ""
     """Directory of the weights that it was started with."""
+    lora_rank: int = 0
+    """Largest rank of the adapters that it takes."""
+    transfer: str = ""
+    """Over what it takes weights from a trainer."""
+    base_checksum: str = ""
+    """Of its parameters, whatever adapter it has; empty: `checksum` is."""
+    spoils: bool = False
+    """An adapter that it refuses spoils what it had."""
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
     """Of chat answers; anything but 200 is an error in vLLM's words."""
@@ -91,6 +99,7 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/{dialect:completions|responses|messages}", self._recorded)
+        app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
         app.router.add_route("*", "/v1/{rest:.*}", self._other)
         app.router.add_get("/spangrad/info", self._info)
         app.router.add_get("/is_paused", self._is_paused)
@@ -130,9 +139,9 @@ class FakeEngine:
         return web.json_response({"method": request.method, "path": request.raw_path}, status=418)
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
-        )
+        served = {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
+        bare = "the bare adapter" if self.lora_rank else ""
+        return web.json_response({**served, "lora_rank": self.lora_rank, "bare": bare, "transfer": self.transfer})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -155,8 +164,22 @@ class FakeEngine:
             found = checksum_directory(Path(body["kwargs"]["weights_path"]))
             self.checksum = "float32:ffffffffffffffff" if self.wrong_after_reload else found
         elif name == "spangrad_checksum":
-            return web.json_response({"results": [self.checksum]})
+            base_only = body.get("kwargs", {}).get("base_only")
+            return web.json_response({"results": [self.base_checksum or self.checksum if base_only else self.checksum]})
         return web.json_response({"results": [None]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Vllm reads the new adapter before it lets go of the old one."""
+        body = await request.json()
+        self.orders.append("load_lora_adapter")
+        self.bodies.append(json.dumps(body).encode())
+        if self.refuses == "load_lora_adapter":
+            if self.spoils:
+                self.checksum = "float32:ffffffffffffffff"
+            return web.json_response({"error": {"message": "unexpected modules", "code": 500}}, status=500)
+        bare = body["lora_path"] == "the bare adapter"
+        self.checksum = self.base_checksum if bare else checksum_directory(Path(body["lora_path"]))
+        return web.Response(text="Success: LoRA adapter 'policy' added successfully.")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()

@@ -41,7 +41,7 @@ from trainer.lora import adapter_of
 from trainer.measures import measures
 from trainer.mirror import Mirror
 from trainer.planning import plan_of
-from trainer.publisher import Publisher
+from trainer.publisher import Publisher, publisher_of
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
@@ -136,7 +136,9 @@ class Trainer:
 
     def _publish(self, publisher: Publisher) -> None:
         newest = newest_version(self.ledger)
-        seconds = publisher.publish(newest.policy_version)
+        # Weights that this process does not hold are read from the files.
+        weights = self.optimiser.weights if newest.version == self.loaded.version else None
+        seconds = publisher.publish(newest.policy_version, weights=weights)
         logger.info("version %d is served (%.2f s)", newest.version, seconds)
 
     def _publish_again(self) -> None:
@@ -284,7 +286,7 @@ class Trainer:
             return made
         try:
             with self.clock.stage("publish"):
-                seconds = self.publisher.publish(made.policy_version)
+                seconds = self.publisher.publish(made.policy_version, weights=self.optimiser.weights)
         except GatewayError:
             if newest_version(self.ledger).version == made.version:
                 raise
@@ -377,7 +379,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             optimiser=optimiser,
             normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
-            publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
+            publisher=publisher_of(settings),
             shutdown=shutdown,
             loaded=newest,
             load_optimiser=load,

@@ -28,7 +28,8 @@ MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
 BARE_VARIABLE = "SPANGRAD_BARE_ADAPTER"
 TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
-"""The environment's names of the settings that the middleware reads, set by `spangrad engine`; of the last three, those that it is to have."""
+"""The environment's names of the settings that the middleware reads, set by `spangrad engine`;
+of the last three, those that it needs."""
 
 ADAPTER_PATH = "/v1/load_lora_adapter"
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
 from spangrad.weights import MASK, MIX_A, MIX_B
 
+HTTP_BACKEND = "spangrad_http"
 CHUNK_WORDS = 2**24
 """Words mixed at once: 128 MiB of int64, several times over."""
 
@@ -35,6 +37,7 @@ def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 # vLLM imports this module in each worker before it loads the model. On a GPU nobody calls the function.
 layers.dispatch_cpu_unquantized_gemm = _keep_plain
+WeightTransferEngineFactory.register_engine(HTTP_BACKEND, "gateway.vllm_plugin.transfer", "HttpTransferEngine")
 
 
 class SpangradWorker:

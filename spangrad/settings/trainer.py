@@ -166,8 +166,12 @@ class TrainerSettings(Section):
     publish: bool = True
     """Hand each version to the gateway."""
     road: Literal["disk", "adapter", "transfer"] = "disk"
-    """How a version comes into engines: they read a whole model from `directory`; they read the adapter alone; the trainer sends the weights
-    to their workers (docs/weights.md)."""
+    """How a version comes into engines: they read a whole model from `directory`, or the adapter alone, or the trainer sends them the
+    weights (docs/weights.md)."""
+    transfer_host: str = "127.0.0.1"
+    """With road `transfer`: the address of this machine at which the gateway and the engines' workers reach the trainer."""
+    transfer_port: int = Field(default=0, ge=0)
+    """And the port. 0: any that is free."""
     evaluate_every: int = Field(default=0, ge=0)
     """After how many versions evaluate_command runs. 0: never."""
     evaluate_command: tuple[str, ...] = ()
