@@ -105,7 +105,7 @@ class _Engine(Publisher):
     def served(self, policy: str) -> int:
         return self.version
 
-    def publish(self, version: PolicyVersion) -> float:
+    def publish(self, version: PolicyVersion, weights: object = None) -> float:
         began = time.monotonic()
         self._sampler.load(Path(version.path))
         self.version = version.version

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from spangrad.processes import free_ports
-from spangrad.weights import checksum_directory
+from spangrad.weights import checksum_directory, mix_words
 
 ANSWER_TEXT = "weather rome"
 ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
@@ -48,6 +50,7 @@ class FakeEngine:
     """Largest rank of the adapters that it takes."""
     transfer: str = ""
     """Over what it takes weights from a trainer."""
+    workers: int = 1
     base_checksum: str = ""
     """Of its parameters, whatever adapter it has; empty: `checksum` is."""
     spoils: bool = False
@@ -103,6 +106,7 @@ class FakeEngine:
         app.router.add_route("*", "/v1/{rest:.*}", self._other)
         app.router.add_get("/spangrad/info", self._info)
         app.router.add_get("/is_paused", self._is_paused)
+        app.router.add_get("/get_world_size", self._world_size)
         app.router.add_post("/{order:.*}", self._order)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
@@ -146,6 +150,9 @@ class FakeEngine:
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
 
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": self.workers})
+
     async def _order(self, request: web.Request) -> web.Response:
         body = await request.json()
         name = body.get("method", request.path)
@@ -163,6 +170,8 @@ class FakeEngine:
             await self.hold_reload.wait()
             found = checksum_directory(Path(body["kwargs"]["weights_path"]))
             self.checksum = "float32:ffffffffffffffff" if self.wrong_after_reload else found
+        elif name == "/update_weights":
+            self.checksum = await asyncio.to_thread(checksum_sent, body["update_info"], self.checksum.partition(":")[0])
         elif name == "spangrad_checksum":
             base_only = body.get("kwargs", {}).get("base_only")
             return web.json_response({"results": [self.base_checksum or self.checksum if base_only else self.checksum]})
@@ -291,6 +300,16 @@ class FakeEngine:
                 await self.go_on.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def checksum_sent(update: dict[str, Any], dtype: str) -> str:
+    """Of what a sender gives away over HTTP; anything else over another carrier."""
+    if "url" not in update:
+        return f"{dtype}:ffffffffffffffff"
+    with urllib.request.urlopen(update["url"], timeout=10) as answer:
+        data = answer.read()
+    words = np.frombuffer(data, {"float32": np.uint32, "bfloat16": np.uint16}[dtype])
+    return f"{dtype}:{mix_words(words.astype(np.uint64)):016x}"
 
 
 def event(chunk: dict[str, Any]) -> bytes:

@@ -114,7 +114,7 @@ class FakePublisher(Publisher):
     def served(self, policy: str) -> int:
         return json.loads(self._file.read_text())[-1]
 
-    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
         if version.version < self.served(version.policy) and not again:
             raise GatewayError(f"version {version.version} is not newer than what is served")
         own = self._file.with_suffix(f".{os.getpid()}")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.errors import SettingsError, TrainerError
+from spangrad.errors import SettingsError, SpangradError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.weights import checksum_arrays, words_of
 
@@ -183,7 +183,7 @@ def _handler(sender: Sender) -> type[BaseHTTPRequestHandler]:
                 return
             try:
                 said = sender.answer(self.path, json.loads(text))
-            except TrainerError as error:
+            except SpangradError as error:
                 self._say(409, str(error).encode())
             except (ValueError, KeyError, TypeError) as error:
                 self._say(400, f"that is no request of the gateway's: {error!r}".encode())

@@ -170,6 +170,9 @@ async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middlewar
         "tokenizer_hash": tokenizer_hash(Path(os.environ["SPANGRAD_ENGINE__MODEL"])),
         "warm": False,
         "model": "",
+        "lora_rank": 0,
+        "bare": "",
+        "transfer": "",
     }
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
     await call(middleware, "/spangrad/warm", {})
