@@ -52,6 +52,7 @@ TRANSFER_BACKENDS = {"nccl": "nccl", "http": "spangrad_http"}
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank may be."""
 _PLUGIN = "gateway.vllm_plugin"
+_SEES_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _INHERITED_TROUBLE = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of our environment that would mislead vLLM's; the first overrides --kv-cache-memory-bytes."""
 
@@ -171,6 +172,11 @@ def _check(engine: EngineSettings) -> Path:
         raise EngineError(
             f"engine.python = {str(engine.python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
             "or set engine.python to the Python of an environment that holds vLLM."
+        )
+    if engine.transfer == "nccl" and subprocess.run([engine.python, "-c", _SEES_GPU], check=False).returncode:
+        raise EngineError(
+            f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(engine.python)!r} sees no GPU. Set engine.transfer = "
+            "http, or start the engine where there is one."
         )
     if engine.host not in {"127.0.0.1", "::1", "localhost"}:
         raise EngineError(

@@ -63,8 +63,8 @@ def version_of(number: int, weights: Named, directory: Path) -> PolicyVersion:
 
 def checked(settings: Settings, weights: Named, model: Path, directory: Path) -> None:
     """What is generated is what transformers computes with these weights."""
-    from transformers import AutoModelForCausalLM
     import torch
+    from transformers import AutoModelForCausalLM
 
     held = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     held.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
@@ -82,7 +82,9 @@ def policy(settings: Settings) -> dict[str, Any]:
 def test_versions_come_from_memory_with_calls_in_flight(taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path) -> None:
     answers: list[dict[str, Any]] = []
     endless = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
-    callers = [threading.Thread(target=lambda: answers.extend(fetch(taking.gateway.url + CHAT, endless) for _ in range(2))) for _ in range(4)]
+    callers = [
+        threading.Thread(target=lambda: answers.extend(fetch(taking.gateway.url + CHAT, endless) for _ in range(2))) for _ in range(4)
+    ]
     for caller in callers:
         caller.start()
     for number, factor in ((1, 1.1), (2, 0.9)):

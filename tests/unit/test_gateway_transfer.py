@@ -1,4 +1,4 @@
-"""Weights from a real sender into a fake engine: who orders what, what is refused before the engine is touched, and what needs the files."""
+"""Weights from a real sender into a fake engine: who orders what, what is refused before it is touched, and what needs the files."""
 
 from __future__ import annotations
 
