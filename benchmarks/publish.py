@@ -59,7 +59,8 @@ STAGES = (
     "first_token",
 )
 """`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `take`: the road's own.
-`announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version is served to a client's first token from it."""
+`announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version is served to a client's first
+token from it."""
 STEP_SECONDS = 120
 _SPANS = """
 SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']) AS version, child.SpanName,

@@ -21,8 +21,10 @@ from spangrad.weights import checksum_directory
 class Road(Protocol):
     """One of them, for one release and one engine."""
 
-    step: str
-    """What the step of a publication is called that takes it."""
+    @property
+    def step(self) -> str:
+        """What the step of a publication is called that takes it."""
+        ...
 
     async def prepare(self, backend: Backend) -> None:
         """Do what leaves the weights of the engine, which is paused, as they are.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
 import logging
 import secrets
@@ -136,6 +137,7 @@ class Sender:
         """Not run by the tests of this project, which have no GPU."""
         import torch
 
+        nccl: Any = importlib.import_module("torch.cuda.nccl")
         if not torch.cuda.is_available():
             raise TrainerError(
                 "engine.transfer = nccl, and the trainer's process sees no GPU. Give it one of its own, beside the engine's, or set "
@@ -143,14 +145,14 @@ class Sender:
             )
         group, init = body["group"], None
         if group not in self._groups:
-            group, unique_id = secrets.token_urlsafe(8), torch.cuda.nccl.unique_id()
+            group, unique_id = secrets.token_urlsafe(8), nccl.unique_id()
             said = base64.b64encode(unique_id).decode()
             init = {"nccl_unique_id_b64": said, "rank_offset": 1, "world_size": body["workers"] + 1, "packed": False}
 
             def communicator() -> Any:
-                made = torch.cuda.nccl.init_rank(body["workers"] + 1, unique_id, 0)
+                made = nccl.init_rank(body["workers"] + 1, unique_id, 0)
                 # vLLM's workers begin with a sum of one element, which waits for everybody.
-                torch.cuda.nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[made])
+                nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[made])
                 self._groups[group] = made
                 return made
         else:
@@ -162,7 +164,7 @@ class Sender:
             try:
                 to = communicator()
                 for array in offer.named.values():
-                    torch.cuda.nccl.broadcast([torch.from_numpy(array).to("cuda", getattr(torch, body["dtype"]))], comms=[to])
+                    nccl.broadcast([torch.from_numpy(array).to("cuda", getattr(torch, body["dtype"]))], comms=[to])
                 torch.cuda.synchronize()
             except RuntimeError:
                 logger.exception("weights could not be sent to engine %s", body["engine"])
