@@ -30,6 +30,10 @@ class EngineError(SpangradError):
     """The inference engine did not start, died, or did not take the weights it was given."""
 
 
+class QueueError(SpangradError):
+    """The queue of rollouts refused, failed or could not be reached."""
+
+
 class AgentError(SpangradError):
     """An agent could not be loaded or started at all (a failed attempt is data, not an error)."""
 

@@ -19,7 +19,7 @@ def written(engine: Engine, base: Path, directory: Path) -> checkpoint.Checkpoin
         parent=0,
         batch_id="b",
         base=base,
-        weights=engine.weights(),
+        save_weights=engine.save_weights,
         save_state=engine.save_state,
         adapter=adapter_of(base, engine.settings),
     )

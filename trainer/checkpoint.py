@@ -28,6 +28,7 @@ from spangrad.weights import checksum_directory, tokenizer_hash
 
 MARKER = "STABLE"
 WEIGHTS = "model.safetensors"
+STATE = "optimizer.pt"
 _TEMPORARY = ".writing-"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Weights and optimiser states, which a new version has its own of."""
@@ -67,7 +68,7 @@ def write(
     parent: int,
     batch_id: str,
     base: Path,
-    weights: Iterable[tuple[str, NDArray[np.float32]]],
+    save_weights: Callable[[Path], None],
     save_state: Callable[[Path], None],
     adapter: AdapterFacts | None = None,
 ) -> Checkpoint:
@@ -81,15 +82,14 @@ def write(
         parent: the version that was trained.
         batch_id: what it was trained on.
         base: a model directory whose configuration and tokenizer are copied.
-        weights: parameters by their Hugging Face names; an adapter's by PEFT's.
+        save_weights: writes the parameters into a directory, as `save_weights` below does.
         save_state: writes the optimiser's state into a directory.
         adapter: what the weights adapt. None: they are a whole model.
 
     Raises:
         CheckpointError: the version is there already, or cannot be written: the disk is full, say.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
+    from safetensors import SafetensorError, safe_open
 
     final = version_directory(directory, policy, branch, version)
     if final.exists():
@@ -101,10 +101,10 @@ def write(
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name not in {MARKER, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
-        tensors = dict(weights)
-        save_file(tensors, temporary / (adapters.WEIGHTS if adapter else WEIGHTS), metadata={"format": "pt"})
+        save_weights(temporary)
         if adapter:
-            adapters.write_config(temporary, adapter, tensors)
+            with safe_open(temporary / adapters.WEIGHTS, "numpy") as opened:
+                adapters.write_config(temporary, adapter, opened.keys())
         save_state(temporary)
         made = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
@@ -124,6 +124,13 @@ def write(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return made
+
+
+def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]], file: str = WEIGHTS) -> None:
+    """Write parameters, by their Hugging Face names, as a model directory has them; or by PEFT's, as `adapters.WEIGHTS`."""
+    from safetensors.numpy import save_file
+
+    save_file(dict(weights), directory / file, metadata={"format": "pt"})
 
 
 def verify(path: Path, checksum: str) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.adapters import PREFIX, A, AdapterFacts, B, adapter_facts
+from spangrad.adapters import WEIGHTS as ADAPTER
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
+from trainer.checkpoint import WEIGHTS
 
 _BASE = ".base_layer."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -88,12 +90,22 @@ def require_adapters(file: Path, held: Mapping[str, Any] | None, parameters: Map
         )
 
 
+def weights_file(settings: TrainerSettings) -> str:
+    """What the file of a version's parameters is called."""
+    return ADAPTER if settings.road == "adapter" else WEIGHTS
+
+
+def model_of(version: Path) -> Path:
+    """The model that a version's directory holds, or that its adapter is of."""
+    adapter = adapter_facts(version)
+    return adapter.base if adapter else version
+
+
 def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
     """What the adapter is of that a step makes: what its parent's adapter is of, or its parent. None: a step makes a whole model."""
     if settings.road != "adapter":
         return None
-    before = adapter_facts(parent)
-    return AdapterFacts(before.base if before else parent, settings.lora_rank, settings.lora_alpha)
+    return AdapterFacts(model_of(parent), settings.lora_rank, settings.lora_alpha)
 
 
 def _full(value: Any) -> Any:

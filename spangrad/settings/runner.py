@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
 
@@ -13,12 +13,18 @@ class RunnerSettings(Section):
     run_id: str = "default"
     group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
+    greedy_rollouts: bool | None = None
+    """Whether each group of mode train has one more rollout, at temperature 0. None: exactly where trainer.estimator is `remax`."""
     workers: int = Field(default=1, ge=1)
     """Agent processes."""
     concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each process."""
     max_attempts: int = Field(default=2, ge=1)
     timeout_seconds: float = 300
+    queue_url: str | None = None
+    """Where the queue of rollouts answers, whom the trainer tells how many groups it wants. None: there is no queue."""
+    queue_token: SecretStr | None = Field(default=None, min_length=1)
+    """Bearer token that the queue asks for. None: it asks for none."""
     gateway: bool = True
     """Agents call the policy through the gateway. False: they call `gateway.engine_url` itself, nobody counts their calls, and a
     rollout is complete when nothing new of it has come for `builder.quiet_seconds`."""

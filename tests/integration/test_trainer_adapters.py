@@ -19,7 +19,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.weights import checksum_directory
 from trainer import checkpoint
 from trainer.batch import Batch, layout
-from trainer.engine import STATE_FILE, Engine
+from trainer.engine import Engine
 from trainer.merge import separate
 
 ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, road="adapter")
@@ -49,7 +49,7 @@ def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopp
         "adapter_model.safetensors",
         "config.json",
         "generation_config.json",
-        STATE_FILE,
+        checkpoint.STATE,
     ]
     assert adapter_facts(made.path).base == tiny_model
     config = json.loads((made.path / "adapter_config.json").read_text())
