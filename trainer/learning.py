@@ -13,6 +13,7 @@ from enum import StrEnum
 from math import inf
 from typing import Literal
 
+from spangrad.adapters import adapter_facts
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Estimator, Loss
@@ -133,6 +134,11 @@ def _check_road(settings: TrainerSettings) -> None:
     if settings.road == "adapter" and not settings.lora_rank:
         raise SettingsError(
             "trainer.road = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or trainer.road = disk for whole models."
+        )
+    held = settings.reference or settings.model
+    if settings.kl_coef and held and adapter_facts(held):
+        raise SettingsError(
+            f"{held}, to which the policy is held (trainer.kl_coef), is an adapter. Set trainer.reference to a whole model."
         )
 
 

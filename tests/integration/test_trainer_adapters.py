@@ -12,15 +12,19 @@ import pytest
 import torch
 from checkpoints import written
 from sampling import PROMPT, logprobs_of, sampled_rows
+from service_groups import RUN, send
 
-from spangrad.adapters import adapter_facts
+from spangrad.adapters import AdapterFacts, adapter_facts
 from spangrad.errors import CheckpointError
-from spangrad.settings import TrainerSettings
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory
 from trainer import checkpoint
 from trainer.batch import Batch, layout
 from trainer.engine import Engine
+from trainer.ledger import Ledger
+from trainer.loop import train
 from trainer.merge import separate
+from transition_builder.loop import build_once
 
 ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, road="adapter")
 MERGED = ALONE.model_copy(update={"road": "disk"})
@@ -102,3 +106,32 @@ def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: P
     file.write_text(json.dumps({**said, "base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(CheckpointError, match="which is no directory here"):
         checksum_directory(made.path)
+
+
+@pytest.mark.slow
+def test_a_run_makes_adapters_and_the_next_run_goes_on_from_the_last(tiny_model: Path, store: StoreSettings, tmp_path: Path):
+    trainer = ALONE.model_copy(
+        update={
+            "run_id": RUN,
+            "model": tiny_model,
+            "directory": tmp_path,
+            "groups_per_batch": 2,
+            "modes": ("production",),
+            "max_staleness": 9,
+            "publish": False,
+            "traces": False,
+            "keep_checkpoints": 1,
+        }
+    )
+    settings = Settings(store=store, trainer=trainer)
+    for run, groups in enumerate((["a", "b"], ["c", "d"]), start=1):
+        send(store, tiny_model, groups)
+        build_once(settings)
+        train(settings, follow=False)
+        ledger = Ledger(tmp_path, trainer.policy, trainer.branch)
+        newest = ledger.version(run).policy_version
+        ledger.close()
+        made = Path(newest.path)
+        assert adapter_facts(made) == AdapterFacts(tiny_model, 4, 6), "of the model that the branch began with, not of its parent"
+        checkpoint.verify(made, newest.checksum)
+        assert not (made / checkpoint.WEIGHTS).exists()
