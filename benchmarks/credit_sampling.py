@@ -21,6 +21,7 @@ from benchmarks.credit_tasks import WORDS, State, Task, Turn
 from examples.two_tools.model import word_tokenizer
 from examples.two_tools.model import write_model as write_warm_model
 
+AGENT = "clerk"
 REPLY_TOKENS = 2
 _ID = {word: i for i, word in enumerate(WORDS)}
 
@@ -33,6 +34,8 @@ class Call:
     reply: list[int]
     logprobs: list[float]
     turn: Turn
+    agent: str = AGENT
+    """Who asked."""
 
 
 @dataclass(slots=True)

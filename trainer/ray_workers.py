@@ -53,7 +53,7 @@ class RayWorkers:
                 self._group = _group(model.absolute(), settings, places, self.device, self._cluster.own)
             self.everywhere("join", self.device, self._rendezvous())
             self.everywhere("load", self.device)
-            self.size = int(self.everywhere("data_parallel_size"))
+            self.size = self._learn_dispatch()
         except BaseException:
             self.close()
             raise
@@ -101,13 +101,23 @@ class RayWorkers:
             raise TrainerError("the trainer's workers have ended: what they were called for is not done. Start `spangrad train` again.")
         return self._group
 
+    def _learn_dispatch(self) -> int:
+        """Let verl's dispatch know which rank takes which part of the rows: it would ask by itself, and not see signals. How many parts."""
+        from verl.single_controller.base.decorator import dispatch_one_to_all
+
+        from trainer.worker import MESH
+
+        group = self._living()
+        asked, _ = dispatch_one_to_all(group, MESH)
+        group._dispatch_info[MESH] = self._call("_query_dispatch_info", asked)
+        group._collect_info[MESH] = self._call("_query_collect_info", asked)
+        return max(group._dispatch_info[MESH]) + 1
+
     def _rendezvous(self) -> str:
         """Where ranks meet: a file where they share a machine with nobody else's, else a port of the first one's node."""
         if self._cluster.directory:
             return f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
-        import ray
-
-        return ray.get(self._living().workers[0].meeting_place.remote())
+        return str(self.everywhere("meeting_place"))
 
     def _call(self, method: str, parted: Any) -> list[Any]:
         """Start a call on every rank and wait for all.

@@ -49,6 +49,7 @@ class Rank(Worker):
         self._model, self._settings = model, settings
         self._models: dict[Role, Any] = {}
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def meeting_place(self) -> str:
         """Where other ranks may meet this one: a port of this node that is free."""
         import ray
@@ -82,11 +83,6 @@ class Rank(Worker):
                 self._models[Role.CRITIC] = training_worker(self._model, settings, device, critic=True)
         policy = self._engine(Role.POLICY)
         self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def data_parallel_size(self) -> int:
-        """Among how many ranks rows are shared out."""
-        return int(self._engine(Role.POLICY).get_data_parallel_size())
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def train(self, rows: Any) -> Any:

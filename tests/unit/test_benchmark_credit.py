@@ -14,7 +14,7 @@ import pytest
 from benchmarks.credit import ARMS, OF_ONE_SEED, OURS, arms, conclude, steps_to
 from benchmarks.credit_plot import draw
 from benchmarks.credit_run import Arm, Result, run
-from benchmarks.credit_sampling import Call, Sampled, Sampler, write_model
+from benchmarks.credit_sampling import AGENT, Call, Sampled, Sampler, write_model
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import GOALS, KINDS, LOOK, RESPELLED, TOOLS, WORDS, Flow, Inbox, State, Task
 
@@ -99,7 +99,7 @@ def test_spans_name_their_rollout_and_no_reward_but_the_graded_ones() -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     rollouts = [play(Flow(), ("cancel",), list(TOOLS[1:])), play(Flow(), ("cancel",), ["search", "login", "user"])]
-    (body,) = Author("run", Flow(group=2), 0).bodies(rollouts, 7, Served("policy", 3, "tokenizer"))
+    (body,) = Author("run", Flow(group=2), 0).bodies(rollouts, 7, {AGENT: Served("policy", 3, "tokenizer")})
     spans = [
         span
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans
