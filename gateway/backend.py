@@ -39,7 +39,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     warm: bool
     model: str = ""
     """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not say."""
-
     lora_rank: int = 0
     """Largest rank of the adapters that it takes. 0: it takes whole models."""
     bare: str = ""

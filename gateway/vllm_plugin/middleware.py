@@ -28,8 +28,8 @@ MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
 BARE_VARIABLE = "SPANGRAD_BARE_ADAPTER"
 TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
-"""The environment's names of the settings that the middleware reads, set by `spangrad engine`;
-of the last three, those that it needs."""
+"""The environment's names of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
+that it needs."""
 
 ADAPTER_PATH = "/v1/load_lora_adapter"
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
@@ -140,7 +140,7 @@ class SpangradMiddleware:
                     adapter.load_inplace = False
             await send(message)
 
-        await self.app(scope, receive, watch)
+        await self.app(scope, _replay(await _read(receive), receive), watch)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
@@ -165,7 +165,7 @@ class SpangradMiddleware:
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:
         """A call that names no model, or the base alone, is one of the policy's: with its adapter, whose version the answer will bear."""
-        if self.lora_rank and request.get("model") in {None, "", base_name(self.policy)}:
+        if self.lora_rank and request.get("model") in (None, "", base_name(self.policy)):
             return {**request, "model": self.policy}
         return request
 
