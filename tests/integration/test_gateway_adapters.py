@@ -20,7 +20,7 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.weights import checksum_directory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 LONG = "the quick brown fox jumps over the lazy dog. " * 9
