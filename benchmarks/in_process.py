@@ -45,7 +45,7 @@ class _Served(Publisher):
     def served(self, policy: str) -> int:
         return self.version
 
-    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
         began = time.monotonic()
         self._sampler.load(Path(version.path))
         self.version = version.version

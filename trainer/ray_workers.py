@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import SpangradError, TrainerError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint
+from trainer.lora import weights_file
 from trainer.objective import Objective
 from trainer.process import prepare_process, quiet, worker_environment
 from trainer.ray_cluster import Cluster
@@ -85,7 +85,7 @@ class RayWorkers:
             shared.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
             self.everywhere("save_weights", Path(directory))
-            yield from load_file(Path(directory) / checkpoint.WEIGHTS).items()
+            yield from load_file(Path(directory) / weights_file(self._settings)).items()
 
     def close(self) -> None:
         """End the ranks, and Ray if it was begun for them."""
