@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 
 from spangrad.database import Database, Owner, database_url
 from spangrad.errors import QueueError
@@ -108,10 +109,31 @@ class QueueDatabase(Database):
             self._unlock()
             raise
         self._session: sa.Connection | None = None
-        if not self.is_sqlite:
+        try:
+            self.keep()
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self) -> None:
+        """Be the one server again, where PostgreSQL was away and has forgotten it.
+
+        Raises:
+            QueueError: the database does not answer, or another server serves from it by now.
+        """
+        if self.is_sqlite:
+            return
+        with self.translated():
+            if self._session is not None:
+                try:
+                    self._session.execute(sa.select(1))
+                    return
+                except DBAPIError:
+                    self._session.close()
+            # A session of its own, for as long as this process lives; schemas of one database may have a server each.
             self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
-            if not self._session.execute(sa.select(sa.func.pg_try_advisory_lock(_SERVER_LOCK))).scalar_one():
-                self.close()
+            lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
+            if not self._session.execute(sa.select(lock)).scalar_one():
                 raise _served_already(self.shown)
 
     def close(self) -> None:
