@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from benchmarks.credit_run import Result
+from benchmarks.plots import shaded
 
 GAMED = "gamed"
 _WITH_LOOK = (GAMED, "named")
@@ -38,9 +36,9 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     figure, all_axes = plt.subplots(1, max(len(panels), 1), figsize=(6 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False)
     for axes, (panel, arms) in zip(all_axes[0], panels.items(), strict=False):
         for arm, runs in arms.items():
-            _shaded(axes, [one.success for one in runs], f"{arm}, {len(runs)} seed{'s' if len(runs) > 1 else ''}")
+            shaded(axes, [one.success for one in runs], f"{arm}, {len(runs)} seed{'s' if len(runs) > 1 else ''}")
             if arm == GAMED:
-                _shaded(axes, [one.mean_return for one in runs], f"{arm}: mean return")
+                shaded(axes, [one.mean_return for one in runs], f"{arm}: mean return")
                 for one in runs:
                     axes.axvline(one.alarms[0], color="black", linestyle="--", label="alarm") if one.alarms else None
         axes.set(title=_TITLES[panel], xlabel="step", ylabel="success of the batch", ylim=(-0.02, 1.02))
@@ -49,10 +47,3 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _shaded(axes: Any, courses: Sequence[Sequence[float]], label: str) -> None:
-    length = min(len(one) for one in courses)
-    values = np.array([one[:length] for one in courses])
-    (line,) = axes.plot(values.mean(axis=0), label=label)
-    axes.fill_between(range(length), values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.2)

@@ -7,9 +7,8 @@ task; what the trainer publishes is what the next step is sampled with; a rollou
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -17,33 +16,22 @@ from typing import Any
 
 from clickhouse_connect.driver.client import Client
 
-from benchmarks.credit_sampling import Sampled, Sampler, write_model
+from benchmarks.credit_sampling import AGENT, Sampled, Sampler, write_model
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import Task
+from benchmarks.in_process import build, clocked, own_store, send, train_step, training
 from spangrad.clickhouse import connect
-from spangrad.errors import SpangradError, TrainerError
+from spangrad.errors import TrainerError
 from spangrad.otlp_http import Poster
-from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, Settings, StoreSettings, TrainerSettings
-from spangrad.types import PolicyVersion
-from trainer.engine import Engine
-from trainer.estimators import estimator
-from trainer.ledger import Ledger
-from trainer.ledger_tables import LedgerVersion
 from trainer.loop import Trainer
-from trainer.mirror import Mirror
-from trainer.publisher import Publisher
-from trainer.recovery import newest_version, prepare
-from trainer.shutdown import Shutdown
-from trainer.source import Source
+from trainer.recovery import newest_version
 from transition_builder.loop import Builder
 
 GROUPS = 4
 """A step."""
 FRESH_ROLLOUTS = 1024
 """With which a trained policy is measured."""
-_LOOKS = 100
-"""How often the builder looks for a step's rollouts."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +83,6 @@ class Result:
         return asdict(self)
 
 
-class _Engine(Publisher):
-    """In the gateway's place: takes each committed version into the sampler."""
-
-    def __init__(self, sampler: Sampler, version: int) -> None:
-        self._sampler = sampler
-        self.version = version
-
-    def served(self, policy: str) -> int:
-        return self.version
-
-    def publish(self, version: PolicyVersion) -> float:
-        began = time.monotonic()
-        self._sampler.load(Path(version.path))
-        self.version = version.version
-        return time.monotonic() - began
-
-
 def run(arm: Arm, seed: int, steps: int, directory: Path, said: Callable[[Result], None] = lambda _: None) -> Result:
     """Train from a fresh model, in a fresh store.
 
@@ -124,41 +95,16 @@ def run(arm: Arm, seed: int, steps: int, directory: Path, said: Callable[[Result
     """
     write_model(directory / "model", arm.task, seed)
     result = Result(arm.task.name, arm.name, seed, arm.task.group, steps)
-    with _store(directory) as store:
+    with own_store(directory) as store:
         settings = _settings(arm, store, directory, f"{arm.task.name}-{arm.name}-{seed}")
         sampler = Sampler(directory / "model", seed + 77)
         with closing(connect(store)) as client:
-            with _training(settings, client, sampler) as trainer:
+            with training(settings, client, sampler) as trainer:
                 _Loop(arm, settings, trainer, sampler, Builder(settings), result).run(seed, steps, said)
             goals = arm.task.goals(random.Random(seed + 5), FRESH_ROLLOUTS // arm.task.group)
             result.final = success(arm.task, sampler.rollouts(arm.task, goals))
             _account(result, client, settings.trainer.run_id)
     return result
-
-
-@contextmanager
-def _training(settings: Settings, client: Client, sampler: Sampler) -> Iterator[Trainer]:
-    """A trainer wired as `spangrad train` wires it, but that the sampler takes the gateway's place."""
-    with closing(Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)) as ledger:
-        newest = prepare(ledger, settings)
-
-        def engine(version: LedgerVersion) -> Engine:
-            return Engine(Path(version.policy_version.path), settings.trainer)
-
-        trainer = Trainer(
-            settings=settings,
-            ledger=ledger,
-            source=Source(client, settings),
-            optimiser=engine(newest),
-            normalise=estimator(settings.trainer),
-            mirror=Mirror(client, settings.store.url, ledger),
-            publisher=_Engine(sampler, newest.version),
-            shutdown=Shutdown(),
-            loaded=newest,
-            load_optimiser=engine,
-        )
-        trainer.start()
-        yield trainer
 
 
 @dataclass
@@ -176,59 +122,32 @@ class _Loop:
         dice = random.Random(seed + 1000)
         author = Author(self.settings.trainer.run_id, self.arm.task, seed)
         poster = Poster(f"{self.settings.store.otlp_endpoint}/v1/traces", {}, None)
+        clock = self.result.seconds
         for step in range(steps):
-            with self._clocked("sample"):
+            with clocked(clock, "sample"):
                 rollouts = self.sampler.rollouts(self.arm.task, self.arm.task.goals(dice, GROUPS))
-            with self._clocked("send"):
-                self._send(poster, author, rollouts, step)
-            with self._clocked("build"):
-                self._build(len(rollouts))
+            with clocked(clock, "send"):
+                send(poster, author.bodies(rollouts, step, {AGENT: self._served()}))
+            with clocked(clock, "build"):
+                build(self.builder, len(rollouts))
             self.result.success.append(success(self.arm.task, rollouts))
             self.result.sampled += len(rollouts)
             self.result.calls += sum(len(one.calls) for one in rollouts)
             try:
-                with self._clocked("train"):
-                    self._train()
+                with clocked(clock, "train"):
+                    made = train_step(self.trainer)
             except TrainerError as error:
                 self.result.refused = str(error)
                 return
+            self.result.mean_return.append(round(made.metrics["mean_return"], 4))
+            self.result.gap = max(self.result.gap, made.metrics["logprob_gap"])
+            if made.metrics.get("gaming_alarm"):
+                self.result.alarms.append(made.version)
             said(self.result)
 
-    def _send(self, poster: Poster, author: Author, rollouts: Sequence[Sampled], step: int) -> None:
+    def _served(self) -> Served:
         newest = newest_version(self.trainer.ledger)
-        served = Served(self.settings.trainer.policy, newest.version, newest.tokenizer_hash, self.arm.retokenized)
-        for body in author.bodies(rollouts, step, served):
-            answer = poster(body)
-            if answer != 0:
-                raise SpangradError(f"the store did not take a step's spans: {answer}.")
-
-    def _build(self, rollouts: int) -> None:
-        built = 0
-        for _ in range(_LOOKS):
-            built += self.builder.look().rollouts
-            if built == rollouts:
-                return
-            time.sleep(0.05)
-        raise SpangradError(f"of a step's {rollouts} rollouts, {built} were built.")
-
-    def _train(self) -> None:
-        loaded = self.trainer.take()
-        if loaded is None:
-            raise SpangradError("a step's groups were built, and the trainer finds none ready.")
-        self.trainer.step(loaded)
-        made = newest_version(self.trainer.ledger)
-        self.result.mean_return.append(round(made.metrics["mean_return"], 4))
-        self.result.gap = max(self.result.gap, made.metrics["logprob_gap"])
-        if made.metrics.get("gaming_alarm"):
-            self.result.alarms.append(made.version)
-
-    @contextmanager
-    def _clocked(self, stage: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.result.seconds[stage] = self.result.seconds.get(stage, 0.0) + time.monotonic() - began
+        return Served(self.settings.trainer.policy, newest.version, newest.tokenizer_hash, self.arm.retokenized)
 
 
 def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> Settings:
@@ -249,21 +168,6 @@ def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> S
             keep_checkpoints=1,
         ),
     )
-
-
-@contextmanager
-def _store(directory: Path) -> Iterator[StoreSettings]:
-    """A store of the run's own."""
-    grpc, http, sql = free_ports(3)
-    (directory / "spangrad.toml").touch()
-    ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]
-    command = own_command("store", "--config", str(directory / "spangrad.toml"), "--path", str(directory / "store"), *ports)
-    child = Child("spangrad store", command, directory / "store.log", inherit_settings=False)
-    try:
-        wait_until(lambda: answers(f"http://127.0.0.1:{sql}/ping"), 120, "the store", [child])
-        yield StoreSettings(url=f"http://127.0.0.1:{sql}", otlp_endpoint=f"http://127.0.0.1:{http}")
-    finally:
-        child.stop()
 
 
 _COUNTS = """

@@ -21,6 +21,7 @@ from benchmarks.credit_tasks import WORDS, State, Task, Turn
 from examples.two_tools.model import word_tokenizer
 from examples.two_tools.model import write_model as write_warm_model
 
+AGENT = "clerk"
 REPLY_TOKENS = 2
 _ID = {word: i for i, word in enumerate(WORDS)}
 
@@ -33,6 +34,8 @@ class Call:
     reply: list[int]
     logprobs: list[float]
     turn: Turn
+    agent: str = AGENT
+    """Who asked."""
 
 
 @dataclass(slots=True)
@@ -75,12 +78,12 @@ class Sampler:
     """One engine, which serves one version."""
 
     def __init__(self, model: Path, seed: int) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._random = torch.Generator().manual_seed(seed)
 
     def load(self, model: Path) -> None:
         """Serve another version."""
-        self._model.load_state_dict(load_file(model / "model.safetensors"))
+        self.model.load_state_dict(load_file(model / "model.safetensors"))
 
     def rollouts(self, task: Task, goals: Sequence[tuple[str, ...]]) -> list[Sampled]:
         """A group of each goal, from begin to end."""
@@ -101,7 +104,7 @@ class Sampler:
         ids, logprobs = torch.tensor(prompts), list[torch.Tensor]()
         for _ in range(REPLY_TOKENS):
             different, place = ids.unique(dim=0, return_inverse=True)
-            choices = self._model(different, logits_to_keep=1).logits[:, -1].log_softmax(-1)[place]
+            choices = self.model(different, logits_to_keep=1).logits[:, -1].log_softmax(-1)[place]
             drawn = torch.multinomial(choices.exp(), 1, generator=self._random)
             logprobs.append(choices.gather(1, drawn))
             ids = torch.cat([ids, drawn], dim=1)

@@ -3,7 +3,7 @@
 In: sampled rollouts. Out: bodies of OTLP requests. Invariant: nothing is said that those three would not say, and nothing of what a
 rollout is worth but its evaluations: credit is the trainer's to find.
 
-A rollout is the runner's root, the agent's span, and three spans a call: the client's, the gateway's below it, and the tool's. A graded
+A rollout is the runner's root, a span of each agent, and three spans a call: the client's, the gateway's below it, and the tool's. A graded
 call's evaluation stands on the client's span, a rollout's reward on the root. Requests and responses as JSON are left out.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
@@ -24,12 +24,11 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
 from benchmarks.credit_sampling import Call, Sampled
-from benchmarks.credit_tasks import ERROR, RESPELLED, WORDS, Task
+from benchmarks.credit_tasks import ERROR, RESPELLED, WORDS, Turn
 from gateway.record import PROVIDER, SAMPLING_DEFAULTS, attribute
 from spangrad import semconv
 from spangrad.types import Mode
 
-AGENT = "clerk"
 _ROLLOUTS_A_BODY = 64
 _RUNNER, _CLIENT, _FRAMEWORK = "spangrad.runner", "openinference.instrumentation.openai", "openinference.instrumentation.langchain"
 _SERVICES = {_RUNNER: "spangrad-runner", _CLIENT: "agent", _FRAMEWORK: "agent", semconv.GATEWAY_SCOPE: "spangrad-gateway"}
@@ -37,9 +36,27 @@ _TICK_NS = 1000
 _CANONICAL = {i: WORDS.index(word.removeprefix(RESPELLED)) for i, word in enumerate(WORDS)}
 
 
+class Graded(Protocol):
+    """What is written of a task."""
+
+    @property
+    def group(self) -> int:
+        """Rollouts that share a baseline."""
+        ...
+
+    @property
+    def final(self) -> bool:
+        """Whether a rollout has a reward at its end: its success."""
+        ...
+
+    def success(self, goal: Sequence[str], turns: Sequence[Turn]) -> float:
+        """How much of a rollout's task was done, between 0 and 1."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What answered."""
+    """What answered an agent."""
 
     policy: str
     version: int
@@ -51,14 +68,14 @@ class Served:
 class Author:
     """Writes the spans of one run."""
 
-    def __init__(self, run_id: str, task: Task, seed: int) -> None:
+    def __init__(self, run_id: str, task: Graded, seed: int) -> None:
         self._run = run_id
         self._task = task
         self._random = random.Random(f"{run_id} {seed}")
         self._seq = count()
 
-    def bodies(self, rollouts: Sequence[Sampled], step: int, served: Served) -> Iterator[bytes]:
-        """A step's rollouts, some whole ones a body."""
+    def bodies(self, rollouts: Sequence[Sampled], step: int, served: Mapping[str, Served]) -> Iterator[bytes]:
+        """A step's rollouts, some whole ones a body; `served`: what answered each agent."""
         for first in range(0, len(rollouts), _ROLLOUTS_A_BODY):
             scopes = {name: ScopeSpans(scope=InstrumentationScope(name=name)) for name in _SERVICES}
             for place in range(first, min(first + _ROLLOUTS_A_BODY, len(rollouts))):
@@ -76,7 +93,7 @@ class _Rollout:
     """One rollout, as it is written."""
 
     run: str
-    task: Task
+    task: Graded
     sampled: Sampled
     name: str
     step: int
@@ -84,7 +101,7 @@ class _Rollout:
     seq: Iterator[int]
     scopes: Mapping[str, ScopeSpans]
 
-    def write(self, served: Served) -> None:
+    def write(self, served: Mapping[str, Served]) -> None:
         trace = self.random.randbytes(16)
         begun = time.time_ns()
         named = [
@@ -115,18 +132,21 @@ class _Rollout:
         if self.task.final:
             _evaluate(root, semconv.REWARD_NAME, self.task.success(self.sampled.goal, self.sampled.turns()))
         kind = semconv.OPENINFERENCE_KIND
-        named_agent = (_constant(kind, "AGENT"), _constant(semconv.OPENINFERENCE_AGENT_NAME, AGENT))
-        agent = span(_FRAMEWORK, AGENT, root.span_id, 1, ticks - 2, named_agent)
-        of_client = (_constant(kind, "LLM"), _constant("llm.model_name", served.policy))
+        agents: dict[str, Span] = {}
         for number, call in enumerate(calls):
-            at, turn = 4 * number + 2, call.turn
+            at, turn, served_by = 4 * number + 2, call.turn, served[call.agent]
+            if call.agent not in agents:
+                named_agent = (_constant(kind, "AGENT"), _constant(semconv.OPENINFERENCE_AGENT_NAME, call.agent))
+                agents[call.agent] = span(_FRAMEWORK, call.agent, root.span_id, at - 1, ticks - at, named_agent)
+            agent = agents[call.agent]
+            of_client = (_constant(kind, "LLM"), _constant("llm.model_name", served_by.policy))
             client = span(_CLIENT, "ChatCompletion", agent.span_id, at, 2, of_client)
             client.status.CopyFrom(Status(code=Status.STATUS_CODE_OK))
             if turn.grade is not None:
                 _evaluate(client, semconv.REWARD_NAME, turn.grade)
             span(
-                *(semconv.GATEWAY_SCOPE, f"chat {served.policy}", client.span_id, at, 1),
-                *(_answer(call, served), Span.SPAN_KIND_SERVER),
+                *(semconv.GATEWAY_SCOPE, f"chat {served_by.policy}", client.span_id, at, 1),
+                *(_answer(call, served_by), Span.SPAN_KIND_SERVER),
             )
             if turn.tool is not None:
                 facts = {kind: "TOOL", semconv.OPENINFERENCE_TOOL_NAME: turn.tool, semconv.OPENINFERENCE_OUTPUT: turn.state.status}
@@ -164,7 +184,7 @@ def _answer(call: Call, served: Served) -> list[KeyValue]:
     return [*_every_answer(served), *(attribute(key, value) for key, value in own.items())]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def _every_answer(served: Served) -> list[KeyValue]:
     said = {
         semconv.GEN_AI_OPERATION: "chat",

@@ -137,10 +137,12 @@ class Inbox:
     limit: int = 8
     final: bool = False
     tools: tuple[str, ...] = TOOLS[:4]
+    kinds: int = len(KINDS)
+    """Of tickets: the first so many of `KINDS`."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
         """A queue for each group."""
-        return [tuple(dice.choices(KINDS, k=self.limit)) for _ in range(count)]
+        return [tuple(dice.choices(KINDS[: self.kinds], k=self.limit)) for _ in range(count)]
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
         """The ticket's kind."""
@@ -160,7 +162,7 @@ class Inbox:
 
     def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
         """Any kind, any tool."""
-        return self.prompt([dice.choice(KINDS)], State(0)), [dice.choice(self.tools), WORDS[2]]
+        return self.prompt([dice.choice(KINDS[: self.kinds])], State(0)), [dice.choice(self.tools), WORDS[2]]
 
 
 def spoken(word: str) -> str:

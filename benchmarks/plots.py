@@ -1,12 +1,14 @@
-"""The course of a load as a picture.
+"""Courses as pictures.
 
-In: samples by receiver. Out: a PNG with throughput and resident memory over time.
+In: samples by receiver. Out: a PNG with throughput and resident memory over time. And for other pictures: several runs' courses as one line
+with a shade.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.meter import Sample
 
@@ -47,3 +49,11 @@ def throughput(samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
             rates.append((sample.spans - before.spans) / (sample.at - before.at))
             before = sample
     return times, rates
+
+
+def shaded(axes: Any, courses: Sequence[Sequence[float]], label: str) -> None:
+    """Draw the mean of several courses, and a shade from the least to the greatest; as long as the shortest."""
+    length = min(len(one) for one in courses)
+    at = [[one[step] for one in courses] for step in range(length)]
+    (line,) = axes.plot([sum(values) / len(values) for values in at], label=label)
+    axes.fill_between(range(length), [min(values) for values in at], [max(values) for values in at], color=line.get_color(), alpha=0.2)

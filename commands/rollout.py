@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
-from spangrad.errors import StoreError
+from spangrad.errors import LedgerError, StoreError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
+    from commands.rollout_read import PutAside
     from commands.rollout_record import Record
+    from trainer.ledger import Ledger
 
 _PIPE_WIDTH = 160
 
@@ -70,16 +74,38 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
         StoreError: nothing.
     """
     from commands.rollout_read import near, read
-    from commands.rollout_why import LEDGER
     from spangrad.clickhouse import connect, store_errors
 
-    with answering_store(settings.store) as store:
-        client = connect(store)
-        with store_errors(store.url):
-            record = read(client, id_, attempt, settings.trainer.directory / LEDGER)
-            alike = "" if record.spans else near(client, id_, attempt)
-        client.close()
+    ledger, silent = _ledger(settings)
+    with (
+        closing(ledger) if ledger else nullcontext(),
+        answering_store(settings.store) as store,
+        closing(connect(store)) as client,
+        store_errors(store.url),
+    ):
+        record = replace(read(client, id_, attempt, _put_aside(ledger) if ledger else None), ledger_silent=silent)
+        alike = "" if record.spans else near(client, id_, attempt)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
         raise StoreError(f"the store at {store.url} holds no span of {what}. {alike}")
     return record
+
+
+def _ledger(settings: Settings) -> tuple[Ledger | None, str]:
+    """The trainers' ledger, and why it is silent: what the store knows of a rollout is told without it, too."""
+    from trainer.recovery import existing_ledger
+
+    try:
+        return existing_ledger(settings), ""
+    except LedgerError as error:
+        return None, str(error)
+
+
+def _put_aside(ledger: Ledger) -> PutAside:
+    from trainer.policies import put_aside_by
+    from trainer.source import Group
+
+    def of(run: str, mode: str, spec: str, group: str) -> list[tuple[str, str, str]]:
+        return put_aside_by(ledger.database, Group(run, mode, spec, group))
+
+    return of

@@ -6,12 +6,10 @@ revision of each build specification counts.
 
 from __future__ import annotations
 
-import sqlite3
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.rollout_record import Build, Call, Conclusion, Record, Reward, Span, Trained
@@ -69,17 +67,19 @@ ORDER BY b.Policy, b.Branch, b.Version
 """
 _NEWEST = "SELECT Policy, Branch, max(Version) FROM otel.v_policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
 _KEYS = "SELECT RolloutKey FROM otel.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
-_EXPIRED = "SELECT policy, branch, reason FROM expired_groups WHERE run_id = ? AND mode = ? AND build_spec = ? AND group_id = ?"
+
+PutAside = Callable[[str, str, str, str], Sequence[tuple[str, str, str]]]
+"""Run, mode, build specification and id of a group -> policy, branch and reason of each trainer that will never train it."""
 
 
-def read(client: Client, id_: str, attempt: int | None = None, ledger: Path | None = None) -> Record:
+def read(client: Client, id_: str, attempt: int | None = None, put_aside: PutAside | None = None) -> Record:
     """What is known of a rollout, or of one of its attempts; without spans, where nothing is.
 
     Args:
         client: of the store.
         id_: of the rollout; of a session, conversation or trace that no runner announced.
         attempt: this one alone. None: all.
-        ledger: of a trainer, if it is at hand: why groups were put aside stands there alone.
+        put_aside: asks the trainers' ledger, in which alone it stands why groups were put aside. None: there is none at hand.
     """
 
     def rows(sql: str, **parameters: Any) -> list[Any]:
@@ -111,7 +111,7 @@ def read(client: Client, id_: str, attempt: int | None = None, ledger: Path | No
         spans,
         [call for call in calls if (call.trace, call.span) in kept],
         rewards,
-        _builds(rows, attempt, ledger),
+        _builds(rows, attempt, put_aside),
         [Trained(*row) for row in rows(_TRAINED)],
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
         _time(max(row["Arrived"] for row in found)),
@@ -198,7 +198,7 @@ def _span(row: Mapping[str, Any], said: Mapping[str, Any]) -> Span:
     )
 
 
-def _builds(rows: Any, attempt: int | None, ledger: Path | None) -> list[Build]:
+def _builds(rows: Any, attempt: int | None, put_aside: PutAside | None) -> list[Build]:
     datasets = defaultdict[str, list[str]](list)
     for spec, name in rows(_DATASETS):
         datasets[spec].append(name)
@@ -212,24 +212,10 @@ def _builds(rows: Any, attempt: int | None, ledger: Path | None) -> list[Build]:
     for run, spec, mode, group, size, revision, final, calls, at in rows(_BUILDS):
         of_attempt = [one for one in made[run, spec] if attempt is None or one.attempt == attempt]
         ((built,),) = rows(_GROUP, run=run, spec=spec, group=group, mode=mode)
-        aside = _put_aside(ledger, run, mode, spec, group)
+        aside = put_aside(run, mode, spec, group) if put_aside else ()
         names = ", ".join(datasets[spec])
         builds.append(Build(spec, of_attempt, names, run, revision, final, calls, _time(at), group, size, built, aside))
     return builds
-
-
-def _put_aside(ledger: Path | None, *group: str) -> list[tuple[str, str, str]]:
-    """Why trainers will never train a group, as far as their ledger is on this machine and can be read."""
-    if ledger is None or not ledger.is_file():
-        return []
-    try:
-        connection = sqlite3.connect(f"{ledger.resolve().as_uri()}?mode=ro", uri=True, timeout=2)
-        try:
-            return [tuple(row) for row in connection.execute(_EXPIRED, group)]
-        finally:
-            connection.close()
-    except sqlite3.Error:
-        return []
 
 
 def _time(microseconds: int) -> datetime:

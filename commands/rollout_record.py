@@ -193,6 +193,8 @@ class Record:
     """Of a span of it, by the store's clock."""
     now: datetime | None = None
     """The store's clock."""
+    ledger_silent: str = ""
+    """Why the trainers' ledger could not be asked what they have put aside; empty: it was asked, or there is none here."""
 
     def of_run(self, run: str) -> Record:
         """The same of one run alone, with the spans that name none."""
@@ -208,6 +210,7 @@ class Record:
             self.newest,
             self.last_arrival,
             self.now,
+            self.ledger_silent,
         )
 
 

@@ -196,6 +196,8 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
         ]
     if not build.transitions:
         return ["it left no transitions."]
+    if mode == Mode.GREEDY:
+        return [f"it is greedy: what the other rollouts of its group {build.group} are compared with (trainer.estimator = 'remax')."]
     if mode not in trainer.modes:
         return [f"trainer.modes takes {', '.join(trainer.modes)} only, and this is {mode}."]
     if not build.group_size:
@@ -213,7 +215,10 @@ def _ready(build: Build, record: Record, settings: Settings) -> str:
     oldest = min((one.version for one in build.conclusions if one.version is not None and one.policy == trainer.policy), default=None)
     if oldest is None:
         return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
-    look = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({trainer.directory / LEDGER})."
+    place = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
+    look = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({place})."
+    if record.ledger_silent:
+        look = f"Whether a trainer has put its group aside is not known: {record.ledger_silent}"
     if newest is not None and newest - oldest > trainer.max_staleness:
         behind = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
         return f"it is stale: {behind} (trainer.max_staleness = {trainer.max_staleness}). {look}"

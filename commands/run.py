@@ -69,6 +69,7 @@ def run(
 async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], mode: Mode) -> list[Outcome]:
     from rich.progress import Progress
 
+    from runner.groups import wants_greedy
     from runner.runner import Runner
 
     task = asyncio.current_task()
@@ -77,7 +78,8 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], mode:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Runner(settings, spec) as runner:
         with Progress() as progress:
-            bar = progress.add_task("rollouts", total=len(tasks) * settings.runner.group_size)
+            total = len(tasks) * (settings.runner.group_size + wants_greedy(settings, mode))
+            bar = progress.add_task("rollouts", total=total)
             return await runner.run(
                 tasks, mode=mode, group_size=settings.runner.group_size, progress=lambda _: progress.update(bar, advance=1)
             )
@@ -109,16 +111,21 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("task", "rollouts", "mean reward", "failed", "calls", box=None, pad_edge=False)
+    greedy = ["greedy"] if any(outcome.mode is Mode.GREEDY for outcome in outcomes) else []
+    table = Table("task", "rollouts", "mean reward", *greedy, "failed", "calls", box=None, pad_edge=False)
     for task_id in dict.fromkeys(outcome.task_id for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.task_id == task_id]
-        returns = [sum(outcome.reward.values()) for outcome in own if outcome.reward]
-        mean = f"{sum(returns) / len(returns):+.3f}" if returns else "-"
         table.add_row(
             task_id,
             str(len(own)),
-            mean,
+            _mean([one for one in own if one.mode is not Mode.GREEDY]),
+            *([_mean([one for one in own if one.mode is Mode.GREEDY])] if greedy else []),
             str(sum(outcome.failure is not None for outcome in own)),
             str(sum(outcome.calls or 0 for outcome in own)),
         )
     Console().print(table)
+
+
+def _mean(outcomes: Sequence[Outcome]) -> str:
+    returns = [sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]
+    return f"{sum(returns) / len(returns):+.3f}" if returns else "-"

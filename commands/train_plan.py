@@ -41,11 +41,13 @@ def show(plan: Plan) -> None:
     if table.row_count:
         console.print(table)
     console.print(plan.sentence[0].upper() + plan.sentence[1:], highlight=False, soft_wrap=True)
+    if plan.demand:
+        console.print(plan.demand, highlight=False, soft_wrap=True)
 
 
 def as_json(plan: Plan) -> str:
-    """One JSON object: the plan's fields, `batches`, `sentence`, and `counts` of all groups by fate; trained groups are only counted."""
+    """One JSON object: the plan's fields, `batches`, `sentence`, `wanted` (groups), `counts` by fate; trained groups are only counted."""
     facts = asdict(plan)
     facts["groups"] = [asdict(one) for one in plan.groups if one.fate != "trained"]
     counts = Counter(str(one.fate) for one in plan.groups)
-    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.sentence, "counts": counts})
+    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.sentence, "wanted": plan.wanted, "counts": counts})

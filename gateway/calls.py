@@ -34,6 +34,7 @@ from gateway.record import CallFacts, build_span
 from gateway.redaction import Redactor
 from gateway.upstream import BackendDownError, unreachable
 from spangrad.settings import Settings
+from spangrad.types import Mode
 
 ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}"
 
@@ -193,6 +194,8 @@ class Calls:
     async def _forward(self, exchange: _Exchange, lease: Lease) -> web.StreamResponse:
         request, facts, backend = exchange.request, exchange.facts, lease.backend
         facts.provider = backend.provider
+        if backend.is_engine and facts.context.mode == Mode.GREEDY:
+            facts.request = facts.request.greedy()  # recorded as it is answered
         refusal = backend.refusal(facts.request.engine_path)
         if refusal:
             return _failed(exchange, 400, "invalid_request_error", refusal)

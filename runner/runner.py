@@ -26,8 +26,8 @@ from opentelemetry.trace import Span, StatusCode
 
 from runner.agents import AgentSpec
 from runner.gateway_client import GatewayClient
+from runner.groups import rollouts_of, wants_greedy
 from runner.hosts import Answer, HostPool, Job
-from runner.ids import ordered_ids
 from spangrad import semconv
 from spangrad.errors import StoreError
 from spangrad.propagation import carrier_of, with_baggage
@@ -49,6 +49,8 @@ class Outcome:
     key: RolloutKey
     """Its last attempt."""
     task_id: str
+    mode: Mode
+    """What it was for."""
     reward: Mapping[str, float] | None
     """Final rewards by name. None exactly when it failed; empty when the agent has rewarded itself: its spans then hold the rewards."""
     failure: AttemptFailure | None
@@ -118,7 +120,7 @@ class Runner:
     async def run(
         self, tasks: Sequence[Task], *, mode: Mode, group_size: int, progress: Callable[[Outcome], None] | None = None
     ) -> list[Outcome]:
-        """Run `group_size` rollouts of each task, which share a new group.
+        """Run `group_size` rollouts of each task, which share a new group, and a greedy one of each where that is wanted.
 
         Args:
             tasks: what to ask the agent.
@@ -127,19 +129,16 @@ class Runner:
             progress: called with each outcome as it comes.
 
         Returns:
-            the outcomes, by task, then by rollout.
+            the outcomes, by task, then by rollout; a task's greedy one is its first.
 
         Raises:
+            SettingsError: greedy rollouts are wanted, and there is no gateway.
             GatewayError: the gateway stays away.
             AgentError: a crashed agent cannot be loaded any more.
             StoreError: the root spans are not taken.
         """
-        groups, ids = ordered_ids(), ordered_ids()
-        rollouts = [
-            Rollout(RolloutKey(self._settings.runner.run_id, next(ids), 0), task, mode, group, group_size)
-            for task, group in zip(tasks, groups, strict=False)
-            for _ in range(group_size)
-        ]
+        greedy = wants_greedy(self._settings, mode)
+        rollouts = rollouts_of(tasks, self._settings.runner.run_id, mode, group_size, greedy=greedy)
 
         async def one(rollout: Rollout) -> Outcome:
             outcome = await self._rollout(rollout)
@@ -192,6 +191,7 @@ class Runner:
                 return Outcome(
                     attempt.key,
                     attempt.task.task_id,
+                    attempt.mode,
                     _by_name(answer.rewards),
                     answer.failure,
                     answer.detail,

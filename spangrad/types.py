@@ -21,6 +21,8 @@ class Mode(StrEnum):
     """Held out: measured, never trained."""
     PROBE = "probe"
     """Checks a server or a canary: never trained."""
+    GREEDY = "greedy"
+    """At temperature 0, for its group to be compared with (ReMax): never trained."""
     PRODUCTION = "production"
     """A service's own traffic: trained only when the trainer is told to."""
 

@@ -38,6 +38,8 @@ TURNS = {  # group, and for each turn the tokens of its response and its rewards
     "e": ("y", [(2, {}), (2, {"reward": 0.25})]),
 }
 """Rollouts of the fixed batch of the estimators."""
+GREEDY = {"x": 0.5, "y": 1.75}
+"""Return of each group's greedy rollout."""
 OPTIONS: dict[str, dict[str, float]] = {
     "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0},
     "kl_cov": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0},
@@ -60,6 +62,9 @@ def rollouts() -> pl.DataFrame:
 def advantages_here(settings: TrainerSettings) -> list[float]:
     """Of each call."""
     calls = rollouts()
+    if settings.estimator == "remax":
+        rows = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(worth,)) for group, worth in GREEDY.items()]
+        calls = credit.with_greedy(calls, pl.DataFrame(rows), settings.reward_weights)
     return credit.advantages(calls, calls["Policy"] == "policy", CreditRule.of(settings), normalise=estimator(settings)).to_list()
 
 
@@ -100,6 +105,7 @@ def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
         **({} if name == "reinforce_plus_plus" else {"index": groups}),
         **({"config": AlgoConfig(**gdpo)} if not name.endswith("optimal_token_baseline") else {}),
         **(apart if gdpo else {}),
+        **({"reward_baselines": torch.tensor([GREEDY[group] for group, _, _ in rows])} if name == "remax" else {}),
         **parameters,
     }
     found, _ = get_adv_estimator_fn(name)(**facts)
@@ -160,13 +166,10 @@ def tokens_by_verl(settings: TrainerSettings, *, observation: int) -> list[float
 def estimator_table() -> list[str]:
     """A line an estimator: the advantage of each of the five rollouts at its first token; most have it at all of them."""
     lines = ["| `trainer.estimator` | compares | needs | here | verl |", "| --- | --- | --- | --- | --- |"]
-    scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch"}
+    scopes = {"group": "a group", "batch": "a group, scaled by the batch", "all": "the batch", "greedy": "a rollout with its greedy one"}
     firsts = np.cumsum([0, *(len(turns) for _, turns in TURNS.values())])[:-1]
     tokens = np.cumsum([0, *(sum(length for length, _ in turns) for _, turns in TURNS.values())])[:-1]
     for name, facts in learning.ESTIMATORS.items():
-        if facts.needs and not facts.by_token:
-            lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs} | refused | |")
-            continue
         settings = TrainerSettings(estimator=name, reward_weights=WEIGHTS)
         if facts.by_token:
             columns, at = (tokens_here(settings), tokens_by_verl(settings, observation=0)), tokens

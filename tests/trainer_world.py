@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 from crash import crashes, survives
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from fakes import transition_row
@@ -83,8 +82,11 @@ class FakeOptimiser:
         self.weight += batch.trainable
         return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": float(batch.trainable)}
 
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        yield "weight", np.array([self.weight], np.float32)
+    def save_weights(self, directory: Path) -> None:
+        save_file({"weight": np.array([self.weight], np.float32)}, directory / "model.safetensors")
+
+    def close(self) -> None:
+        pass
 
     def save_state(self, directory: Path) -> None:
         (directory / "optimizer.pt").write_text(str(self.weight))

@@ -14,7 +14,7 @@ import polars as pl
 from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, layout
 from trainer.chains import Chains, chains
-from trainer.credit import CreditRule, Normalise, advantages, named_returns, returns
+from trainer.credit import GROUP, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
 from trainer.eligibility import fits
 from trainer.learning import ESTIMATORS
 from trainer.merge import merge, separate
@@ -42,13 +42,16 @@ def assemble(
 
     Returns:
         The batch; transitions (trained calls), too_long (calls), sequences, tokens (processed), trained_tokens, merge_ratio, rollouts,
-        groups, mean_return (weighted), and mean_reward_NAME (raw) for each reward's name.
+        groups, mean_return (weighted), mean_reward_NAME (raw) for each reward's name, and greedy_return (weighted, over groups) where the
+        estimator compares with it.
 
     Raises:
         SettingsError: credit or selection has no meaning.
         TrainerError: a row is empty or contradicts itself.
     """
-    rule = CreditRule.of(settings)
+    rule, transitions = CreditRule.of(settings), loaded.transitions
+    if loaded.greedy is not None:
+        transitions = with_greedy(transitions, loaded.greedy, rule.reward_weights)
     own = loaded.own(settings.policy, settings.selection)
     short = loaded.transitions.select(fits(settings.max_tokens_per_device)).to_series()
     long = loaded.transitions.filter(own & ~short)["TransitionId"]
@@ -63,7 +66,7 @@ def assemble(
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
         calls = loaded.transitions.filter(own & short)
-        values = advantages(loaded.transitions, own, rule, normalise=normalise).filter(short.filter(own))
+        values = advantages(transitions, own, rule, normalise=normalise).filter(short.filter(own))
     sequences = (merge if settings.merge else separate)(calls, values)
     batch = replace(layout(sequences, version=version, divisor=divisor), chains=links)
     metrics = {
@@ -76,6 +79,7 @@ def assemble(
         "rollouts": len({(one.group, one.rollout_id) for one in loaded.rollouts}),
         "groups": len({one.group for one in loaded.rollouts}),
         "mean_return": returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy().mean(),
+        **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }
     return batch, {name: float(value) for name, value in metrics.items()}

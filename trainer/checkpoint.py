@@ -26,6 +26,7 @@ from spangrad.weights import checksum_directory, tokenizer_hash
 
 MARKER = "STABLE"
 WEIGHTS = "model.safetensors"
+STATE = "optimizer.pt"
 _TEMPORARY = ".writing-"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Weights and optimiser states, which a new version has its own of."""
@@ -65,7 +66,7 @@ def write(
     parent: int,
     batch_id: str,
     base: Path,
-    weights: Iterable[tuple[str, NDArray[np.float32]]],
+    save_weights: Callable[[Path], None],
     save_state: Callable[[Path], None],
 ) -> Checkpoint:
     """Write a version.
@@ -78,14 +79,13 @@ def write(
         parent: the version that was trained.
         batch_id: what it was trained on.
         base: a model directory whose configuration and tokenizer are copied.
-        weights: parameters by their Hugging Face names.
+        save_weights: writes the parameters into a directory, as `save_weights` below does.
         save_state: writes the optimiser's state into a directory.
 
     Raises:
         CheckpointError: the version is there already, or cannot be written: the disk is full, say.
     """
     from safetensors import SafetensorError
-    from safetensors.numpy import save_file
 
     final = version_directory(directory, policy, branch, version)
     if final.exists():
@@ -97,7 +97,7 @@ def write(
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name != MARKER and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
-        save_file(dict(weights), temporary / WEIGHTS, metadata={"format": "pt"})
+        save_weights(temporary)
         save_state(temporary)
         made = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
@@ -117,6 +117,13 @@ def write(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return made
+
+
+def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]]) -> None:
+    """Write parameters, by their Hugging Face names, as a model directory has them."""
+    from safetensors.numpy import save_file
+
+    save_file(dict(weights), directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def verify(path: Path, checksum: str) -> None:

@@ -50,6 +50,8 @@ class Units:
     """Trained tokens of each."""
     named: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
     """The values' raw parts by reward name, where the rule asks for them (`by_name`): weighted, they add up to `values`."""
+    greedy: NDArray[np.float64] | None = None
+    """The return of each one's greedy rollout. None: the rule compares with none."""
 
 
 Normalise = Callable[[Units], NDArray[np.float64]]
@@ -103,7 +105,8 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
     """Advantage of each of a policy's own calls, by the rule's scheme.
 
     Args:
-        transitions: all calls of whole rollouts, other policies' too: their rewards count in the values.
+        transitions: all calls of whole rollouts, other policies' too: their rewards count in the values. With `Greedy` (`with_greedy`)
+            where the rule's scope is that.
         own: which of them are trained; only those are compared, and get an advantage each, in their order.
         rule: the scheme and its parameters; None: the defaults.
         normalise: how values are compared.
@@ -114,6 +117,7 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
     rule = rule or CreditRule()
     rule.check()
     columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
+    columns += ["Greedy"] if rule.scope == "greedy" else []
     calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(
         call_rewards(transitions, rule.reward_weights), own.alias("Own"), *(_by_name(transitions) if rule.by_name else [])
     )
@@ -218,9 +222,8 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
 
 def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule) -> pl.DataFrame:
     """The groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest has nothing to learn from."""
-    differs = advantages(
-        transitions, own, replace(rule, scope="group", step_weight=1.0), normalise=lambda units: np.ones(len(units.values))
-    )
+    scope: Scope = "greedy" if rule.scope == "greedy" else "group"
+    differs = advantages(transitions, own, replace(rule, scope=scope, step_weight=1.0), normalise=lambda units: np.ones(len(units.values)))
     return transitions.filter(own).select(*GROUP).filter(differs != 0).unique(maintain_order=True)
 
 
@@ -237,6 +240,12 @@ def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None 
 def returns(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
     """R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row a rollout, in order of first appearance."""
     return _returns(transitions.select(*KEY).with_columns(call_rewards(transitions, weights)))
+
+
+def with_greedy(transitions: pl.DataFrame, greedy: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
+    """Transitions with the column `Greedy`: the return of their group's greedy rollout, of several the mean, without one null."""
+    of_group = returns(greedy, weights).group_by("RunId", "GroupId").agg(pl.col("Return").mean().alias("Greedy"))
+    return transitions.join(of_group, on=["RunId", "GroupId"], how="left", maintain_order="left")
 
 
 def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
@@ -279,10 +288,11 @@ def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normali
     By the rule's scope: `group`: groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach
     `normalise`. `batch`: groups of one are 0 and do not reach it; those of equal values count in what it knows of the batch. `all`: every
     value reaches it, since none is compared with its group alone. Where all values of every group are equal, there is nothing to compare.
+    `greedy`: values that differ from their greedy rollout's reach it, also in groups of one; the others are 0.
 
     Args:
         groups: what names each unit's group.
-        units: Value, Length, and a column a reward's name (`Value.NAME`) where the rule asks for them.
+        units: Value, Length, a column a reward's name (`Value.NAME`) where the rule asks for them, and Greedy in that scope.
         rule: its scope.
         normalise: how values are compared.
     """
@@ -294,12 +304,17 @@ def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normali
     spans = values.max() - values.min()
     shared, differs = pl.len() > 1, pl.any_horizontal(spans > tolerance)
     facts = {"Shared": shared, "Differs": shared & differs}
-    rows = rows.with_columns(**(facts if rule.scope == "all" else {name: fact.over("Group") for name, fact in facts.items()}))
+    if rule.scope == "greedy":
+        apart = (pl.col("Value") - pl.col("Greedy")).abs() > tolerance
+        facts = {"Shared": apart, "Differs": apart}
+    whole = rule.scope in {"all", "greedy"}
+    rows = rows.with_columns(**(facts if whole else {name: fact.over("Group") for name, fact in facts.items()}))
     result = np.zeros(len(rows))
     live = rows.filter("Differs" if rule.scope == "group" else "Shared")
     if live["Differs"].any():
         named = {name.removeprefix(_NAMED): live[name].to_numpy() for name in live.columns if name.startswith(_NAMED)}
-        chosen = Units(live["Value"].to_numpy(), live["Group"].to_numpy(), live["Length"].to_numpy(), named)
+        greedy = live["Greedy"].to_numpy() if rule.scope == "greedy" else None
+        chosen = Units(live["Value"].to_numpy(), live["Group"].to_numpy(), live["Length"].to_numpy(), named, greedy)
         result[live["Row"].to_numpy()] = normalise(chosen)
     return pl.Series("Advantage", result)
 
@@ -313,7 +328,8 @@ def _by_name(transitions: pl.DataFrame) -> list[pl.Series]:
 
 def _returns(calls: pl.DataFrame) -> pl.DataFrame:
     sums: Any = pl.selectors.starts_with("Reward")
-    return calls.group_by(*KEY, maintain_order=True).agg(sums.sum()).rename(lambda name: name.replace("Reward", "Return", 1))
+    greedy = [pl.col("Greedy").first()] if "Greedy" in calls.columns else []
+    return calls.group_by(*KEY, maintain_order=True).agg(sums.sum(), *greedy).rename(lambda name: name.replace("Reward", "Return", 1))
 
 
 def _rollout_advantages(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.DataFrame:

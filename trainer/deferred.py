@@ -5,7 +5,7 @@ In: how to load one. Out: the same, later. Invariant: it is loaded once at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 from trainer.batch import Batch
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from trainer.loop import Optimiser
 
 
@@ -38,10 +35,15 @@ class Deferred:
         """One step; its metrics."""
         return self._optimiser.step(batch)
 
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Parameters by name."""
-        return self._optimiser.weights()
+    def save_weights(self, directory: Path) -> None:
+        """Write the parameters."""
+        self._optimiser.save_weights(directory)
 
     def save_state(self, directory: Path) -> None:
         """Write the optimiser's state."""
         self._optimiser.save_state(directory)
+
+    def close(self) -> None:
+        """End what was loaded, if anything was."""
+        if "_optimiser" in self.__dict__:
+            self._optimiser.close()

@@ -13,7 +13,7 @@ from enum import StrEnum
 import polars as pl
 
 from spangrad.settings import TrainerSettings
-from trainer.credit import GROUP, CreditRule, live_groups
+from trainer.credit import GROUP, CreditRule, live_groups, with_greedy
 from trainer.learning import ESTIMATORS
 from trainer.source import GROUP_COLUMNS, Group, Loaded
 
@@ -35,6 +35,9 @@ class ExpiryReason(StrEnum):
     """A call was sampled at temperature 0: its distribution has no logprobs to compare."""
     TOO_LONG = "too_long"
     """Every call of this policy in it is longer than a device takes (trainer.max_tokens_per_device)."""
+    NO_BASELINE = "no_baseline"
+    """Its greedy rollout, which the estimator compares with, failed, left no transitions, or was not sampled greedily by weights within
+    trainer.max_staleness."""
     EQUAL = "equal"
     """No value in it differs from one that it is compared with, and trainer.skip_equal_groups says to leave such groups out."""
 
@@ -43,16 +46,21 @@ def put_aside(
     groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
 ) -> dict[Group, ExpiryReason]:
     """The groups that the settings' trainer never trains, and why; see `expiry_reasons`."""
-    own = loaded.own(settings.policy, settings.selection)
+    own, transitions = loaded.own(settings.policy, settings.selection), loaded.transitions
+    compared: pl.DataFrame | None = None
+    if loaded.greedy is not None:
+        transitions = with_greedy(transitions, loaded.greedy, settings.reward_weights)
+        compared = _compared(loaded.greedy.filter(pl.col("Policy") == settings.policy), lineage[-1 - settings.max_staleness :])
     return expiry_reasons(
         groups,
-        loaded.transitions.filter(own),
+        transitions.filter(own),
         lineage=lineage,
         max_staleness=settings.max_staleness,
         tokenizer_hash=tokenizer_hash,
         max_tokens=settings.max_tokens_per_device,
-        alone=ESTIMATORS[settings.estimator].scope == "all",
-        live=live_groups(loaded.transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
+        alone=ESTIMATORS[settings.estimator].scope in {"all", "greedy"},
+        live=live_groups(transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
+        compared=compared,
     )
 
 
@@ -66,6 +74,7 @@ def expiry_reasons(
     max_tokens: int,
     alone: bool = False,
     live: pl.DataFrame | None = None,
+    compared: pl.DataFrame | None = None,
 ) -> dict[Group, ExpiryReason]:
     """Find the groups that must be put aside; the first reason in the order of `ExpiryReason` that holds is given.
 
@@ -78,6 +87,7 @@ def expiry_reasons(
         max_tokens: the longest call that fits a device.
         alone: whether a rollout without another of its group has something to be compared with.
         live: groups with something to learn from (`credit.live_groups`). None: those without are trained too.
+        compared: run and id of the groups whose greedy rollout can be compared with. None: none is needed.
     """
     fresh = lineage[-1 - max_staleness :]
     version, tokenizer = pl.col("Version"), pl.col("TokenizerHash")
@@ -92,6 +102,9 @@ def expiry_reasons(
     if live is not None:
         marked = live.with_columns(equal=pl.lit(value=False))
         facts = facts.join(marked, on=GROUP, how="left").with_columns(pl.col("equal").fill_null(value=True))
+    if compared is not None:
+        there = compared.with_columns(no_baseline=pl.lit(value=False))
+        facts = facts.join(there, on=compared.columns, how="left").with_columns(pl.col("no_baseline").fill_null(value=True))
     found = {Group(*(row[name] for name in GROUP_COLUMNS)): row for row in facts.iter_rows(named=True)}
     reasons: dict[Group, ExpiryReason] = {}
     for group in groups:
@@ -105,6 +118,12 @@ def expiry_reasons(
             if holds:
                 reasons[group] = holds[0]
     return reasons
+
+
+def _compared(greedy: pl.DataFrame, fresh: Sequence[int]) -> pl.DataFrame:
+    """Run and id of the groups whose greedy rollout's calls are all greedy, and of weights that are fresh enough."""
+    sound = (pl.col("Temperature") <= 0) & pl.col("Version").is_in(list(fresh))
+    return greedy.group_by("RunId", "GroupId").agg(sound.all().alias("sound")).filter("sound").drop("sound")
 
 
 def fits(max_tokens: int) -> pl.Expr:

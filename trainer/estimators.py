@@ -57,6 +57,8 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
             gdpo_reward_weights=[settings.reward_weights.get(one, 1.0) for one in names] or None,
         ),
     }
+    if units.greedy is not None:
+        facts["reward_baselines"] = torch.from_numpy(units.greedy)
     if names:
         attention = torch.from_numpy(np.pad(mask, ((0, 0), (1, 0)), constant_values=True).astype(np.int64))
         facts |= {"non_tensor_batch": dict(units.named), "batch": {"prompts": attention[:, :1], "attention_mask": attention}}

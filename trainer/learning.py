@@ -17,8 +17,9 @@ from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Estimator, Loss
 
-Scope = Literal["group", "batch", "all"]
-"""What an advantage depends on: the values of its group; those, and numbers of the whole batch; the batch without any group."""
+Scope = Literal["group", "batch", "all", "greedy"]
+"""What an advantage depends on: the values of its group; those, and numbers of the whole batch; the batch without any group; the return of
+its group's greedy rollout."""
 
 
 class Need(StrEnum):
@@ -27,7 +28,7 @@ class Need(StrEnum):
     CRITIC = "a critic"
     """A value model, which is trained beside the policy."""
     GREEDY_ROLLOUT = "a greedy rollout"
-    """The reward of a rollout at temperature 0. Nobody makes these: such an estimator is refused."""
+    """The return of a rollout of the same task at temperature 0 (`runner.greedy_rollouts`)."""
     FORWARD_PASS = "a forward pass"
     """The sum of squared probabilities at each token."""
 
@@ -58,7 +59,7 @@ ESTIMATORS: Mapping[Estimator, EstimatorFacts] = {
     "optimal_token_baseline": EstimatorFacts("group", Need.FORWARD_PASS, tokens=True),
     "reinforce_plus_plus": EstimatorFacts("all", tokens=True),
     "reinforce_plus_plus_baseline": EstimatorFacts("batch", tokens=True),
-    "remax": EstimatorFacts("all", Need.GREEDY_ROLLOUT),
+    "remax": EstimatorFacts("greedy", Need.GREEDY_ROLLOUT),
     "rloo": EstimatorFacts("group"),
     "rloo_vectorized": EstimatorFacts("group"),
     "tir_optimal_token_baseline": EstimatorFacts("group", Need.FORWARD_PASS, tokens=True),
@@ -128,21 +129,16 @@ def check(settings: TrainerSettings) -> None:
 
 
 def _check_estimator(settings: TrainerSettings) -> None:
-    facts, needs = ESTIMATORS[settings.estimator], ESTIMATORS[settings.estimator].needs
-    if needs is Need.GREEDY_ROLLOUT:
-        able = ", ".join(name for name, one in ESTIMATORS.items() if one.needs is not needs)
-        raise SettingsError(
-            f"trainer.estimator = {settings.estimator!r} needs {needs}, which this trainer does not have. Set trainer.estimator to one "
-            f"of {able}."
-        )
+    facts = ESTIMATORS[settings.estimator]
     if facts.by_token and (settings.credit, settings.baseline) != ("identical", "rollout"):
         raise SettingsError(
             f"trainer.estimator = {settings.estimator!r} gives credit to each token by itself, and trainer.credit = {settings.credit!r} "
             f"with trainer.baseline = {settings.baseline!r} has no part in it. Leave both out."
         )
-    if settings.estimator == "gdpo" and (settings.baseline != "rollout" or settings.credit not in {"identical", "final_only"}):
+    whole = {"gdpo": "the rewards of each name over whole rollouts", "remax": "returns with that of a whole greedy rollout"}
+    if settings.estimator in whole and (settings.baseline != "rollout" or settings.credit not in {"identical", "final_only"}):
         raise SettingsError(
-            f"trainer.estimator = 'gdpo' compares the rewards of each name over whole rollouts, which trainer.credit = {settings.credit!r} "
+            f"trainer.estimator = {settings.estimator!r} compares {whole[settings.estimator]}, which trainer.credit = {settings.credit!r} "
             f"with trainer.baseline = {settings.baseline!r} does not. Set trainer.credit = 'identical' and trainer.baseline = 'rollout'."
         )
 

@@ -82,21 +82,13 @@ class Ledger:
         with self.database.transaction() as transaction:
             if self._head(transaction) is not None:
                 raise LedgerError(f"the ledger of {self._branch['policy']} already has versions; weights to begin with come first.")
-            same = sa.select(VERSIONS.c.version, VERSIONS.c.branch).where(
-                self._policy(),
-                VERSIONS.c.status == VersionStatus.COMMITTED,
-                VERSIONS.c.checksum == checksum,
-                VERSIONS.c.tokenizer_hash == tokenizer_hash,
-            )
-            order = ((VERSIONS.c.path == path).desc(), VERSIONS.c.version.desc(), VERSIONS.c.branch)
-            known = transaction.execute(same.order_by(*order)).first()
-            version = known.version if known else self._free_number(transaction)
+            version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             transaction.execute(
                 VERSIONS.insert().values(
                     **self._branch,
                     version=version,
-                    parent=known.version if known else None,
-                    parent_branch=known.branch if known else "",
+                    parent=None if branch is None else version,
+                    parent_branch=branch or "",
                     run_id=run_id,
                     modes="",
                     status=VersionStatus.COMMITTED,
@@ -106,6 +98,12 @@ class Ledger:
                 )
             )
             transaction.execute(HEADS.insert().values(**self._branch, version=version))
+
+    def beginning(self, *, checksum: str, path: str, tokenizer_hash: str) -> list[int]:
+        """What `lineage` would say, had this branch begun with these weights (`register_initial`)."""
+        with self.database.transaction() as transaction:
+            version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
+            return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
 
     def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None) -> Lease | None:
         """Lease rollouts to a new batch, and hand out the number of the version that it will make.
@@ -265,10 +263,7 @@ class Ledger:
     def lineage(self) -> list[int]:
         """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
         with self.database.transaction() as transaction:
-            columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
-            rows = transaction.execute(sa.select(*columns).where(self._policy()))
-            parents = {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
-            return ancestry(parents, self._branch["branch"], self._head(transaction))
+            return ancestry(self._parents(transaction), self._branch["branch"], self._head(transaction))
 
     def lent(self) -> set[int]:
         """Versions of this branch that other branches have begun with and not trained further: their files are still needed."""
@@ -336,6 +331,23 @@ class Ledger:
         transaction.execute(VERSIONS.update().where(VERSIONS.c.batch_id == batch).values(status=VersionStatus.ORPHANED))
         for table in (BATCH_ROLLOUTS, LEASES):
             transaction.execute(table.delete().where(table.c.batch_id == batch))
+
+    def _parents(self, transaction: sa.Connection) -> dict[tuple[str, int], tuple[str, int | None]]:
+        columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
+        rows = transaction.execute(sa.select(*columns).where(self._policy()))
+        return {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
+
+    def _beginning(self, transaction: sa.Connection, checksum: str, path: str, tokenizer_hash: str) -> tuple[int, str | None]:
+        """The number of weights to begin with, and the branch that committed them. None: they are new."""
+        same = sa.select(VERSIONS.c.version, VERSIONS.c.branch).where(
+            self._policy(),
+            VERSIONS.c.status == VersionStatus.COMMITTED,
+            VERSIONS.c.checksum == checksum,
+            VERSIONS.c.tokenizer_hash == tokenizer_hash,
+        )
+        order = ((VERSIONS.c.path == path).desc(), VERSIONS.c.version.desc(), VERSIONS.c.branch)
+        known = transaction.execute(same.order_by(*order)).first()
+        return (known.version, known.branch) if known else (self._free_number(transaction), None)
 
     def _free_number(self, transaction: sa.Connection) -> int:
         """The policy's next, over all its branches."""

@@ -14,6 +14,7 @@ lineage and step count stay whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred
+from trainer.demand import Caller
 from trainer.eligibility import ExpiryReason, put_aside
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
@@ -48,10 +50,7 @@ from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +87,16 @@ class Optimiser(Protocol):
         """One step; its metrics."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Parameters by name."""
+    def save_weights(self, directory: Path) -> None:
+        """Write the parameters."""
         ...
 
     def save_state(self, directory: Path) -> None:
         """Write the optimiser's state."""
+        ...
+
+    def close(self) -> None:
+        """End whatever it runs elsewhere."""
         ...
 
 
@@ -124,6 +127,9 @@ class Trainer:
     _awaited: str | None = None
     """Whose step this trainer waits for."""
 
+    def __post_init__(self) -> None:
+        self.demand = Caller(self.settings, self.ledger, self.source.build_spec)
+
     def start(self) -> None:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
         self.mirror.catch_up()
@@ -133,9 +139,12 @@ class Trainer:
             self._publish(self.publisher)
 
     def _publish(self, publisher: Publisher) -> None:
-        newest = newest_version(self.ledger)
-        seconds = publisher.publish(newest.policy_version)
-        logger.info("version %d is served (%.2f s)", newest.version, seconds)
+        """Have the branch's head served, also where that is older than what is: the branch was rolled back, and nobody told the gateway."""
+        served = publisher.served(self.settings.trainer.policy)
+        newest = newest_version(self.ledger)  # read last: what is served and newer was committed before, and the head was moved since
+        back = served is not None and newest.version < served and served in self.ledger.committed_versions()
+        seconds = publisher.publish(newest.policy_version, again=back)
+        logger.info("version %d is served (%.2f s)%s", newest.version, seconds, f": the branch went back from {served}" if back else "")
 
     def _publish_again(self) -> None:
         """An engine that was restarted serves what it was started with: have it serve the newest version."""
@@ -175,6 +184,7 @@ class Trainer:
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
+            self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
                 return
@@ -183,6 +193,7 @@ class Trainer:
                 if batch and self.step(batch):
                     continue
                 if not batch and not follow:
+                    self.demand.call()
                     self.evaluate()
                     return
             self._rest()
@@ -231,6 +242,7 @@ class Trainer:
     def _load(self, version: LedgerVersion) -> None:
         """Load what is to be trained, where that is not what the last step of this trainer made."""
         if version.version != self.loaded.version:
+            self.optimiser.close()
             self.optimiser = self.load_optimiser(version)
             self.loaded = version
             self.mirror.catch_up()
@@ -246,7 +258,7 @@ class Trainer:
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
             batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
-            facts |= measures(loaded, settings, self.ledger.lineage())
+            facts |= measures(loaded, settings, self.ledger.lineage()) | self.demand.figures()
             rule = alarms.GamingRule.of(settings)
             history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
@@ -310,7 +322,7 @@ class Trainer:
                     parent=lease.parent,
                     batch_id=lease.batch_id,
                     base=Path(parent.policy_version.path),
-                    weights=self.optimiser.weights(),
+                    save_weights=self.optimiser.save_weights,
                     save_state=self.optimiser.save_state,
                 )
         metrics |= {**self.clock.seconds(), **facts}
@@ -347,7 +359,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     client = connect(settings.store)
     ledger = open_ledger(settings)
-    watchers = Watchers([])
+    watchers, engines = Watchers([]), contextlib.ExitStack()
     try:
         newest = prepare(ledger, settings)
 
@@ -358,6 +370,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
             engine = Engine(model, settings.trainer)
+            engines.callback(engine.close)
             if version.policy_version.batch_id:
                 engine.load_state(model)
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
@@ -385,6 +398,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         if newest_version(ledger).version == newest.version and not follow:
             logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
+        engines.close()
         ledger.close()
         watchers.close()
         client.close()

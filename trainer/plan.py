@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
+from spangrad.types import Mode
 from trainer.eligibility import ExpiryReason, put_aside
 from trainer.source import Group, GroupState, Loaded
 
@@ -81,6 +82,8 @@ class Plan:
     version: int
     """That the next step trains."""
     groups_per_batch: int
+    in_flight: int
+    """Groups of mode train that are wanted beyond those that are trained, put aside or in a batch above (`demand.in_flight`)."""
     groups: tuple[PlannedGroup, ...]
     """All that the store knows of the run; the ready ones first, in the order in which they are taken."""
     unbuilt: int
@@ -100,6 +103,28 @@ class Plan:
         return [one for one in self.groups if one.fate in fates]
 
     @property
+    def wanted(self) -> int:
+        """How many groups more are wanted than the store knows of; those that no rollout was built of are not known."""
+        return max(self.in_flight - self._there, 0)
+
+    @property
+    def demand(self) -> str:
+        """How many groups more are wanted, and what became of others, in one sentence; empty: none are."""
+        if not self.wanted:
+            return ""
+        told = f"{_count(self.wanted, 'more group')} {'is' if self.wanted == 1 else 'are'} wanted: {self.in_flight} shall be in flight"
+        aside = self._aside()
+        return f"{told}, {self._there} {'is' if self._there == 1 else 'are'} there{f'; {aside}' if aside else ''}."
+
+    @property
+    def _there(self) -> int:
+        return sum(one.mode == Mode.TRAIN for one in self.having(Fate.LEFT, Fate.WAITING, Fate.UNDER_WAY))
+
+    def _aside(self) -> str:
+        aside = Counter(one.reason.value for one in self.having(Fate.PUT_ASIDE) if one.reason)
+        return f"{_are(aside.total(), 'group')} put aside ({', '.join(f'{n} {why}' for why, n in sorted(aside.items()))})" if aside else ""
+
+    @property
     def sentence(self) -> str:
         """What would be trained, or why nothing, in one sentence."""
         if self.batches:
@@ -111,7 +136,6 @@ class Plan:
 
     def _whys(self) -> list[str]:
         left, waiting, loose = (self.having(fate) for fate in (Fate.LEFT, Fate.WAITING, Fate.NO_GROUP))
-        aside = Counter(one.reason.value for one in self.having(Fate.PUT_ASIDE) if one.reason)
         told: list[str] = []
         if left:
             told.append(f"{_are(len(left), 'group')} ready and a batch takes {self.groups_per_batch} (trainer.groups_per_batch)")
@@ -120,8 +144,8 @@ class Plan:
             told.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
         if self.unbuilt:
             told.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
-        if aside:
-            told.append(f"{_are(aside.total(), 'group')} put aside ({', '.join(f'{n} {why}' for why, n in sorted(aside.items()))})")
+        if aside := self._aside():
+            told.append(aside)
         if loose:
             told.append(f"{_count(sum(one.rollouts for one in loose), 'rollout')} without a group (docs/training.md)")
         for mode, n in sorted(Counter(one.mode for one in self.having(Fate.OTHER_MODE)).items()):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from spangrad.clickhouse import connect
 from spangrad.settings import Settings
-from spangrad.weights import tokenizer_hash
+from spangrad.types import Mode
+from spangrad.weights import checksum_directory, tokenizer_hash
+from trainer.demand import in_flight, spent
 from trainer.evaluate import best, describe_best
 from trainer.ledger import Ledger
 from trainer.plan import Past, Plan, planned
@@ -40,9 +42,11 @@ def make_plan(settings: Settings) -> Plan:
 def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
     """The plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
     source = Source(client, settings)
-    past = _past(settings, ledger, source.build_spec)
+    past = past_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, past, trainer)
+    steps = spent(ledger, trainer, source.build_spec).steps if ledger else 0
+    steps += max((one.batch or 0 for one in groups), default=0) + bool(past.leased)
     champion = best(ledger.versions(), trainer) if ledger else None
     return Plan(
         policy=trainer.policy,
@@ -51,6 +55,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
         build_spec=source.build_spec,
         version=past.lineage[-1],
         groups_per_batch=trainer.groups_per_batch,
+        in_flight=in_flight(trainer, steps) if Mode.TRAIN in trainer.modes else 0,
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),
@@ -58,12 +63,22 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
     )
 
 
-def _past(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
+def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
+    """What the ledger says; of a branch that has not begun, what it will once it has."""
     newest = ledger.frontier() if ledger else None
     if ledger is None or newest is None:
-        model = settings.trainer.model
-        return Past((0,), tokenizer_hash(model) if model else "", frozenset(), frozenset(), {})
+        return _beginning(settings, ledger)
     under_way = [one.policy_version.batch_id for one in ledger.versions() if one.status is None]
     leased = {(one.group.mode, one.group.group_id) for batch in under_way if batch for one in ledger.batch(batch)}
     finished = ledger.finished_groups(settings.trainer.run_id, build_spec)
     return Past(tuple(ledger.lineage()), newest.tokenizer_hash, frozenset(finished), frozenset(leased), ledger.expired())
+
+
+def _beginning(settings: Settings, ledger: Ledger | None) -> Past:
+    """Of a branch that has no version yet: it begins with trainer.model, which may be another branch's version."""
+    model = settings.trainer.model
+    tokenizer, lineage = tokenizer_hash(model) if model else "", [0]
+    if ledger and model:
+        path = model.absolute()
+        lineage = ledger.beginning(checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer)
+    return Past(tuple(lineage), tokenizer, frozenset(), frozenset(), {})

@@ -1,6 +1,6 @@
 """The whole ledger for those who look at it: every branch of every policy.
 
-In: an opened ledger. Out: an `Overview`. Invariant: all of it is of one moment.
+In: an opened ledger. Out: an `Overview`, and who has put a group aside. Invariant: what is told in one answer is of one moment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from spangrad.leases import shown
-from trainer.ledger_tables import HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
+from trainer.ledger_tables import EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
+from trainer.source import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,15 @@ def overview(database: Database) -> Overview:
             {(row.policy, row.version) for row in transaction.execute(sa.select(PINS))},
             {(row.policy, row.branch): shown(row.holder) for row in transaction.execute(sa.select(LEASES))},
         )
+
+
+def put_aside_by(database: Database, group: Group) -> list[tuple[str, str, str]]:
+    """Policy, branch and reason of each trainer that will never train a group."""
+    key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
+    columns = (EXPIRED.c.policy, EXPIRED.c.branch, EXPIRED.c.reason)
+    with database.transaction() as transaction:
+        rows = transaction.execute(sa.select(*columns).where(*(EXPIRED.c[name] == value for name, value in key.items())).order_by(*columns))
+        return [(policy, branch, reason) for policy, branch, reason in rows]
 
 
 def origin(versions: Iterable[LedgerVersion], policy: str, number: int) -> LedgerVersion | None:

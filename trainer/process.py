@@ -1,19 +1,27 @@
-"""This process as verl and PyTorch see it: its device, its group of one worker, and silence.
+"""This process as verl and PyTorch see it: its device, its group of workers, and silence.
 
-In: the machine. Out: the device's name. Invariant: no Ray cluster and no port is needed for one worker; what verl prints goes to the
-log.
+In: the machine; where other workers wait. Out: the device's name. Invariant: no Ray cluster and no port is needed for one worker; what
+verl prints goes to the log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
+
 logger = logging.getLogger(__name__)
+
+
+_CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trainer.cpu_platform"}
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def choose_platform() -> str:
@@ -22,7 +30,7 @@ def choose_platform() -> str:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trainer.cpu_platform")
+        os.environ.update(_CPU)
     return device
 
 
@@ -34,12 +42,55 @@ def prepare_process() -> str:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    _silence_torch()
     if not torch.distributed.is_initialized():
         # A group of one needs no rendezvous over a port.
-        torch.distributed.init_process_group(
-            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
+        torch.distributed.init_process_group(_BACKENDS[device], store=torch.distributed.HashStore(), rank=0, world_size=1)
     return device
+
+
+def check_device(settings: TrainerSettings, device: str) -> None:
+    """Refuse what a device cannot do.
+
+    Raises:
+        SettingsError: rows are to be packed on a CPU, or without flash attention.
+    """
+    if settings.packing and device == "cpu":
+        raise SettingsError("trainer.packing = true needs a GPU, and there is none. Set trainer.packing = false.")
+    if settings.packing and importlib.util.find_spec("flash_attn") is None:
+        raise SettingsError("trainer.packing = true needs the package flash-attn. Install it, or set trainer.packing = false.")
+
+
+def worker_environment(device: str, *, own: bool) -> dict[str, str]:
+    """What a worker's process must find in its environment before it imports verl.
+
+    Args:
+        device: cuda or cpu.
+        own: whether all workers are on this machine, and need no other interface than loopback.
+    """
+    interfaces = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {"VERL_LOGGING_LEVEL": "ERROR", **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
+
+
+def join_group(device: str, rendezvous: str) -> None:
+    """Make this process the rank of a group that its environment says (RANK, WORLD_SIZE), and share its machine's cores out.
+
+    Args:
+        device: cuda or cpu.
+        rendezvous: a URL, the same for all ranks: file:// or tcp://.
+    """
+    import torch
+
+    _silence_torch()
+    on_this_machine = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
+    torch.distributed.init_process_group(
+        _BACKENDS[device], init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
+def _silence_torch() -> None:
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of a rename on the first step
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ told; a rollout's newest revision, each row once. What the ledger has used is th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from spangrad.clickhouse import store_errors
 from spangrad.datasets import ROWS_OF, builds_sql, resolve
 from spangrad.selection import expression
 from spangrad.settings import Selection, Settings
+from spangrad.types import Mode
+from trainer.learning import ESTIMATORS, Need
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -30,11 +32,13 @@ _IN_GROUPS = "(Mode, GroupId) IN %(groups)s"
 _READY = """
 SELECT Mode, GroupId
 FROM {builds} AS v
-WHERE Mode IN %(modes)s AND GroupSize > 0
+WHERE Mode IN %(modes)s AND GroupSize > 0 {compared}
 GROUP BY Mode, GroupId
 HAVING uniqExact(RolloutId) >= max(GroupSize)
 ORDER BY max(FirstBuiltAt), Mode, GroupId
 """
+
+_COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
 
 _STATES = """
 SELECT Mode, GroupId, max(GroupSize), uniqExact(RolloutId)
@@ -45,7 +49,7 @@ ORDER BY max(FirstBuiltAt), Mode, GroupId
 
 _UNBUILT = """
 SELECT uniqExact(RolloutId) FROM otel.v_rollouts
-WHERE RunId = %(run)s AND Final AND Mode IN %(modes)s
+WHERE RunId = %(run)s AND Final AND Mode IN %(read)s
     AND RolloutId NOT IN (SELECT RolloutId FROM otel.builds WHERE RunId = %(run)s AND BuildSpec = %(spec)s)
 """
 
@@ -81,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """How far a group is built."""
+    """How far a group is built; its greedy rollout is one of it where the trainer's estimator compares with that."""
 
     group: Group
     rollouts: int
@@ -114,6 +118,8 @@ class Loaded:
     transitions: pl.DataFrame
     """Every policy's, of the newest revisions; ordered by group, rollout, attempt and turn. A final reward stands on a rollout's
     last call, whoever made it, so a policy's values are not known from its own rows alone."""
+    greedy: pl.DataFrame | None = None
+    """Transitions of the groups' greedy rollouts. None: the trainer's estimator compares with none."""
 
     def own(self, policy: str, selection: Selection) -> pl.Series:
         """Which transitions one policy can be trained on: those that it answered and that are selected.
@@ -122,6 +128,18 @@ class Loaded:
             SettingsError: a pattern of the selection is no regular expression.
         """
         return self.transitions.select(Own=(pl.col("Policy") == policy) & expression(selection))["Own"]
+
+
+def _with_greedy(states: Sequence[GroupState], modes: Sequence[str]) -> list[GroupState]:
+    """Groups that lack one rollout more as long as their greedy one is not built; those of greedy rollouts alone are part of them."""
+    built = {one.group.group_id for one in states if one.group.mode == Mode.GREEDY}
+    return [
+        replace(one, rollouts=min(one.rollouts, one.size) + (one.group.group_id in built), size=one.size + 1)
+        if one.group.mode in modes and one.size
+        else one
+        for one in states
+        if one.group.mode != Mode.GREEDY
+    ]
 
 
 class Source:
@@ -140,6 +158,7 @@ class Source:
         self._url = settings.store.url
         self._run = trainer.run_id
         self._modes = trainer.modes
+        self._greedy = ESTIMATORS[trainer.estimator].needs is Need.GREEDY_ROLLOUT
         as_of = trainer.as_of
         self._as_of = as_of.replace(tzinfo=UTC) if as_of and not as_of.tzinfo else as_of
         self.build_spec = (
@@ -149,15 +168,17 @@ class Source:
     def ready(self) -> list[Group]:
         """All groups with as many built rollouts as their size, in the order in which they became ready.
 
-        Groups of unknown size (0) are never ready.
+        Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too.
         """
-        rows = self._rows(_READY.format(builds=builds_sql(self._as_of, _MINE)))
+        builds = builds_sql(self._as_of, _MINE)
+        rows = self._rows(_READY.format(builds=builds, compared=_COMPARED.format(builds=builds) if self._greedy else ""))
         return [Group(self._run, mode, self.build_spec, group) for mode, group in rows]
 
     def states(self) -> list[GroupState]:
         """All groups of the run, of every mode and however far they are built, in the order of `ready`."""
         rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, _MINE)))
-        return [GroupState(Group(self._run, mode, self.build_spec, group), count, size) for mode, group, size, count in rows]
+        states = [GroupState(Group(self._run, mode, self.build_spec, group), count, size) for mode, group, size, count in rows]
+        return _with_greedy(states, self._modes) if self._greedy else states
 
     def unbuilt(self) -> int:
         """How many rollouts of the run, of the modes that are trained, have ended and are not built."""
@@ -170,7 +191,8 @@ class Source:
         return [f"{count} rollouts of run {run!r}{'' if ours else ' by another specification'}" for run, ours, count in rows]
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        parameters = {"run": self._run, "modes": tuple(self._modes), "spec": self.build_spec}
+        read = (*self._modes, *([Mode.GREEDY.value] if self._greedy else []))
+        parameters = {"run": self._run, "modes": tuple(self._modes), "read": read, "spec": self.build_spec}
         with store_errors(self._url):
             return [tuple(row) for row in self._client.query(query, parameters=parameters).result_rows]
 
@@ -179,7 +201,7 @@ class Source:
         parameters: dict[str, object] = {
             "run": self._run,
             "spec": self.build_spec,
-            "groups": tuple((one.mode, one.group_id) for one in groups),
+            "groups": tuple((mode, one.group_id) for one in groups for mode in (one.mode, *([Mode.GREEDY.value] if self._greedy else []))),
         }
         theirs = f"{_MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {_MINE} AND {_IN_GROUPS})"
         builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=_IN_GROUPS), parameters)
@@ -189,7 +211,10 @@ class Source:
             BatchRollout(Group(*group), rollout, attempt, revision)
             for *group, rollout, attempt, revision in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision").iter_rows()
         ]
-        return Loaded(rollouts, newest)
+        if not self._greedy:
+            return Loaded(rollouts, newest)
+        greedy = pl.col("Mode") == Mode.GREEDY
+        return Loaded([one for one in rollouts if one.group.mode != Mode.GREEDY], newest.filter(~greedy), newest.filter(greedy))
 
     def _frame(self, query: str, parameters: dict[str, object]) -> pl.DataFrame:
         with store_errors(self._url):

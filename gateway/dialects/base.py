@@ -8,7 +8,7 @@ has come.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -51,6 +51,11 @@ class Request:
     def wants_logprobs(self) -> bool:
         """Whether the client gets the logprobs that come: it asked for them, or nobody did."""
         return asks_logprobs(self.engine_path, self.fields) or is_left_alone(self.engine_path, self.fields)
+
+    def greedy(self) -> Request:
+        """The same request at temperature 0, whatever it asked for."""
+        fields = {**self.fields, "temperature": 0}
+        return replace(self, raw=msgspec.json.encode(fields), fields=fields)
 
     def for_engine(self) -> bytes:
         """The request that the engine gets."""

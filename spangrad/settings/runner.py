@@ -13,6 +13,8 @@ class RunnerSettings(Section):
     run_id: str = "default"
     group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
+    greedy_rollouts: bool | None = None
+    """Whether each group of mode train has one more rollout, at temperature 0. None: exactly where trainer.estimator is `remax`."""
     workers: int = Field(default=1, ge=1)
     """Agent processes."""
     concurrency: int = Field(default=16, ge=1)

@@ -162,6 +162,19 @@ class TrainerSettings(Section):
     keep_checkpoints: int = 3
     poll_seconds: float = 0.2
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """What is computed in; weights and moments are kept in float32, and gradients summed in it (mixed precision)."""
+    packing: bool = False
+    """Pass rows through the model end to end, without padding; needs a GPU and the package flash-attn."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time. None: where there is a GPU."""
+    workers: int = Field(default=0, ge=0)
+    """Processes on each node that share a step, under Ray; a GPU each where there are any. 0: the trainer's own process, no Ray."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines with trainer.workers processes each (docs/cluster.md)."""
+    ray_address: str | None = None
+    """HOST:PORT of the Ray cluster that the workers run in, or `auto`. None: one that the trainer begins here, on loopback."""
+    ray_object_store_bytes: int = Field(default=2**28, ge=2**27)
+    """Shared memory of a Ray cluster that the trainer begins: for a batch's rows, not for weights."""
     publish: bool = True
     """Hand each version to the gateway."""
     evaluate_every: int = Field(default=0, ge=0)

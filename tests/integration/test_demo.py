@@ -118,3 +118,23 @@ def test_the_demo_learns(tmp_path: Path, seed: int, gateway: str) -> None:
     check_accounts(report)
     assert report["success_first"] <= 0.4
     assert report["success_last"] >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_demo_learns_by_remax(tmp_path: Path) -> None:
+    """Greedy rollouts through every part: an unmodified agent, whose calls the gateway makes greedy, and no batch that holds one."""
+    run = tmp_path / "demo"
+    remax = [f"--set=trainer.{one}" for one in ("estimator=remax", "credit=identical", "baseline=rollout")]
+    subprocess.run(command(run, "--max-steps", "25", *remax), timeout=1100, check=True, cwd=tmp_path)
+    report = json.loads((run / "report.json").read_text())
+    check_accounts(report)
+    assert report["success_first"] <= 0.4
+    assert report["success_last"] >= 0.6
+    trained = "countIf(RolloutId IN (SELECT RolloutId FROM otel.v_batches))"
+    modes = f"SELECT Mode, max(Temperature), {trained} FROM otel.v_transitions GROUP BY Mode"
+    asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), modes]
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    told = {mode: facts for mode, *facts in (line.split() for line in answer.stdout.splitlines()[1:])}
+    assert told["greedy"] == ["0.0", "0"], "greedy, and in no batch"
+    assert told["train"][0] == "1.0"

@@ -10,6 +10,9 @@ from pathlib import Path
 import fakes
 from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from trainer.eligibility import ExpiryReason
+from trainer.ledger import Ledger
+from trainer.source import Group
 from transition_builder.loop import build_once
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
@@ -103,15 +106,16 @@ def test_an_unknown_id_is_one_sentence_with_what_comes_near(store: StoreSettings
     assert answer.stderr.endswith("holds no span of attempt 3 of rollout 'nearly-there'. Leave --attempt out to see those that it had.\n")
 
 
-def why(store: StoreSettings, rollout: str) -> list[str]:
+def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:
     """Lines of `spangrad rollout why`."""
     command = [sys.executable, "-m", "spangrad", "rollout", "why", rollout, "--set", f"store.url={store.url}"]
+    command += [word for one in sets for word in ("--set", one)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (answer.returncode, answer.stderr) == (0, "")
     return answer.stdout.splitlines()
 
 
-def test_why_before_and_after_it_is_built(store: StoreSettings) -> None:
+def test_why_before_and_after_it_is_built(store: StoreSettings, tmp_path: Path) -> None:
     spans = fakes.SpanFactory(run="asked")
     root = spans.root("asked-1", calls=2)
     made = [spans.call(spans.client(root, rollout="asked-1"), rollout="asked-1", Logprobs=logprobs) for logprobs in ([-0.5, -0.25], [-0.5])]
@@ -140,6 +144,12 @@ def test_why_before_and_after_it_is_built(store: StoreSettings) -> None:
         "no_logprobs: Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
         "It is not trained: its group g has 1 of 2 rollouts built so far.",
     ]
+    place = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    ledger = Ledger(place, "policy", "tried")
+    ledger.expire([Group("asked", "train", settings.builder.spec, "g")], ExpiryReason.EQUAL)
+    ledger.close()
+    aside = "the trainer of policy policy (branch tried) put its group aside for ever as equal; docs/drops.md says more."
+    assert why(store, "asked-1", f"trainer.ledger_url={place}")[-1] == f"It is not trained: {aside}"
 
 
 def test_a_rollout_that_is_built_again_after_it_was_trained(store: StoreSettings) -> None:

@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from checkpoints import written
 from sampling import PROMPT, logprobs_of, sample, sampled_rows
 
 from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
-from trainer import credit
+from trainer import checkpoint, credit
 from trainer.batch import Batch, layout
-from trainer.engine import STATE_FILE, Engine
+from trainer.engine import Engine
 from trainer.estimators import group_relative
 from trainer.merge import merge, separate
 
@@ -132,9 +133,12 @@ def test_a_resumed_engine_repeats_the_step_exactly(engine: Engine, tiny_model: P
 
 def test_a_damaged_state_is_named(engine: Engine, tmp_path: Path):
     engine.save_state(tmp_path)
-    file = tmp_path / STATE_FILE
+    file = tmp_path / checkpoint.STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+        engine.load_state(tmp_path)
+    torch.save({"optimizer": {}}, file)
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt is of another release"):
         engine.load_state(tmp_path)
 
 

@@ -83,6 +83,29 @@ def test_loading_gives_the_newest_revision_of_this_policy_once(settings: Setting
     assert loaded.transitions.select("RolloutId", "Policy", "Rewards.Value").rows()[1] == ("g-0", "another", [8.0])
 
 
+def test_remax_waits_for_the_greedy_rollout_and_keeps_it_apart(settings: Settings, world: World, run: str):
+    remax = told(settings, estimator="remax")
+    world.group("g", [1.0, 0.25])
+    world.group("waits", [1.0], size=2)
+    group = Group(run, "train", SPEC, "g")
+    assert source(settings, world).ready() == [group]
+    assert source(remax, world).ready() == []
+    states = {one.group.group_id: (one.rollouts, one.size, one.whole) for one in source(remax, world).states()}
+    assert states == {"g": (2, 3, False), "waits": (1, 3, False)}
+    world.group("g", [0.5], Mode="greedy", RolloutId="g-greedy", temperature=1.0, Temperature=0.0)
+    assert source(remax, world).ready() == source(settings, world).ready() == [group]
+    states = {one.group.group_id: (one.rollouts, one.size, one.whole) for one in source(remax, world).states()}
+    assert states == {"g": (3, 3, True), "waits": (1, 3, False)}
+    assert len(source(settings, world).states()) == 3, "to others it is a group of another mode"
+    found = source(remax, world).load([group])
+    assert [one.rollout_id for one in found.rollouts] == ["g-0", "g-1"]
+    assert found.transitions["RolloutId"].to_list() == ["g-0", "g-1"]
+    assert found.greedy is not None
+    assert found.greedy.select("RolloutId", "Mode", "Temperature", "Rewards.Value").rows() == [("g-greedy", "greedy", 0.0, [0.5])]
+    plain = source(settings, world).load([group])
+    assert (len(plain.transitions), plain.greedy) == (2, None)
+
+
 def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):
     world.group("g", [1.0, 0.25])
     world.group("g", [None], size=2, Revision=1)

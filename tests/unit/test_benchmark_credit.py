@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.credit import ARMS, OF_ONE_SEED, OURS, arms, conclude, steps_to
+from benchmarks.credit_plain import run as run_plain
 from benchmarks.credit_plot import draw
 from benchmarks.credit_run import Arm, Result, run
-from benchmarks.credit_sampling import Call, Sampled, Sampler, write_model
+from benchmarks.credit_sampling import AGENT, Call, Sampled, Sampler, write_model
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import GOALS, KINDS, LOOK, RESPELLED, TOOLS, WORDS, Flow, Inbox, State, Task
 
@@ -89,7 +90,7 @@ def test_a_sampler_gives_the_logprobs_of_what_it_drew(tmp_path: Path) -> None:
     assert len({tuple(call.prompt) for one in rollouts for call in one.calls}) > 3
     calls = [call for one in rollouts for call in one.calls]
     with torch.inference_mode():
-        whole = sampler._model(torch.tensor([call.prompt + call.reply for call in calls])).logits.log_softmax(-1)
+        whole = sampler.model(torch.tensor([call.prompt + call.reply for call in calls])).logits.log_softmax(-1)
     for row, call in enumerate(calls):
         found = [whole[row, len(call.prompt) - 1 + place, token].item() for place, token in enumerate(call.reply)]
         assert call.logprobs == pytest.approx(found, abs=1e-5)
@@ -99,7 +100,7 @@ def test_spans_name_their_rollout_and_no_reward_but_the_graded_ones() -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     rollouts = [play(Flow(), ("cancel",), list(TOOLS[1:])), play(Flow(), ("cancel",), ["search", "login", "user"])]
-    (body,) = Author("run", Flow(group=2), 0).bodies(rollouts, 7, Served("policy", 3, "tokenizer"))
+    (body,) = Author("run", Flow(group=2), 0).bodies(rollouts, 7, {AGENT: Served("policy", 3, "tokenizer")})
     spans = [
         span
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans
@@ -129,6 +130,9 @@ def test_two_steps_leave_nothing_unaccounted(task: str, name: str, tmp_path: Pat
     assert (len(result.success), len(result.mean_return), result.refused, result.alarms) == (2, 2, "", [])
     if task == "inbox":  # the return is the sum of the grades
         assert result.mean_return == pytest.approx([8 * one for one in result.success], abs=1e-3)
+        # Another arithmetic, and no store, builder, trainer or verl between: the second step samples what the first one made.
+        plain = run_plain(Inbox(group=4), name, 0, 2, tmp_path / "plain")
+        assert (plain.success, plain.final) == (result.success, pytest.approx(result.final, abs=0.002))
     else:
         assert all(of_return > success for of_return, success in zip(result.mean_return, result.success, strict=True))
     told = conclude([result], whole=False)

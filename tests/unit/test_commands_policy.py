@@ -146,6 +146,26 @@ def test_a_rollback_is_served_and_the_running_trainer_goes_on_from_it(
     assert len(gateway.asked) == 1
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_a_trainer_has_the_head_served_that_a_rollback_did_not_publish(
+    ask, trainer: Trainer, caplog: pytest.LogCaptureFixture, running: bool
+) -> None:
+    """The next start, or a trainer that is at work: the ledger's head is the authority, not the number that the gateway has."""
+    served = trainer.settings.trainer.directory / "served.json"
+    assert json.loads(served.read_text())[-1] == 2
+    ask("rollback", "policy@1", "--no-publish")
+    caplog.set_level("INFO")
+    if running:
+        trainer._publish_again()  # pyright: ignore[reportPrivateUsage]
+    else:
+        trainer.start()
+    assert json.loads(served.read_text())[-1] == 1
+    assert "version 1 is served (0.25 s): the branch went back from 2" in caplog.text
+    served.write_text("[9]")
+    with pytest.raises(GatewayError, match="version 1 is not newer than what is served"):
+        trainer.start()  # nobody here has made version 9: whose is it?
+
+
 def test_a_rollback_gives_up_the_step_under_way(ask, trainer: Trainer) -> None:
     assert trainer.ledger.begin(trainer.source.load(trainer.source.ready()).rollouts)  # type: ignore[arg-type]
     holder = trainer.ledger.holder()

@@ -167,9 +167,24 @@ def test_why_it_is_not_trained(build: Build, facts: dict[str, Any], sentence: st
     assert last(record(*WHOLE_SPANS, builds=(build,), **facts)) == f"It is not trained: {sentence}"
 
 
+def test_a_ledger_that_is_silent_leaves_open_what_was_put_aside() -> None:
+    told = last(record(*WHOLE_SPANS, builds=(WHOLE_GROUP,), ledger_silent="the ledger postgresql://HOST/NAME failed (no answer)."))
+    assert told == (
+        "It is not trained: its group is whole and waits for `spangrad train`. Whether a trainer has put its group aside is not known: the "
+        "ledger postgresql://HOST/NAME failed (no answer)."
+    )
+
+
 def test_only_the_trainer_s_modes_are_trained() -> None:
     held_out = [replace(one, mode="validate") for one in WHOLE_SPANS]
     assert last(record(*held_out, builds=(WHOLE_GROUP,))) == "It is not trained: trainer.modes takes train only, and this is validate."
+
+
+def test_a_greedy_rollout_is_there_for_the_others() -> None:
+    greedy = [replace(one, mode="greedy") for one in WHOLE_SPANS]
+    assert last(record(*greedy, builds=(WHOLE_GROUP,))) == (
+        "It is not trained: it is greedy: what the other rollouts of its group g7 are compared with (trainer.estimator = 'remax')."
+    )
 
 
 def test_what_was_trained_names_the_version() -> None:

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import pytest
 
 from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.agents import AgentSpec, CallableAgent, CommandAgent
+from runner.groups import wants_greedy
 from runner.runner import Outcome, Runner, agent_environment
 from spangrad import semconv
-from spangrad.errors import AgentError, GatewayError, StoreError
+from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.processes import free_ports
-from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.telemetry import parse_headers
 from spangrad.types import AttemptFailure, Mode, Task
 
@@ -136,6 +137,39 @@ async def test_64_rollouts_at_once_and_no_span_in_the_wrong_one(tmp_path: Path) 
         misattributed += [s for s in outer + inner if s.trace_id != roots[str(s.attributes[semconv.ROLLOUT_ID])].trace_id]
         assert misattributed == []
         assert len({s.attributes[semconv.PROCESS_ID] for s in outer}) == 2
+
+
+async def test_a_group_has_a_greedy_rollout_where_it_is_wanted(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, greedy_rollouts=True) as on:
+        tasks = [Task(name, {"moods": [1.0], "calls": 1}) for name in ("a", "b")]
+        outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=2)
+        assert [(o.task_id, o.mode, o.calls) for o in outcomes] == [
+            (name, mode, 1) for name in ("a", "b") for mode in (Mode.GREEDY, Mode.TRAIN, Mode.TRAIN)
+        ]
+        told = {str(root.attributes[semconv.ROLLOUT_ID]): root.attributes for root in on.roots()}
+        roots = [told[o.key.rollout_id] for o in outcomes]
+        assert [(root[semconv.ROLLOUT_MODE], root[semconv.GROUP_SIZE]) for root in roots] == [("greedy", 1), ("train", 2), ("train", 2)] * 2
+        groups = [root[semconv.GROUP_ID] for root in roots]
+        assert groups == [groups[0]] * 3 + [groups[3]] * 3
+        assert groups[0] != groups[3]
+        # What makes an agent's calls greedy: the announcement for its own endpoint, and the baggage that instrumented clients send.
+        announced = [on.gateway.announced[o.key.rollout_id, 0]["mode"] for o in outcomes]
+        assert announced == ["greedy", "train", "train"] * 2
+        held_out = await on.runner.run(tasks, mode=Mode.VALIDATE, group_size=1)
+        assert [o.mode for o in held_out] == [Mode.VALIDATE] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "estimator", "greedy"), [(None, "grpo", False), (None, "remax", True), (False, "remax", False), (True, "grpo", True)]
+)
+def test_greedy_rollouts_are_run_where_they_are_asked_for_or_needed(asked: bool | None, estimator: Any, greedy: bool) -> None:
+    chosen = Settings(runner=RunnerSettings(greedy_rollouts=asked), trainer=TrainerSettings(estimator=estimator))
+    assert wants_greedy(chosen, Mode.TRAIN) is greedy
+    assert not wants_greedy(chosen, Mode.VALIDATE)
+    plain = chosen.model_copy(update={"runner": RunnerSettings(greedy_rollouts=asked, gateway=False)})
+    with pytest.raises(SettingsError, match="needs the gateway") if greedy else nullcontext():
+        assert not wants_greedy(plain, Mode.TRAIN)
 
 
 async def test_failed_attempts_are_data(tmp_path: Path) -> None:

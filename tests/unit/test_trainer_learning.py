@@ -22,10 +22,7 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        (
-            {"estimator": "remax"},
-            r"trainer\.estimator = 'remax' needs a greedy rollout.*Set trainer\.estimator to one of gae, gdpo, gpg, grpo",
-        ),
+        ({"estimator": "remax", "credit": "own", "baseline": "turn"}, "compares returns with that of a whole greedy rollout.*'identical'"),
         ({"estimator": "gae", "credit": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
         ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one response"),
         ({"estimator": "gdpo", "credit": "own", "baseline": "turn"}, "Set trainer.credit = 'identical'"),

@@ -14,6 +14,7 @@ from spangrad.types import PolicyVersion, VersionStatus
 from trainer import ledger as ledger_module
 from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
+from trainer.policies import put_aside_by
 from trainer.source import BatchRollout, Group
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
@@ -130,6 +131,8 @@ def test_expired_groups_stay_out_and_are_counted(place: Place):
     ledger = begun(place)
     ledger.expire([group("x"), group("y")], ExpiryReason.STALE)
     ledger.expire([group("x")], ExpiryReason.GREEDY)
+    assert put_aside_by(ledger.database, group("x")) == [("policy", "main", "stale")]
+    assert put_aside_by(ledger.database, group("z")) == []
     assert ledger.expired() == {group("x"): ExpiryReason.STALE, group("y"): ExpiryReason.STALE}
     assert ledger.finished_groups("run", "spec") == {("train", "x"), ("train", "y")}
     assert ledger.finished_groups("run", "another specification may do better") == set()

@@ -69,6 +69,8 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
         "transitions": 4.0, "too_long": 0.0, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
         "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
+        # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
+        "groups_wanted": 22.0, "groups_put_aside": 0.0,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.
     assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
@@ -284,8 +286,8 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
     contradiction = settings(base, tmp_path, credit="reward_to_go", baseline="rollout")
     with pytest.raises(SettingsError, match=r"trainer\.baseline = 'turn'"):
         loop.train(contradiction, follow=False)
-    with pytest.raises(SettingsError, match="needs a greedy rollout"):
-        loop.train(settings(base, tmp_path, estimator="remax"), follow=False)
+    with pytest.raises(SettingsError, match="compares returns with that of a whole greedy rollout"):
+        loop.train(settings(base, tmp_path, estimator="remax", credit="own", baseline="turn"), follow=False)
     ledger = Ledger(tmp_path, "empty", "main")
     with pytest.raises(LedgerError, match="no weights to train"):
         loop.newest_version(ledger)

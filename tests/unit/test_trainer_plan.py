@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
 
 from fakes import transition_row
@@ -14,6 +16,7 @@ from spangrad.settings import TrainerSettings
 from trainer import loop
 from trainer.eligibility import ExpiryReason
 from trainer.plan import Fate, Past, Plan, planned
+from trainer.planning import past_of
 from trainer.source import Group, GroupState
 
 SETTINGS = TrainerSettings(groups_per_batch=2, max_staleness=1)
@@ -29,7 +32,7 @@ def plan(of: Sequence[GroupState], past: Past = FRESH, chosen: TrainerSettings =
     source = FakeSource([one.group.group_id for one in of])
     made = planned(of, source.load, past, chosen)
     fixed = {"policy": "policy", "branch": "main", "run_id": "run", "build_spec": "spec", "version": past.lineage[-1]}
-    return Plan(**{**fixed, "groups_per_batch": 2, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
+    return Plan(**{**fixed, "groups_per_batch": 2, "in_flight": 4, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
 
 
 def fates(made: Plan) -> dict[str, tuple[str, int | None, str | None]]:
@@ -44,6 +47,7 @@ def test_later_batches_age_with_the_versions_that_earlier_ones_make():
     assert fates(made) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
     assert made.batches == 2
     assert made.sentence == "2 batches of 2 groups would be trained: 3 groups are put aside (3 stale)."
+    assert made.demand == "4 more groups are wanted: 4 shall be in flight, 0 are there; 3 groups are put aside (3 stale)."
 
 
 def test_every_reason_not_to_train_is_told():
@@ -63,6 +67,30 @@ def test_every_reason_not_to_train_is_told():
         "built; 1 rollout ended and not built (`spangrad build`); 1 group is put aside (1 greedy); 5 rollouts without a group "
         "(docs/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
     )
+    assert (made.wanted, made.demand) == (1, "1 more group is wanted: 4 shall be in flight, 3 are there; 1 group is put aside (1 greedy).")
+    assert plan(of, past, in_flight=3).demand == ""
+
+
+def test_a_branch_that_begins_at_anothers_version_is_planned_from_there(tmp_path: Path):
+    """What the old branch sampled is as stale here as there; unknown weights have the policy's next number."""
+    base = write_base(tmp_path / "base")
+    old = wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b", "c", "d"]))
+    old.run(follow=False)
+    for begun, lineage in ((1, [0, 1]), (2, [0, 1, 2])):
+        files = Path(old.ledger.version(begun).policy_version.path)
+        fork = settings(files, tmp_path / "policies", branch=f"fork-{begun}")
+        ledger = loop.open_ledger(fork)
+        planned_from = past_of(fork, ledger, SPEC)
+        loop.prepare(ledger, fork)
+        assert list(planned_from.lineage) == ledger.lineage() == lineage
+        assert planned_from.tokenizer_hash == loop.newest_version(ledger).tokenizer_hash
+        ledger.close()
+    other = write_base(tmp_path / "other")
+    save_file({"weight": np.ones(1, np.float32) * 7}, other / "model.safetensors")
+    fork = settings(other, tmp_path / "policies", branch="new")
+    ledger = loop.open_ledger(fork)
+    assert past_of(fork, ledger, SPEC).lineage == (3,)
+    assert past_of(fork, None, SPEC).lineage == (0,)
 
 
 def test_an_empty_store_names_what_else_it_holds():

@@ -1,0 +1,106 @@
+"""The inbox of the credit benchmark in plain PyTorch: the same models, tickets and samples, and a step from the textbook.
+
+In: an arm's credit, seeds, how many kinds of tickets. Out: a line a seed, and as the last line one JSON object. Invariant: no store, no
+builder, no trainer and no verl, so that a run takes seconds. Seed by seed it follows the benchmark's own run to within rounding, which is
+what a test holds: so it tells how often a seed falls short without hours of machine time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.credit import LEARNED, STEPS, steps_to
+from benchmarks.credit_run import FRESH_ROLLOUTS, GROUPS, Result, success
+from benchmarks.credit_sampling import REPLY_TOKENS, Sampled, Sampler, write_model
+from benchmarks.credit_tasks import KINDS, Inbox
+
+CREDITS = ("own", "identical")
+
+
+def main() -> None:
+    """Run the seeds one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--credits", nargs="+", choices=CREDITS, default=list(CREDITS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(25)), help="0 to 24 otherwise")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--kinds", type=int, default=len(KINDS), help="of tickets")
+    arguments = parser.parse_args()
+    told: dict[str, object] = {"benchmark": "credit_plain", "kinds": arguments.kinds}
+    for credit in arguments.credits:
+        results: list[Result] = []
+        for seed in arguments.seeds:
+            with tempfile.TemporaryDirectory(prefix="credit-plain-") as scratch:
+                results.append(run(Inbox(kinds=arguments.kinds), credit, seed, arguments.steps, Path(scratch)))
+            print(f"{credit:12}seed {seed:3}  final {results[-1].final:.3f}  to 0.8: {steps_to(results[-1].success)}", flush=True)
+        hits = [steps_to(one.success) for one in results]
+        told[credit] = {
+            "seeds": len(results),
+            "learned": sum(one.final >= LEARNED for one in results),
+            "final": [round(one.final, 3) for one in results],
+            "final_mean": round(mean(one.final for one in results), 3),
+            "steps_to_hit": hits,
+            "steps_to_hit_median": median(arguments.steps if hit is None else hit for hit in hits),
+        }
+    print(json.dumps(told))
+
+
+def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Result:
+    """As `credit_run.run`, with GRPO's advantages and PPO's loss written out."""
+    write_model(directory / "model", task, seed)
+    result = Result(task.name, credit, seed, task.group, steps)
+    sampler, dice = Sampler(directory / "model", seed + 77), random.Random(seed + 1000)
+    model = sampler.model
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(steps):
+        rollouts = sampler.rollouts(task, task.goals(dice, GROUPS))
+        result.success.append(success(task, rollouts))
+        calls = [call for one in rollouts for call in one.calls]
+        # Calls that are alike are computed once: the same loss and gradient.
+        different, place = torch.tensor([call.prompt + call.reply for call in calls]).unique(dim=0, return_inverse=True)
+        logits = model(different[:, :-1]).logits[:, -REPLY_TOKENS:].log_softmax(-1)
+        logprobs = logits.gather(2, different[:, -REPLY_TOKENS:, None])[..., 0][place]
+        ratio = (logprobs - torch.tensor([call.logprobs for call in calls])).exp()
+        advantage = torch.from_numpy(_advantages(rollouts, credit)).float()[:, None]
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    goals = task.goals(random.Random(seed + 5), FRESH_ROLLOUTS // task.group)
+    result.final = success(task, sampler.rollouts(task, goals))
+    return result
+
+
+def _advantages(rollouts: Sequence[Sampled], credit: str) -> NDArray[np.float64]:
+    """An advantage a call, in order: of its grade among those of its group's calls at the same turn, or of its rollout's sum."""
+    if credit == "own":
+        graded = [(call.turn.grade or 0.0, (one.group, turn)) for one in rollouts for turn, call in enumerate(one.calls)]
+        return _among([value for value, _ in graded], [place for _, place in graded])
+    sums = _among([sum(call.turn.grade or 0.0 for call in one.calls) for one in rollouts], [one.group for one in rollouts])
+    return np.repeat(sums, [len(one.calls) for one in rollouts])
+
+
+def _among(values: Sequence[float], places: Sequence[object]) -> NDArray[np.float64]:
+    """Each value above the mean of those of the same place, in their standard deviations; alone it is 0."""
+    given, result = np.asarray(values), np.zeros(len(values))
+    found: dict[object, list[int]] = {}
+    for index, place in enumerate(places):
+        found.setdefault(place, []).append(index)
+    for here in found.values():
+        if len(here) > 1:
+            result[here] = (given[here] - given[here].mean()) / (given[here].std(ddof=1) + 1e-6)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""One training run of the benchmark of two policies: one rollout, two agents, two trainers.
+
+In: a seed, how many steps. Out: a `Result`. Invariant: the two trainers share a store, a builder's work and a ledger's file, and nothing
+else: each has its policy, its selection, its versions and its optimiser, and finds the same rollouts by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from clickhouse_connect.driver.client import Client
+
+from benchmarks.credit_sampling import Sampled, Sampler
+from benchmarks.credit_spans import Author, Served
+from benchmarks.in_process import build, clocked, own_store, send, train_step, training
+from benchmarks.two_policies_task import AGENTS, Desk, work, write_agent_model
+from spangrad.clickhouse import connect
+from spangrad.otlp_http import Poster
+from spangrad.settings import BuilderSettings, GatewaySettings, Selection, Settings, StoreSettings, TrainerSettings
+from trainer.loop import Trainer
+from trainer.recovery import newest_version
+from transition_builder.loop import Builder
+
+GROUPS = 4
+"""A step."""
+FRESH_ROLLOUTS = 1024
+"""With which the policies are measured before the first step and after the last: none of them is trained."""
+BOTH = "both"
+"""Beside the agents: the share of tickets in which both were right."""
+
+
+@dataclass
+class Result:
+    """What came of a run."""
+
+    seed: int
+    group: int
+    steps: int
+    begun: dict[str, float] = field(default_factory=dict[str, float])
+    """Success of fresh rollouts by the models that training began with: of each agent, and of both."""
+    final: dict[str, float] = field(default_factory=dict[str, float])
+    """The same by the last versions."""
+    success: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """The same, of the rollouts that each step trains."""
+    gap: float = 0.0
+    """The largest |rollout logprob - trainer logprob| of all steps, in nats."""
+    sampled: int = 0
+    calls: int = 0
+    checked: dict[str, int] = field(default_factory=dict[str, int])
+    """Counts that must be 0, out of the store."""
+    lineage: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Of each policy: versions that were made, rollouts and calls that they lead to, and spans of those rollouts."""
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """By stage, over all steps."""
+
+    def json(self) -> dict[str, Any]:
+        """As a line of a file."""
+        return asdict(self)
+
+
+def run(desk: Desk, seed: int, steps: int, directory: Path, said: Callable[[Result], None] = lambda _: None) -> Result:
+    """Train both from fresh models, in a fresh store.
+
+    Args:
+        desk: the task.
+        seed: of the models, of sampling and of the tickets.
+        steps: optimiser steps of each policy.
+        directory: for everything that the run writes.
+        said: told of the result as it grows, after each step.
+    """
+    result = Result(seed, desk.group, steps, success={name: [] for name in (*AGENTS, BOTH)})
+    samplers: dict[str, Sampler] = {}
+    for place, agent in enumerate(AGENTS):
+        write_agent_model(directory / "models" / agent, desk, agent, seed)
+        samplers[agent] = Sampler(directory / "models" / agent, 2 * seed + place + 77)
+    fresh = desk.goals(random.Random(seed + 5), max(1, FRESH_ROLLOUTS // desk.group))
+    result.begun = successes(desk, work(desk, fresh, samplers))
+    run_id = f"desk-{seed}"
+    with own_store(directory) as store, closing(connect(store)) as client, ExitStack() as stack:
+        settings = {agent: _settings(agent, store, directory, run_id) for agent in AGENTS}
+        trainers = {agent: stack.enter_context(training(settings[agent], client, samplers[agent])) for agent in AGENTS}
+        # What is built does not depend on who trains: one builder serves both.
+        _steps(desk, seed, trainers, samplers, Builder(settings[AGENTS[0]]), result, said)
+        account(result, client, run_id)
+    result.final = successes(desk, work(desk, fresh, samplers))
+    return result
+
+
+def _steps(
+    desk: Desk,
+    seed: int,
+    trainers: Mapping[str, Trainer],
+    samplers: Mapping[str, Sampler],
+    builder: Builder,
+    result: Result,
+    said: Callable[[Result], None],
+) -> None:
+    settings, clock = trainers[AGENTS[0]].settings, result.seconds
+    dice, author = random.Random(seed + 1000), Author(settings.trainer.run_id, desk, seed)
+    poster = Poster(f"{settings.store.otlp_endpoint}/v1/traces", {}, None)
+    for step in range(result.steps):
+        with clocked(clock, "sample"):
+            rollouts = work(desk, desk.goals(dice, GROUPS), samplers)
+        with clocked(clock, "send"):
+            send(poster, author.bodies(rollouts, step, {agent: _served(one) for agent, one in trainers.items()}))
+        with clocked(clock, "build"):
+            build(builder, len(rollouts))
+        for name, share in successes(desk, rollouts).items():
+            result.success[name].append(share)
+        result.sampled += len(rollouts)
+        result.calls += sum(len(one.calls) for one in rollouts)
+        for trainer in trainers.values():
+            with clocked(clock, "train"):
+                made = train_step(trainer)
+            result.gap = max(result.gap, made.metrics["logprob_gap"])
+        said(result)
+
+
+def _served(trainer: Trainer) -> Served:
+    newest = newest_version(trainer.ledger)
+    return Served(trainer.settings.trainer.policy, newest.version, newest.tokenizer_hash)
+
+
+def successes(desk: Desk, rollouts: Sequence[Sampled]) -> dict[str, float]:
+    """Means over rollouts: of each agent's own success, and of both."""
+    found = {agent: mean(desk.own_success(agent, one.turns()) for one in rollouts) for agent in AGENTS}
+    return found | {BOTH: mean(desk.success(one.goal, one.turns()) for one in rollouts)}
+
+
+def _settings(agent: str, store: StoreSettings, directory: Path, run_id: str) -> Settings:
+    """A policy of the agent's name, trained on the calls that its model answered and its agent made."""
+    return Settings(
+        store=store,
+        gateway=GatewaySettings(),
+        builder=BuilderSettings(),
+        trainer=TrainerSettings(
+            run_id=run_id,
+            policy=agent,
+            selection=Selection(agents=agent),
+            model=directory / "models" / agent,
+            directory=directory / "policies",
+            groups_per_batch=GROUPS,
+            credit="own",
+            baseline="turn",
+            learning_rate=1e-3,
+            max_tokens_per_device=1 << 16,  # a step is one micro-batch
+            keep_checkpoints=1,
+        ),
+    )
+
+
+_FOREIGN = """
+SELECT count() FROM otel.v_lineage AS l
+INNER JOIN (SELECT TransitionId, AgentName, Policy FROM otel.v_transitions WHERE RunId = %(run)s) AS t ON l.TransitionId = t.TransitionId
+WHERE t.AgentName != l.Policy OR t.Policy != l.Policy
+"""
+"""Calls that a version leads to and another agent made, or another policy answered. A policy has its agent's name."""
+
+_OTHERWISE_COUNTED = """
+SELECT count() FROM (
+    SELECT v.Policy, v.Version, any(v.Metrics['transitions']) AS Trained, uniqExact(t.TransitionId) AS Own
+    FROM otel.v_policy_versions AS v
+    INNER JOIN otel.v_batches AS b ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+    INNER JOIN otel.v_transitions AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
+        AND t.AgentName = v.Policy
+    WHERE b.RunId = %(run)s
+    GROUP BY v.Policy, v.Version
+    HAVING Trained != Own)
+"""
+"""Versions whose trainer stepped on more or fewer calls than its own agent's in the rollouts of the batch."""
+
+_NOT_ONCE = """
+SELECT count() FROM (
+    SELECT Policy, RolloutId FROM otel.v_batches WHERE RunId = %(run)s GROUP BY Policy, RolloutId HAVING uniqExact(BatchId) != 1)
+"""
+"""Rollouts that are in several committed batches of a policy."""
+
+_LINEAGE = """
+SELECT Policy, uniqExact(Version), groupUniqArray(RolloutId), groupUniqArray(CallId)
+FROM otel.v_lineage WHERE RolloutId IN (SELECT RolloutId FROM otel.v_batches WHERE RunId = %(run)s) GROUP BY Policy
+"""
+
+_SPANS = """
+SELECT groupUniqArray((TraceId, SpanId)) FROM otel.v_rollout_spans
+WHERE RolloutId IN (SELECT RolloutId FROM otel.v_lineage WHERE Policy = %(policy)s) AND RunId = %(run)s
+"""
+"""All spans of the rollouts that a policy's versions lead to."""
+
+_CALLS = """
+SELECT
+    (SELECT groupUniqArray(CallId) FROM otel.v_transitions WHERE RunId = %(run)s),
+    (SELECT uniqExact(CallId) FROM otel.v_drops WHERE RunId = %(run)s)
+"""
+
+
+def account(result: Result, client: Client, run_id: str) -> None:
+    """What the store holds of the run, asked in SQL."""
+
+    def rows(query: str, **more: str) -> Sequence[Sequence[Any]]:
+        return client.query(query, parameters={"run": run_id, **more}).result_rows
+
+    led = {policy: (versions, set(rollouts), set(calls)) for policy, versions, rollouts, calls in rows(_LINEAGE)}
+    spans = {policy: set(rows(_SPANS, policy=policy)[0][0]) for policy in led}
+    ((transitions, drops),) = rows(_CALLS)
+    trained = [calls for _, _, calls in led.values()]
+    result.lineage = {
+        policy: {"versions": versions, "rollouts": len(rollouts), "calls": len(calls), "spans": len(spans[policy])}
+        for policy, (versions, rollouts, calls) in sorted(led.items())
+    }
+    result.checked = {
+        "foreign_calls": rows(_FOREIGN)[0][0] + len(set.intersection(*trained)),
+        "otherwise_counted": rows(_OTHERWISE_COUNTED)[0][0],
+        "not_once": rows(_NOT_ONCE)[0][0],
+        "untrained": sum(abs(result.sampled - len(rollouts)) for _, rollouts, _ in led.values()),
+        "other_spans": len(set.union(*spans.values()) - set.intersection(*spans.values())),
+        "untrained_calls": len(set(transitions) - set.union(*trained)),
+        "unaccounted": abs(result.calls - len(transitions) - drops),
+        "drops": drops,
+        "missing_policies": len(AGENTS) - len(led),
+    }

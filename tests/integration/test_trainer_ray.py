@@ -1,0 +1,217 @@
+"""Workers under Ray against the engine of one process: the same steps, the same state, and no end without an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import psutil
+import pytest
+import torch
+from checkpoints import written
+from sampling import sampled_rows
+
+from spangrad.errors import CheckpointError, SettingsError, TrainerError
+from spangrad.settings import TrainerSettings
+from spangrad.settings.trainer import Correction
+from trainer import checkpoint
+from trainer.batch import Batch, layout
+from trainer.engine import Engine
+from trainer.merge import separate
+from trainer.ray_cluster import Cluster
+
+ROWS = 23
+"""Odd, so that two workers need a no-op row."""
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "epochs": 2,
+    "mini_batches": 3,
+    "kl_coef": 0.05,
+    "recompute_logprobs": True,
+    "correction": Correction(weights="token"),
+    "max_tokens_per_device": 64,
+}
+"""Several steps a batch, cut into micro-batches, held to a reference, corrected."""
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_model: Path) -> pl.DataFrame:
+    whole = sampled_rows(tiny_model, 12, temperature=1.0, seed=1) + sampled_rows(tiny_model, ROWS - 12, temperature=0.7, seed=2)
+    return pl.DataFrame(whole)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Cluster]:
+    """One Ray for the module: the engines below find it begun."""
+    cluster = Cluster(TrainerSettings(workers=6))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, Engine]]:
+    """Of no, one and two workers under Ray."""
+    made = {workers: Engine(tiny_model, settings(tiny_model, workers=workers)) for workers in (0, 1, 2)}
+    yield made
+    for engine in made.values():
+        engine.close()
+
+
+def settings(model: Path, **changes: Any) -> TrainerSettings:
+    return TrainerSettings(**{**SETTINGS, "model": model, **changes})
+
+
+def batch(engine: Engine, rows: pl.DataFrame, *, current: bool = True) -> Batch:
+    made = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), version=0, divisor=engine.data_parallel_size)
+    return made if current else replace(made, current=np.zeros_like(made.current))
+
+
+def weights(engine: Engine) -> dict[str, np.ndarray]:
+    return {name: value.copy() for name, value in engine.weights()}
+
+
+def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def state(directory: Path) -> dict[str, Any]:
+    return torch.load(directory / checkpoint.STATE, weights_only=False)
+
+
+def facts(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor and number that a state holds but for the workers' own random states."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                look(f"{name}.{key}", inner)
+        elif isinstance(value, torch.Tensor | int | float):
+            found[name] = torch.as_tensor(value)
+
+    look("", {**state(directory), "random": None})
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def rank_pids(engine: Engine) -> list[int]:
+    import ray
+
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in engine._workers._group.workers])
+
+
+def test_workers_step_as_one_process_does(engines: dict[int, Engine], rows: pl.DataFrame) -> None:
+    assert {count: engine.data_parallel_size for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
+    before = weights(engines[0])
+    told = {count: [engine.step(batch(engine, rows, current=not at)) for at in range(2)] for count, engine in engines.items()}
+    assert told[1] == told[0]
+    for two, none in zip(told[2], told[0], strict=True):
+        assert two.keys() == none.keys()
+        assert two["updated"] == 6
+        alike = ("loss", "grad_norm", "reference_kl", "correction_weight_mean", "correction_kl")
+        assert [two[name] for name in alike] == pytest.approx([none[name] for name in alike], rel=5e-6, abs=1e-6)
+    assert told[2][0]["logprob_gap"] == pytest.approx(told[0][0]["logprob_gap"], abs=1e-6)
+    held = {count: weights(engine) for count, engine in engines.items()}
+    assert differences(held[0], before) > 1e-3
+    assert differences(held[1], held[0]) == 0
+    assert differences(held[2], held[0]) < 1e-5
+
+
+def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, Engine], rows: pl.DataFrame) -> None:
+    """The wrong row is the last: the first worker never sees it."""
+    engine = engines[2]
+    before = weights(engine)
+    good = batch(engine, rows, current=False)
+    wrong = replace(good, current=np.arange(len(good.current)) == ROWS - 1, logprobs=good.logprobs - np.float32(9))
+    with pytest.raises(TrainerError, match=r"by up to \d.*so no step was taken") as raised:
+        engine.step(wrong)
+    assert type(raised.value) is TrainerError
+    assert differences(before, weights(engine)) == 0
+
+
+def test_the_state_is_whole_and_any_number_of_workers_goes_on_from_it(
+    engines: dict[int, Engine], tiny_model: Path, rows: pl.DataFrame, tmp_path: Path
+) -> None:
+    made = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
+    kept = {count: facts(path) for count, path in made.items()}
+    assert len(kept[0]) > 40
+    assert same(kept[1], kept[0])
+    assert {name: value.shape for name, value in kept[2].items()} == {name: value.shape for name, value in kept[0].items()}
+    assert [len(state(made[count])["random"]) for count in (0, 1, 2)] == [1, 1, 2]
+
+    alone = Engine(made[2], settings(tiny_model))
+    alone.load_state(made[2])
+    alone.step(batch(alone, rows, current=False))
+    engines[2].step(batch(engines[2], rows, current=False))
+    assert differences(weights(alone), weights(engines[2])) < 1e-5
+
+    engines[2].load_state(made[0])
+    engines[2].save_state(tmp_path)
+    assert same(facts(tmp_path), kept[0]), "two workers hold what one has written"
+    (tmp_path / checkpoint.STATE).write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt cannot be read"):
+        engines[2].load_state(tmp_path)
+    engines[2].save_state(tmp_path)
+    assert same(facts(tmp_path), kept[0]), "workers that refuse alike stand as before"
+
+
+def test_a_worker_that_dies_ends_the_step_with_an_error(engines: dict[int, Engine], rows: pl.DataFrame) -> None:
+    """Kill -9 the second of two, which is stopped, so that the first waits for it. The last test of these engines."""
+    engine = engines[2]
+    first, second = rank_pids(engine)
+    os.kill(second, signal.SIGSTOP)
+    raised: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            engine.step(batch(engine, rows, current=False))
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    os.kill(second, signal.SIGKILL)
+    thread.join(60)
+    assert [type(one) for one in raised] == [TrainerError]
+    assert "worker 1 of 2 died in `" in str(raised[0])
+    assert "The batch is trained again at the next start." in str(raised[0])
+    psutil.wait_procs([psutil.Process(pid) for pid in (first, second) if psutil.pid_exists(pid)], timeout=30)
+    assert not psutil.pid_exists(first), "the worker that was left waits for ever"
+    with pytest.raises(TrainerError, match="workers have ended"):
+        engine.step(batch(engine, rows, current=False))
+
+
+def test_too_many_workers_are_refused(ray: Cluster, tiny_model: Path) -> None:
+    with pytest.raises(TrainerError, match=r"workers = 7 needs as many nodes with that many CPUs each, .* nodes are 6\."):
+        Engine(tiny_model, settings(tiny_model, workers=7))
+    with pytest.raises(TrainerError, match=r"trainer\.nodes = 2 with trainer\.workers = 1"):
+        Engine(tiny_model, settings(tiny_model, workers=1, nodes=2))
+
+
+def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(SettingsError, match=r"trainer\.packing = true needs a GPU"):
+        Engine(tiny_model, TrainerSettings(packing=True))
+
+
+def test_gradient_checkpointing_and_bfloat16_train_on_a_cpu_as_well(tiny_model: Path, rows: pl.DataFrame) -> None:
+    plain, frugal, coarse = (
+        Engine(tiny_model, TrainerSettings(learning_rate=1e-3, logprob_gap_alarm=1.0, **changes))
+        for changes in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"})
+    )
+    told = [engine.step(batch(engine, rows)) for engine in (plain, frugal, coarse)]
+    assert told[1] == told[0]
+    assert frugal._workers._rank._models["policy"].engine.module.is_gradient_checkpointing
+    assert differences(weights(plain), weights(frugal)) == 0
+    assert 1e-4 < told[2]["logprob_gap"] < 0.1, "computed in bfloat16"
+    assert {value.dtype for value in weights(coarse).values()} == {np.dtype(np.float32)}

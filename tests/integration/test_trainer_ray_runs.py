@@ -1,0 +1,257 @@
+"""`spangrad train` with workers under Ray, as processes over a real span store: what it makes, and what is left when it ends in any way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import psutil
+import pytest
+from checkpoints import written
+from safetensors.numpy import load_file
+from sampling import sampled_rows
+from store_world import World
+
+from spangrad.errors import TrainerError
+from spangrad.processes import Child, free_ports, wait_until
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.types import VersionStatus
+from trainer import checkpoint, ray_workers
+from trainer.batch import Batch, layout
+from trainer.engine import Engine
+from trainer.ledger import Ledger
+from trainer.merge import separate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = 4
+
+
+@dataclass
+class Service:
+    """A store that holds STEPS groups, and trainers of it, each on a branch of its own."""
+
+    store: StoreSettings
+    model: Path
+    directory: Path
+    run: str = field(default_factory=lambda: f"ray-{uuid.uuid4().hex[:8]}")
+
+    def settings(self, branch: str) -> Settings:
+        return Settings(
+            store=self.store,
+            trainer=TrainerSettings(run_id=self.run, branch=f"{self.run}-{branch}", directory=self.directory / branch, model=self.model),
+        )
+
+    def start(self, branch: str, environment: Mapping[str, str] | None = None, **changes: object) -> subprocess.Popen[str]:
+        values: dict[str, object] = {
+            "store.url": self.store.url, "store.otlp_endpoint": self.store.otlp_endpoint, "trainer.publish": "false",
+            "trainer.directory": self.directory / branch, "trainer.groups_per_batch": 1,
+            "trainer.learning_rate": 1e-3, "trainer.max_staleness": 99,
+            "trainer.branch": f"{self.run}-{branch}", "trainer.run_id": self.run, "trainer.model": self.model,
+            **{f"trainer.{name}": value for name, value in changes.items()},
+        }  # fmt: skip
+        words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+        command = [sys.executable, "-m", "spangrad", "train", "--once", *words]
+        with self.log(branch).open("a") as log:
+            return subprocess.Popen(command, stderr=log, text=True, env={**os.environ, "SPANGRAD_CONFIG": "", **(environment or {})})
+
+    def log(self, branch: str) -> Path:
+        return self.directory / f"{branch}.log"
+
+    def run_whole(self, branch: str, environment: Mapping[str, str] | None = None, **changes: object) -> None:
+        assert self.start(branch, environment, **changes).wait(300) == 0, self.log(branch).read_text()
+
+    def story(self, branch: str) -> list[tuple[int, VersionStatus | None, list[str]]]:
+        """Each version with its rollouts; a status of None is a step under way."""
+        settings = self.settings(branch).trainer
+        ledger = Ledger(settings.directory, settings.policy, settings.branch)
+        try:
+            return [
+                (one.version, one.status, sorted(row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")))
+                for one in ledger.versions()
+            ]
+        finally:
+            ledger.close()
+
+    def weights(self, branch: str, version: int) -> dict[str, np.ndarray]:
+        settings = self.settings(branch).trainer
+        return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    made = Service(store, tiny_model, tmp_path_factory.mktemp("ray"))
+    world = World(made.settings("world"), tiny_model)
+    for i in range(STEPS):
+        world.group(f"g{i}", [1.0, 0.0, 0.25], calls=({}, {}))
+    return made
+
+
+@contextlib.contextmanager
+def loaded(service: Service, branch: str) -> Generator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A trainer with two workers that has loaded its weights, and every process that it started; at the end none may be left."""
+    trainer = service.start(branch, workers=2)
+    try:
+        end = time.monotonic() + 240
+        while "is loaded on cpu" not in (service.log(branch).read_text() if service.log(branch).exists() else ""):
+            assert trainer.poll() is None, service.log(branch).read_text()
+            assert time.monotonic() < end, service.log(branch).read_text()
+            time.sleep(0.02)
+        family = psutil.Process(trainer.pid).children(recursive=True)
+        yield trainer, family
+        trainer.wait(120)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    # Ray's own agents notice the death of a cluster that could not say goodbye after a minute or two.
+    wait_until(lambda: not any(lives(one) for one in family), 240, "the end of every process of the trainer's")
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs; a process that was killed stays visible where nobody asks for its end."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in family if any("ray::Rank" in word for word in one.cmdline())]
+
+
+def listening(family: list[psutil.Process]) -> set[str]:
+    """The addresses at which processes of a trainer listen."""
+    return {found.laddr.ip for one in family for found in one.net_connections("inet") if found.status == psutil.CONN_LISTEN}
+
+
+def near(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one) < 1e-5
+
+
+def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Service) -> None:
+    service.run_whole("alone")
+    with loaded(service, "two") as (trainer, family):
+        assert len(workers_of(family)) == 2
+        assert listening(family) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        directories = {Path(word.split("=", 1)[1]).parents[2] for one in family for word in one.cmdline() if "raylet_socket_name=" in word}
+    assert trainer.returncode == 0, service.log("two").read_text()
+    assert [(path.name[:4], path.exists()) for path in directories] == [("ray-", False)]
+    assert service.story("two") == service.story("alone")
+    assert len(service.story("two")) == STEPS + 1
+    alone, two = (service.weights(branch, STEPS) for branch in ("alone", "two"))
+    assert near(alone, two)
+    assert not list(Path.home().glob(".ray/auth_token")), "the token of a cluster of its own is written nowhere"
+    service.run_whole("one", workers=1)
+    one = service.weights("one", STEPS)
+    assert all(np.array_equal(alone[name], one[name]) for name in alone)
+
+
+def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Path) -> None:
+    """The commands of docs/cluster.md, both nodes on this machine."""
+    (port,) = free_ports(1)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+    start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
+    where = {"ray_address": f"127.0.0.1:{port}", "nodes": 2, "workers": 1}
+    with contextlib.ExitStack() as nodes:
+        directory = nodes.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))  # the path of a socket must be short
+        head = ["--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}"]
+        for name, words in {"head": head, "other": [f"--address=127.0.0.1:{port}"]}.items():
+            node = Child(name, [*start, *words], tmp_path / name, token)
+            nodes.callback(node.stop, 60)
+            wait_until(lambda node=node: "Ray runtime started" in node.log.read_text(), 120, name, [node])
+        service.run_whole("nodes", token, **where)
+        stranger = service.start("stranger", {**token, "RAY_AUTH_TOKEN": "another"}, **where)
+        assert stranger.wait(300) == 1
+    assert "no Ray cluster let this trainer in at trainer.ray_address" in service.log("stranger").read_text()
+    service.run_whole("one process")
+    assert near(service.weights("nodes", STEPS), service.weights("one process", STEPS))
+
+
+def test_a_killed_worker_undoes_the_lease_and_the_next_start_goes_on(service: Service) -> None:
+    """The next start has another number of workers."""
+    with loaded(service, "killed") as (trainer, family):
+        workers_of(family)[-1].kill()
+    assert trainer.returncode == 1, service.log("killed").read_text()
+    assert "of 2 died in `" in service.log("killed").read_text()
+    assert all(status is not None for _, status, _ in service.story("killed"))
+    done = [batch for _, status, batch in service.story("killed") if status is VersionStatus.COMMITTED and batch]
+    service.run_whole("killed")
+    story = [batch for _, status, batch in service.story("killed") if status is VersionStatus.COMMITTED and batch]
+    assert story[: len(done)] == done
+    assert story == [[f"g{i}-{j}" for j in range(3)] for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_trainer_that_is_stopped(service: Service, number: signal.Signals) -> None:
+    branch = number.name.lower()
+    with loaded(service, branch) as (trainer, _):
+        trainer.send_signal(number)
+    if number is signal.SIGTERM:
+        assert trainer.returncode == 0
+        assert "stopped by SIGTERM" in service.log(branch).read_text()
+        assert all(status is not None for _, status, _ in service.story(branch)), "the lease is undone"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adapters": {"lora_rank": 2},
+    "bfloat16": {"dtype": "bf16", "logprob_gap_alarm": 1.0},
+    "entropy": {"entropy_coef": 0.01, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_new_workers_go_on_exactly(name: str, tiny_model: Path, tmp_path: Path, close: Callable[[Engine], Engine]) -> None:
+    """Two workers, killed after a step, and two others that read what the first wrote; and one process does the same but for rounding."""
+    settings = TrainerSettings(learning_rate=1e-3, mini_batches=2, workers=2, **VARIANTS[name])
+    first, alone = close(Engine(tiny_model, settings)), Engine(tiny_model, settings.model_copy(update={"workers": 0}))
+    assert first.step(rows(tiny_model, first))["updated"] == alone.step(rows(tiny_model, alone))["updated"] == 2
+    made = written(first, tiny_model, tmp_path)
+    expected = first.step(rows(tiny_model, first, current=False))
+    alone.step(rows(tiny_model, alone, current=False))
+    held = dict(first.weights())
+    first.close()
+    again = close(Engine(tiny_model if settings.lora_rank else made.path, settings))
+    again.load_state(made.path)
+    assert again.step(rows(tiny_model, again, current=False)) == expected
+    found = dict(again.weights())
+    assert all(np.array_equal(found[name], value) for name, value in held.items())
+    near = 5e-3 if settings.dtype == "bf16" else 1e-5
+    assert max(float(np.abs(held[name] - value).max()) for name, value in alone.weights()) < near
+
+
+def test_a_worker_that_fails_alone_ends_the_others(
+    tiny_model: Path, close: Callable[[Engine], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first would wait for the second for ever."""
+    import ray
+
+    monkeypatch.setattr(ray_workers, "_SETTLE_SECONDS", 2.0)
+    engine = close(Engine(tiny_model, TrainerSettings(workers=2)))
+    second = engine._workers._group.workers[1]
+    ray.get(second.__ray_call__.remote(lambda self: self._models.clear()))
+    with pytest.raises(TrainerError, match=r"worker 1 of 2 failed \(.*KeyError.*and the others were ended"):
+        engine.step(rows(tiny_model, engine))
+
+
+@pytest.fixture
+def close() -> Iterator[Callable[[Engine], Engine]]:
+    """Ends an engine's workers at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda engine: stack.enter_context(contextlib.closing(engine))
+
+
+def rows(model: Path, engine: Engine, *, current: bool = True) -> Batch:
+    frame = pl.DataFrame(sampled_rows(model, 11, temperature=1.0, seed=5, Version=0 if current else -1))
+    return layout(separate(frame, pl.Series(np.linspace(-1, 1, 11))), version=0, divisor=engine.data_parallel_size)

@@ -1,0 +1,268 @@
+"""How many groups are wanted: law, wire, and the way from a filtered group to one that is run in its place."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import unquote
+
+import pytest
+from conftest import Place
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+from trainer_world import SPEC, FakeSource, committed, group, settings, wired, write_base
+
+from spangrad.demand import Demand, Stated, read, state
+from spangrad.errors import QueueError
+from spangrad.settings import RunnerSettings, Settings, TrainerSettings
+from trainer import demand as demand_module
+from trainer.demand import Spent, demand, in_flight, spent, wanted
+from trainer.eligibility import ExpiryReason
+from trainer.ledger import Ledger
+from trainer.source import BatchRollout, Group
+
+BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
+MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
+TWO = TrainerSettings(run_id="run", groups_per_batch=2, max_staleness=1)
+
+
+@dataclass
+class Queue:
+    """Keeps the largest level that each branch has asked for, as the real one does; `enqueued` is what its runners were given."""
+
+    asked: list[tuple[str, dict[str, object] | None, str | None]] = field(default_factory=list)
+    levels: dict[tuple[object, object], int] = field(default_factory=dict)
+    enqueued: int = 0
+    answer: tuple[int, bytes] | None = None
+    """What everything is answered with. None: what is right."""
+    url: str = ""
+
+    def put(self, path: str, body: dict[str, object] | None, token: str | None) -> tuple[int, bytes]:
+        self.asked.append((path, body, token))
+        if self.answer:
+            return self.answer
+        if body:
+            key, groups = (body["policy"], body["branch"]), body["groups"]
+            assert isinstance(groups, int)
+            self.levels[key] = max(groups, self.levels.get(key, 0))
+        return 200, json.dumps({"groups": self.groups, "enqueued": self.enqueued, "branches": []}).encode()
+
+    @property
+    def groups(self) -> int:
+        return max(self.levels.values(), default=0)
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    made = Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            status, said = made.put(self.path, body, self.headers.get("Authorization"))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        do_GET = do_PUT  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        made.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield made
+        server.shutdown()
+
+
+def rollouts(*names: str, mode: str = "train", run: str = "run") -> list[BatchRollout]:
+    return [BatchRollout(Group(run, mode, SPEC, name), f"{name}-{i}", 0, 0) for name in names for i in range(2)]
+
+
+def begun(place: Place) -> Ledger:
+    ledger = Ledger(place(), "policy", "main")
+    ledger.register_initial(**BASE)
+    return ledger
+
+
+def train(ledger: Ledger, *names: str, mode: str = "train", run: str = "run") -> None:
+    lease = ledger.begin(rollouts(*names, mode=mode, run=run))
+    assert lease
+    ledger.commit(lease, **MADE)  # type: ignore[arg-type]
+
+
+def test_what_is_spent_is_what_was_trained_and_what_was_put_aside(place: Place):
+    ledger = begun(place)
+    train(ledger, "a", "b")
+    train(ledger, "c", "d", run="another run")
+    train(ledger, "e", "f", mode="production")
+    ledger.expire([group("g"), group("h"), group("i"), replace(group("a"), build_spec="spec")], ExpiryReason.EQUAL)
+    ledger.expire([group("j")], ExpiryReason.STALE)
+    ledger.expire([replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], ExpiryReason.STALE)
+    ledger.begin(rollouts("m", "n"))
+    assert spent(ledger, TWO, SPEC) == Spent(3, 2, {ExpiryReason.EQUAL: 3, ExpiryReason.STALE: 1})
+    # Of another specification: what this one put aside may be trained there, and one group is put aside that the other has trained.
+    assert spent(ledger, TWO, "spec") == Spent(3, 2, {ExpiryReason.STALE: 1})
+    assert spent(ledger, TWO.model_copy(update={"branch": "other"}), SPEC) == Spent(0, 0, {})
+
+
+@pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
+def test_in_flight_are_batches_within_the_staleness_bound_and_no_more_than_steps_are_left(steps: int, most: int, flying: int):
+    chosen = TWO.model_copy(update={"max_steps": most})
+    assert in_flight(chosen, steps) == flying
+    gone = Spent(steps, 2 * steps, {ExpiryReason.EQUAL: 5})
+    assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1)
+    assert demand(gone, chosen, [7]).oldest_version == 7
+
+
+EVENTS = st.lists(st.sampled_from(["step", "crash", "expire", "restart", "back", "late"]), max_size=24)
+
+
+@given(EVENTS, st.integers(0, 4), st.randoms(use_true_random=False))
+@hypothesis_settings(max_examples=25, deadline=None)
+def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[str], most: int, random):
+    """Law: whatever order of commits, crashed steps, expiries, restarts and rollbacks; and stated levels may come late, or twice."""
+    chosen, queue, stated, serial = TWO.model_copy(update={"max_steps": most}), Queue(), list[int](), 0
+    with TemporaryDirectory() as directory:
+
+        def opened() -> Ledger:
+            return Ledger(Path(directory), "policy", "main")
+
+        def say(level: int) -> None:
+            queue.put("", {"policy": "policy", "branch": "main", "groups": level}, None)
+
+        def look() -> None:
+            gone = spent(ledger, chosen, SPEC)
+            stated.append(wanted(gone, chosen))
+            assert stated[-1] - gone.groups == in_flight(chosen, gone.steps), "as many as the steps to come can use"
+
+        ledger = opened()
+        ledger.register_initial(**BASE)
+        look()
+        for event in events:
+            names = [f"g{serial + i}" for i in range(2)]
+            serial += 2
+            match event:
+                case "step":
+                    train(ledger, *names)
+                case "crash":
+                    assert ledger.begin(rollouts(*names))
+                    look()
+                    ledger.recover()
+                case "expire":
+                    ledger.expire([group(one) for one in names], random.choice(list(ExpiryReason)))
+                case "restart":
+                    ledger.close()
+                    ledger = opened()
+                case "back":
+                    ledger.rollback(random.choice(ledger.committed_versions()))
+                case _:
+                    say(random.choice(stated))
+            look()
+        say(stated[-1])
+        ledger.close()
+    assert stated == sorted(stated)
+    assert queue.groups == stated[-1]
+
+
+def test_the_wire(queue: Queue):
+    runner = RunnerSettings(queue_url=f"{queue.url}/", queue_token=SecretStr("secret"))
+    asked = Demand("policy", "main", 12, 3)
+    assert read(runner, "a run/1") == Stated(0, 0)
+    assert state(runner, "a run/1", asked) == Stated(12, 0)
+    body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3}
+    path = "/v1/runs/a%20run%2F1/demand"
+    assert queue.asked == [(path, None, "Bearer secret"), (path, body, "Bearer secret")]
+    assert unquote(path) == "/v1/runs/a run/1/demand"
+    for answer, told in (
+        ((401, b'{"error": "no token"}'), r"the queue refuses PUT .*/demand \(401\): no token"),
+        ((502, b"<html>"), r"\(502\): <html>"),
+        ((200, b'{"groups": 1}'), r"answers PUT with something else than a demand \(KeyError\('enqueued'\)\)"),
+        ((200, b"<html>"), "answers PUT with something else"),
+    ):
+        queue.answer = answer
+        with pytest.raises(QueueError, match=told):
+            state(runner, "run", asked)
+    with pytest.raises(QueueError, match=r"runner\.queue_url is not set"):
+        read(RunnerSettings(), "run")
+
+
+class Runner(FakeSource):
+    """Runs as many groups as the queue was asked for; every third question has one answer only, so that nothing differs in its group."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__([])
+        self.queue, self.equal = queue, dict[str, object]()
+
+    def ready(self) -> list[Group]:
+        while self.queue.enqueued < self.queue.groups:
+            name = f"g{self.queue.enqueued:02}"
+            self.queue.enqueued += 1
+            self.names.append(name)
+            self.changes[name] = dict(self.equal) | ({"Rewards.Value": [1.0]} if self.queue.enqueued % 3 == 0 else {})
+        return super().ready()
+
+
+def with_queue(chosen: Settings, queue: Queue) -> Settings:
+    return chosen.model_copy(update={"runner": RunnerSettings(queue_url=queue.url)})
+
+
+def test_filtered_groups_are_run_again_until_the_batches_are_full(tmp_path: Path, queue: Queue):
+    """DAPO: each group put aside raises the level by one, a runner answers it, and training ends with as many groups as were needed."""
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", skip_equal_groups=True, max_staleness=0, max_steps=3)
+    source = Runner(queue)
+    trainer = wired(with_queue(chosen, queue), source)
+    source.version = lambda: trainer.ledger.committed_versions()[-1]
+    source.equal = {"TokenizerHash": trainer.ledger.frontier().tokenizer_hash}  # type: ignore[union-attr]
+    trainer.run(follow=True)
+    levels = [body["groups"] for _, body, _ in queue.asked if body]
+    assert levels == sorted(levels)  # type: ignore[type-var]
+    aside = trainer.ledger.expired()
+    assert set(aside.values()) == {ExpiryReason.EQUAL}
+    assert len(committed(trainer)) == 4
+    assert levels[-1] == queue.enqueued == 6 + len(aside), "not one more than was needed"
+    assert [one for one in aside if one.group_id == "g02"]
+    metrics = trainer.ledger.versions()[-1].metrics
+    assert (metrics["groups_wanted"], metrics["groups_put_aside"]) == (queue.enqueued, len(aside))
+
+
+def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
+    tmp_path: Path, queue: Queue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    chosen = with_queue(settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0), queue)
+    trainer = wired(chosen, FakeSource(["a", "b"]))
+    queue.answer = (503, b'{"error": "the database is away"}')
+    monkeypatch.setattr(demand_module, "PATIENCE_SECONDS", 0.0)
+    trainer.run(follow=False)
+    assert len(committed(trainer)) == 2
+    assert len(queue.asked) > 1
+    assert caplog.text.count("the queue refuses PUT") == 1
+    queue.answer = None
+    trainer.demand.call()
+    assert queue.groups == 4
+    asked = len(queue.asked)
+    trainer.demand.call()
+    assert len(queue.asked) == asked, "nothing has changed"
+    monkeypatch.setattr(demand_module, "AGAIN_SECONDS", 0.0)
+    trainer.ledger.expire([group("x")], ExpiryReason.EQUAL)
+    trainer.demand.call()
+    queue.levels.clear()
+    trainer.demand.call()
+    assert queue.groups == 5, "a queue that lost it is told again"
+
+
+def test_without_a_queue_or_without_the_mode_nobody_is_told(tmp_path: Path, queue: Queue):
+    base = write_base(tmp_path / "base")
+    wired(settings(base, tmp_path / "a"), FakeSource([])).run(follow=False)
+    wired(with_queue(settings(base, tmp_path / "b", modes=("production",)), queue), FakeSource([])).run(follow=False)
+    assert queue.asked == []

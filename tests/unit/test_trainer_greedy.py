@@ -1,0 +1,142 @@
+"""ReMax: what a group is compared with, when it has nothing to be compared with, and what a step makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
+
+from fakes import transition_row
+from spangrad.settings import TrainerSettings
+from trainer import credit
+from trainer.credit import CreditRule
+from trainer.eligibility import ExpiryReason, put_aside
+from trainer.source import Group, Loaded
+
+REMAX = TrainerSettings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
+RULE = CreditRule.of(REMAX)
+GROUP = Group("run", "train", "spec", "group")
+
+
+def minus_greedy(units: credit.Units):
+    assert units.greedy is not None
+    return units.values - units.greedy
+
+
+def greedy(reward: float = 0.5, **changes: object) -> dict[str, object]:
+    return transition_row("greedy", rewards=(reward,), **{"Mode": "greedy", "Temperature": 0.0, **changes})
+
+
+def rollouts(*rewards: float) -> list[dict[str, object]]:
+    return [transition_row(f"r{i}", rewards=(reward,)) for i, reward in enumerate(rewards)]
+
+
+def loaded(rows: list[dict[str, object]], of_greedy: list[dict[str, object]]) -> Loaded:
+    schema = pl.DataFrame([greedy()]).schema
+    return Loaded([], pl.DataFrame(rows), pl.DataFrame(of_greedy, schema=schema))
+
+
+def reasons(rows: list[dict[str, object]], of_greedy: list[dict[str, object]], **changes: object) -> dict[Group, ExpiryReason]:
+    chosen = REMAX.model_copy(update=changes)
+    return put_aside([GROUP], loaded(rows, of_greedy), chosen, lineage=(0, 1, 2, 3), tokenizer_hash="tokenizer")
+
+
+NEW = {"Version": 3}
+
+
+@pytest.mark.parametrize(
+    ("of_greedy", "reason"),
+    [
+        ([greedy(**NEW)], None),
+        ([], ExpiryReason.NO_BASELINE),
+        ([greedy(**NEW, GroupId="another")], ExpiryReason.NO_BASELINE),
+        ([greedy(**NEW, Temperature=1.0)], ExpiryReason.NO_BASELINE),
+        ([greedy(Version=2)], ExpiryReason.NO_BASELINE),
+        ([greedy(**NEW), {**greedy(Version=2), "Turn": 1}], ExpiryReason.NO_BASELINE),
+        # Another model's call, a judge's say: it is part of the task.
+        ([greedy(**NEW), {**greedy(Policy="judge", Temperature=1.0), "Turn": 1}], None),
+        ([greedy(Policy="judge")], ExpiryReason.NO_BASELINE),
+    ],
+)
+def test_a_group_is_compared_with_a_sound_greedy_rollout_or_not_trained(of_greedy: list[dict[str, object]], reason: ExpiryReason | None):
+    rows = [{**row, **NEW} for row in rollouts(1.0, 0.0)]
+    assert reasons(rows, of_greedy) == ({GROUP: reason} if reason else {})
+
+
+def test_the_bound_of_staleness_holds_for_the_greedy_rollout_too():
+    rows = [{**row, **NEW} for row in rollouts(1.0, 0.0)]
+    assert reasons(rows, [greedy(Version=2)], max_staleness=1) == {}
+    assert reasons(rows, [greedy(Version=1)], max_staleness=1) == {GROUP: ExpiryReason.NO_BASELINE}
+
+
+def test_a_rollout_alone_is_trained_and_equal_ones_are_unless_they_equal_the_greedy_one():
+    for rewards, skip, reason in (
+        ((1.0,), True, None),
+        ((1.0, 1.0), True, None),
+        ((0.5, 0.5), True, ExpiryReason.EQUAL),
+        ((0.5,), False, None),
+    ):
+        rows = [{**row, **NEW} for row in rollouts(*rewards)]
+        assert reasons(rows, [greedy(**NEW)], skip_equal_groups=skip) == ({GROUP: reason} if reason else {})
+
+
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=6), st.lists(st.floats(-2, 2), min_size=1, max_size=3), st.randoms())
+def test_an_advantage_is_the_return_less_the_greedy_one_s(rewards: list[float], of_greedy: list[float], random):
+    """Law: for each rollout by itself, whatever others there are and in whatever order; several greedy rollouts count as their mean."""
+    rows, names = rollouts(*rewards), {"Rewards.Name": ["reward"]}
+    baselines = [{**greedy(reward), **names, "RolloutId": f"greedy-{i}"} for i, reward in enumerate(of_greedy)]
+    random.shuffle(rows)
+    frame = credit.with_greedy(pl.DataFrame(rows), pl.DataFrame(baselines))
+    found = credit.advantages(frame, frame["Policy"] == "policy", RULE, normalise=minus_greedy)
+    mean = sum(of_greedy) / len(of_greedy)
+    assert found.to_list() == pytest.approx([row["Rewards.Value"][0] - mean for row in rows], abs=1e-8)  # type: ignore[index]
+
+
+def test_rewards_are_weighted_on_both_sides_and_every_call_has_its_rollouts_advantage():
+    turns = [
+        transition_row("r0", 0),
+        transition_row("r0", 1, rewards=(1.0,)),
+        {**transition_row("r1", rewards=(3.0,)), "Rewards.Name": ["style"]},
+    ]
+    frame = pl.DataFrame(turns, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)})
+    rows = credit.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.reward_weights)
+    found = credit.advantages(rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.reward_weights), normalise=minus_greedy)
+    assert found.to_list() == [0.0, 0.0, 0.5]
+
+
+@dataclass
+class WithGreedy(FakeSource):
+    """Each group has a greedy rollout, whose return is told; None: it failed."""
+
+    returns: dict[str, float | None] = field(default_factory=dict)
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        found = super().load(groups)
+        facts = found.transitions.row(0, named=True)
+        rows = [
+            greedy(worth, GroupId=one.group_id, BuildSpec=SPEC, **{name: facts[name] for name in ("TokenizerHash", "Version")})
+            for one in groups
+            if (worth := self.returns[one.group_id]) is not None
+        ]
+        return replace(found, greedy=pl.DataFrame(rows, schema=pl.DataFrame([greedy()]).schema))
+
+
+def test_a_step_of_remax_from_whole_groups_to_the_batch(tmp_path: Path):
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", estimator="remax")
+    optimiser = FakeOptimiser()
+    source = WithGreedy(["a", "b", "c"], returns={"a": 1.0, "b": None, "c": 0.25})
+    trainer = wired(chosen, source, optimiser)
+    trainer.normalise = minus_greedy
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "c-0", "c-1"]}, "greedy rollouts are in no batch"
+    assert trainer.ledger.expired() == {group("b"): ExpiryReason.NO_BASELINE}
+    (batch,) = optimiser.batches
+    assert batch.advantages[:, 0].tolist() == [0.0, -1.0, 0.75, -0.25]
+    metrics = trainer.ledger.versions()[-1].metrics
+    assert (metrics["mean_return"], metrics["greedy_return"], metrics["rollouts"]) == (0.5, 0.625, 4)

@@ -1,0 +1,148 @@
+"""How many groups of rollouts the trainer wants of its run, in all, and the word of it to the queue.
+
+In: what the ledger has committed and put aside, the trainer's settings. Out: a `Demand`, which the queue is told whenever it changes.
+Invariant: the level is a pure function of facts that only grow, so that under the same settings it never falls, and a crash anywhere
+leaves it right. A queue that is away holds up nothing.
+
+What is spent is asked for again: a group that was trained makes room for the next, and one that was put aside (stale, without anything to
+learn from: DAPO's filter) is replaced. In flight are wanted as many as the steps within the staleness bound can use.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from spangrad.demand import Demand, state
+from spangrad.errors import QueueError
+from spangrad.settings import Settings, TrainerSettings
+from spangrad.types import Mode, VersionStatus
+from trainer.eligibility import ExpiryReason
+from trainer.ledger import Ledger
+from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, VERSIONS
+
+logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 30.0
+"""After which an unchanged demand is stated once more: a queue that lost it waits no longer."""
+PATIENCE_SECONDS = 5.0
+"""After which a queue that failed is asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The run's groups of mode train that the branch has no more use for."""
+
+    steps: int
+    """Versions that the branch has committed, of whichever run."""
+    trained: int
+    """Groups in their batches."""
+    put_aside: Mapping[ExpiryReason, int]
+    """Other groups, by the reason."""
+
+    @property
+    def groups(self) -> int:
+        """All of them."""
+        return self.trained + sum(self.put_aside.values())
+
+
+def in_flight(settings: TrainerSettings, steps: int) -> int:
+    """How many groups are wanted beyond those that are spent: a batch for each version within the staleness bound, or for each step left.
+
+    Args:
+        settings: groups_per_batch, max_staleness, max_steps.
+        steps: how many the branch has made.
+    """
+    batches = settings.max_staleness + 1
+    if settings.max_steps:
+        batches = min(batches, max(settings.max_steps - steps, 0))
+    return batches * settings.groups_per_batch
+
+
+def wanted(spent: Spent, settings: TrainerSettings) -> int:
+    """How many groups of mode train the branch wants of the run, since its beginning: those that are spent, and those in flight."""
+    return spent.groups + in_flight(settings, spent.steps)
+
+
+def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int]) -> Demand:
+    """What the queue is told.
+
+    Args:
+        spent: by the ledger.
+        settings: of the trainer.
+        lineage: the committed versions that led to the one about to be trained, which is last.
+    """
+    oldest = lineage[-1 - settings.max_staleness :][0]
+    return Demand(settings.policy, settings.branch, wanted(spent, settings), oldest)
+
+
+def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
+    """Read from the ledger what is spent; what another specification put aside may yet be trained by this one."""
+    mine, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
+
+    def of(table: sa.Table, facts: Mapping[str, str]) -> list[sa.ColumnElement[bool]]:
+        return [table.c[name] == value for name, value in facts.items()]
+
+    made = sa.select(VERSIONS.c.batch_id).where(
+        *of(VERSIONS, mine), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None)
+    )
+    groups = (
+        sa.select(BATCH_ROLLOUTS.c.group_id).distinct().where(*of(BATCH_ROLLOUTS, {**mine, **run}), BATCH_ROLLOUTS.c.batch_id.in_(made))
+    )
+    aside = (
+        sa.select(EXPIRED.c.reason, sa.func.count())
+        .where(*of(EXPIRED, {**mine, **run, "build_spec": build_spec}), EXPIRED.c.group_id.not_in(groups))
+        .group_by(EXPIRED.c.reason)
+    )
+    with ledger.database.transaction() as transaction:
+        return Spent(
+            transaction.execute(sa.select(sa.func.count()).select_from(made.subquery())).scalar_one(),
+            transaction.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
+            Counter({ExpiryReason(reason): count for reason, count in transaction.execute(aside)}),
+        )
+
+
+class Caller:
+    """Tells the queue what the trainer wants, when that changes and now and then."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, build_spec: str) -> None:
+        """Of the trainer's branch; nothing is told yet."""
+        self._settings = settings
+        self._ledger = ledger
+        self._build_spec = build_spec
+        self._told: Demand | None = None
+        self._quiet_until = 0.0
+        self._away = False
+
+    def call(self) -> None:
+        """Tell what is wanted now, if the queue does not know it; one that is away is told of once, and asked again later."""
+        trainer = self._settings.trainer
+        if self._settings.runner.queue_url is None or Mode.TRAIN not in trainer.modes:
+            return
+        now = demand(self._spent(), trainer, self._ledger.lineage())
+        early = time.monotonic() < self._quiet_until
+        if early and (self._away or now == self._told):
+            return
+        try:
+            there = state(self._settings.runner, trainer.run_id, now)
+        except QueueError as error:
+            if not self._away:
+                logger.warning("%s Training goes on; the queue is told what is wanted once it answers.", error)
+            self._away, self._quiet_until = True, time.monotonic() + PATIENCE_SECONDS
+            return
+        if now.groups > (self._told.groups if self._told else 0):
+            logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
+        self._told, self._away, self._quiet_until = now, False, time.monotonic() + AGAIN_SECONDS
+
+    def figures(self) -> dict[str, float]:
+        """Metrics: how many groups are wanted in all, and how many of the run are put aside."""
+        gone = self._spent()
+        return {"groups_wanted": float(wanted(gone, self._settings.trainer)), "groups_put_aside": float(sum(gone.put_aside.values()))}
+
+    def _spent(self) -> Spent:
+        return spent(self._ledger, self._settings.trainer, self._build_spec)

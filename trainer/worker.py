@@ -1,0 +1,227 @@
+"""One process of the optimiser: verl's TrainingWorkers of the policy, its reference and its critic, and what they hold.
+
+In: a model directory, settings; rows in verl's layout that name their model. Out: verl's outputs; weights and state as files, whole tensors
+that any number of workers can load. Invariant: every rank makes the same calls in the same order; rank 0 alone writes.
+
+verl is imported with this module, so `trainer.process.choose_platform` comes first.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor, distribute_tensor
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+
+from spangrad.errors import CheckpointError
+from spangrad.settings import TrainerSettings
+from trainer import checkpoint
+from trainer.lora import merged
+from trainer.process import check_device, join_group, quiet
+from trainer.verl_worker import training_worker
+
+MESH = "train"
+"""Verl's name of how rows are shared out among ranks."""
+
+
+class Role(StrEnum):
+    """The models of a worker."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+    CRITIC = "critic"
+
+
+class Rank(Worker):
+    """A rank of the process group that this process has joined; `load` comes first."""
+
+    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+        super().__init__()
+        self._model, self._settings = model, settings
+        self._models: dict[Role, Any] = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meeting_place(self) -> str:
+        """Where other ranks may meet this one: a port of this node that is free."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join(self, device: str, rendezvous: str) -> None:
+        """Meet the other ranks; not for a rank whose process is a group of its own already."""
+        join_group(device, rendezvous)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, device: str) -> None:
+        """Load the weights of the policy and of the models that the settings ask for, in float32.
+
+        Raises:
+            SettingsError: the device cannot do what the settings ask for.
+        """
+        settings = self._settings
+        check_device(settings, device)
+        with quiet():
+            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank)
+            if settings.kl_coef:
+                # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
+                held = settings.reference or settings.model
+                assert held is not None  # checked
+                self._models[Role.REFERENCE] = training_worker(held, settings, device)
+            if settings.estimator == "gae":
+                self._models[Role.CRITIC] = training_worker(self._model, settings, device, critic=True)
+        policy = self._engine(Role.POLICY)
+        self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def train(self, rows: Any) -> Any:
+        """One optimiser step of the model that the rows name; collective."""
+        with quiet():
+            return self._models[Role(tu.pop(rows, "role"))].train_batch(rows)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def infer(self, rows: Any) -> Any:
+        """A forward pass of the model that the rows name; collective."""
+        with quiet():
+            return self._models[Role(tu.pop(rows, "role"))].infer_batch(rows)
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Every parameter of the policy by its Hugging Face name, tied ones once, with adapters merged; collective."""
+        module, settings = self._engine(Role.POLICY).module, self._settings
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        if settings.lora_rank:  # verl would merge them too, in bfloat16
+            tensors = merged(module.state_dict(), settings.lora_alpha / settings.lora_rank)
+        else:
+            tensors, _ = self._engine(Role.POLICY).get_per_tensor_param()
+        for name, tensor in tensors:
+            if name not in tied:
+                yield name, np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_weights(self, directory: Path) -> None:
+        """Write the policy's parameters; collective."""
+        if self.rank == 0:
+            checkpoint.save_weights(directory, self.weights())
+        else:
+            for _ in self.weights():
+                pass  # each whole tensor takes all ranks
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_state(self, directory: Path, order: Any) -> None:
+        """Write what the weights do not hold: moments, schedule, random states, adapters beside their base, and the critic; collective.
+
+        Args:
+            directory: where.
+            order: the random state that mini-batches are drawn from, which is not a worker's.
+        """
+        policy = self._engine(Role.POLICY)
+        ranks: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(ranks, _random_state())
+        state = {
+            "optimizer": _whole(policy.optimizer.state_dict()),
+            "schedule": policy.lr_scheduler.state_dict(),
+            "order": order,
+            "random": ranks,
+        }
+        if self._settings.lora_rank:  # what the merged weights do not tell apart
+            state["adapted"] = _whole(policy.module.state_dict())
+        if Role.CRITIC in self._models:
+            critic = self._engine(Role.CRITIC)
+            state["critic"] = {"weights": _whole(critic.module.state_dict()), "optimizer": _whole(critic.optimizer.state_dict())}
+        if self.rank == 0:
+            torch.save(state, directory / checkpoint.STATE)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_state(self, directory: Path) -> Any:
+        """Read what `save_state` wrote, by however many workers. A critic that it lacks begins anew.
+
+        Returns:
+            The random state that mini-batches are drawn from.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or has other adapters than the settings; on every rank.
+        """
+        file, settings = directory / checkpoint.STATE, self._settings
+        try:
+            state = torch.load(file, weights_only=False, mmap=True)  # our own file, beside weights whose checksum was verified
+        except (OSError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
+        if "order" not in state:
+            raise CheckpointError(
+                f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
+            )
+        if ("adapted" in state) != bool(settings.lora_rank):
+            raise CheckpointError(
+                f"{file} was written {'with' if 'adapted' in state else 'without'} adapters, and trainer.lora_rank = "
+                f"{settings.lora_rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
+            )
+        policy = self._engine(Role.POLICY)
+        try:
+            if "adapted" in state:
+                _load_module(policy.module, state["adapted"])
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{file} holds adapters of another shape than trainer.lora_rank = {settings.lora_rank} and trainer.lora_modules make. "
+                "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
+            ) from error
+        _load_optimizer(policy.optimizer, state["optimizer"])
+        policy.lr_scheduler.load_state_dict(state["schedule"])
+        if self.rank < len(state["random"]):
+            _set_random_state(state["random"][self.rank])
+        if Role.CRITIC in self._models and "critic" in state:
+            _load_module(self._engine(Role.CRITIC).module, state["critic"]["weights"])
+            _load_optimizer(self._engine(Role.CRITIC).optimizer, state["critic"]["optimizer"])
+        return state["order"]
+
+    def _engine(self, role: Role) -> Any:
+        return self._models[role].engine
+
+
+def _whole(state: Any) -> Any:
+    """A state whose tensors are whole and in main memory; collective."""
+    if isinstance(state, DTensor):
+        return state.full_tensor().cpu()
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: _whole(value) for key, value in state.items()}
+    return state
+
+
+def _own(value: Any, like: Any) -> Any:
+    """Of a whole tensor, the part that this rank holds of a parameter; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _load_module(module: Any, state: dict[str, Any]) -> None:
+    held = module.state_dict()
+    module.load_state_dict({name: _own(value, held.get(name)) for name, value in state.items()})
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    moments = {at: {name: _own(value, parameters[at]) for name, value in held.items()} for at, held in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": moments})
+
+
+def _random_state() -> dict[str, Any]:
+    return {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

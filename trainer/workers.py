@@ -1,0 +1,77 @@
+"""The processes that hold the model, as the engine sees them: one here, or several under Ray (`trainer.ray_workers`).
+
+In: a model directory, settings. Out: calls of `trainer.worker.Rank`'s methods. Invariant: the engine cannot tell the two apart but by their
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.settings import TrainerSettings
+from trainer.process import prepare_process, quiet
+
+
+class Workers(Protocol):
+    """Ranks that do the same at the same time."""
+
+    device: str
+    """What they compute on: cuda or cpu."""
+
+    @property
+    def size(self) -> int:
+        """Among how many rows are shared out."""
+        ...
+
+    def everywhere(self, method: str, *arguments: object) -> Any:
+        """Call a method on every rank; the first rank's answer."""
+        ...
+
+    def by_rows(self, method: str, rows: Any) -> Any:
+        """Call a method on every rank with its part of the rows; the answers, one after the other."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The policy's parameters by name."""
+        ...
+
+    def close(self) -> None:
+        """End them; nothing may be called after that."""
+        ...
+
+
+class LocalWorkers:
+    """One rank in this process, without Ray."""
+
+    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+        with quiet():
+            self.device = prepare_process()
+            from trainer.worker import Rank
+
+            self._rank = Rank(model, settings)
+        self._rank.load(self.device)
+
+    @property
+    def size(self) -> int:
+        """One."""
+        return 1
+
+    def everywhere(self, method: str, *arguments: object) -> Any:
+        """Call a method of the rank."""
+        return getattr(self._rank, method)(*arguments)
+
+    def by_rows(self, method: str, rows: Any) -> Any:
+        """Call a method of the rank with all rows."""
+        return getattr(self._rank, method)(rows.copy())
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The policy's parameters by name."""
+        return self._rank.weights()
+
+    def close(self) -> None:
+        """Nothing runs elsewhere; memory goes with the last reference."""
