@@ -7,6 +7,7 @@ rollout's own row, and becomes a row of `attempts` when it ends; so a hand-out i
 from __future__ import annotations
 
 import fcntl
+import time
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,8 @@ METADATA = sa.MetaData()
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _SERVER_LOCK = 0x71756575
 """PostgreSQL's lock that a server holds while it runs."""
+_FAREWELL_SECONDS = 2.0
+"""That PostgreSQL may need to notice that a server was killed."""
 
 ROLLOUTS = sa.Table(
     "rollouts",
@@ -133,8 +136,11 @@ class QueueDatabase(Database):
             # A session of its own, for as long as this process lives; schemas of one database may have a server each.
             self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
             lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
-            if not self._session.execute(sa.select(lock)).scalar_one():
-                raise _served_already(self.shown)
+            end = time.monotonic() + _FAREWELL_SECONDS
+            while not self._session.execute(sa.select(lock)).scalar_one():
+                if time.monotonic() > end:
+                    raise _served_already(self.shown)
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Close its connections, and let others serve from it."""
