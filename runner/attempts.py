@@ -177,7 +177,7 @@ class Attempts:
             self._write(_rollout(standing, last.attempt + 1), _BETWEEN, 0, final=True)
 
     def end_cancelled(self, lease: Lease) -> None:
-        """Say that no other attempt comes after one whose root says that others do: its rollout was cancelled before the queue heard of it."""
+        """End a rollout that was cancelled before the queue heard of an attempt, whose root says that others come."""
         rollout = rollout_of(lease)
         self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _BETWEEN, 0, final=True)
 

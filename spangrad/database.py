@@ -66,7 +66,7 @@ class Database:
         Raises:
             SpangradError: the owner's: the database failed. What was asked to commit may have been committed: ask before doing it again.
         """
-        with self._translated(), self.engine.begin() as connection:
+        with self.translated(), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
@@ -76,7 +76,7 @@ class Database:
         Raises:
             SpangradError: the owner's: the database failed.
         """
-        with self._translated(), self.engine.execution_options(**_READING).begin() as connection:
+        with self.translated(), self.engine.execution_options(**_READING).begin() as connection:
             yield connection
 
     def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:
@@ -97,7 +97,8 @@ class Database:
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({self._owner.lock})")
 
     @contextmanager
-    def _translated(self) -> Generator[None]:
+    def translated(self) -> Generator[None]:
+        """Say a driver's errors in the owner's words."""
         try:
             yield
         except IntegrityError:

@@ -63,8 +63,14 @@ def enqueue(
 
     Returns:
         how many were known.
+
+    Raises:
+        ValueError: another run has a rollout of one of the ids.
     """
-    known = {row[0] for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
+    known = {row.rollout_id: row.run_id for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
+    for name, run in known.items():
+        if run != run_id:
+            raise ValueError(f"rollout {name} belongs to run {run} already. Give rollouts of run {run_id} ids of their own.")
     new: dict[str, dict[str, object]] = {}
     for name, one in zip(ids, rollouts, strict=True):
         if name not in known:
@@ -262,7 +268,7 @@ def _attempt(row: sa.RowMapping) -> Attempt:
 
 
 _INSERT = ROLLOUTS.insert()
-_KNOWN = sa.select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
+_KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]
 _FIRST = (

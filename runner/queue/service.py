@@ -77,8 +77,10 @@ class Service:
         self._run = Watch[Key]()
         """How long attempts may run."""
         self._running: dict[Key, Running] = {}
-        self._news: dict[str, asyncio.Event] = {}
-        """By run: something is queued, or has ended."""
+        self._arrivals: dict[str, asyncio.Event] = {}
+        """By run: something is queued."""
+        self._ends: dict[str, asyncio.Event] = {}
+        """By run: something has ended."""
         self._stopping = False
         self.looks = 0
         """At what is over."""
@@ -96,8 +98,8 @@ class Service:
 
     @property
     def waiting(self) -> Sequence[str]:
-        """Runs that somebody waits for news of."""
-        return list(self._news)
+        """Runs of which somebody waits for rollouts."""
+        return list(self._arrivals)
 
     def attempts(self) -> list[Running]:
         """The attempts under way."""
@@ -112,15 +114,15 @@ class Service:
     def stop_waiting(self) -> None:
         """Let nobody wait any longer for news."""
         self._stopping = True
-        for run_id in list(self._news):
-            self._tell(run_id)
+        _tell(self._arrivals)
+        _tell(self._ends)
 
     async def enqueue(self, asked: Enqueue) -> Enqueued:
         """Add rollouts."""
         ids = [one.rollout_id or next(self._ids) for one in asked.rollouts]
         work = partial(rows.enqueue, database=self.database, run_id=asked.run_id, rollouts=asked.rollouts, ids=ids, defaults=self._defaults)
         known = await self._write(work)
-        self._tell(asked.run_id)
+        _tell(self._arrivals, asked.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 
     async def lease(self, ask: Ask) -> Leases:
@@ -128,7 +130,7 @@ class Service:
         seconds = ask.lease_seconds or self._defaults.lease_seconds
         end = time.monotonic() + ask.wait_seconds
         while True:
-            news = self._event(ask.run_id)
+            news = self._arrivals.setdefault(ask.run_id, asyncio.Event())
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
@@ -180,13 +182,13 @@ class Service:
         for key in held:
             self._drop(key)
         self._count(AttemptFailure.CANCELLED, len(held))
-        self._tell_all()
+        _tell(self._ends)
         return cancelled
 
     async def retry(self, which: Which) -> Retried:
         """Queue dead letters again."""
         queued = await self._write(lambda transaction: self._endings.retry(transaction, which))
-        self._tell_all()
+        _tell(self._arrivals)
         return Retried(queued=queued)
 
     async def want(self, run_id: str, wanted: Wanted) -> Demand:
@@ -215,7 +217,7 @@ class Service:
         """Rollouts of a run in the order in which they ended; where there is none, wait for it as long as was asked."""
         end = time.monotonic() + wait_seconds
         while True:
-            news = self._event(run_id)
+            news = self._ends.setdefault(run_id, asyncio.Event())
             found, cursor = await self._read(lambda connection: rows.ended(connection, run_id, after, limit))
             if found or self._stopping or not await _within(news, end):
                 return Rollouts(rollouts=found, cursor=cursor)
@@ -261,7 +263,9 @@ class Service:
         for one, result in zip(endings, results, strict=True):
             if self._drop((one.rollout_id, one.attempt)) and result.refused is None:
                 self._count(one.reason)
-        self._tell_all()
+        _tell(self._ends)
+        if any(result.state is State.QUEUED for result in results):
+            _tell(self._arrivals)
         return Results(results=results)
 
     async def _write(self, work: Callable[[sa.Connection], T]) -> T:
@@ -290,6 +294,7 @@ class Service:
 
     async def _rebuild(self) -> None:
         """Make what we believe to be under way what is under way."""
+        await asyncio.to_thread(self.database.keep)
         # Through the writer: nothing is handed out or ended between the look and what follows from it.
         found = {(one.rollout_id, one.attempt): one for one in await self.writer.do(rows.running)}
         for key in [key for key in self._running if key not in found]:
@@ -323,16 +328,12 @@ class Service:
     def _now(self) -> Moment:
         return Moment(self._boot, time.monotonic(), time.time())
 
-    def _event(self, run_id: str) -> asyncio.Event:
-        return self._news.setdefault(run_id, asyncio.Event())
 
-    def _tell(self, run_id: str) -> None:
-        if event := self._news.pop(run_id, None):
+def _tell(news: dict[str, asyncio.Event], run_id: str | None = None) -> None:
+    """Wake those who wait for news of a run; None: of any."""
+    for one in [run_id] if run_id is not None else list(news):
+        if event := news.pop(one, None):
             event.set()
-
-    def _tell_all(self) -> None:
-        for run_id in list(self._news):
-            self._tell(run_id)
 
 
 def _running(lease: Lease, worker: str, boot: str, began: float) -> Running:

@@ -7,10 +7,12 @@ rollout's own row, and becomes a row of `attempts` when it ends; so a hand-out i
 from __future__ import annotations
 
 import fcntl
+import time
 from pathlib import Path
 from typing import IO
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 
 from spangrad.database import Database, Owner, database_url
 from spangrad.errors import QueueError
@@ -19,6 +21,8 @@ METADATA = sa.MetaData()
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _SERVER_LOCK = 0x71756575
 """PostgreSQL's lock that a server holds while it runs."""
+_FAREWELL_SECONDS = 2.0
+"""That PostgreSQL may need to notice that a server was killed."""
 
 ROLLOUTS = sa.Table(
     "rollouts",
@@ -108,11 +112,35 @@ class QueueDatabase(Database):
             self._unlock()
             raise
         self._session: sa.Connection | None = None
-        if not self.is_sqlite:
+        try:
+            self.keep()
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self) -> None:
+        """Be the one server again, where PostgreSQL was away and has forgotten it.
+
+        Raises:
+            QueueError: the database does not answer, or another server serves from it by now.
+        """
+        if self.is_sqlite:
+            return
+        with self.translated():
+            if self._session is not None:
+                try:
+                    self._session.execute(sa.select(1))
+                    return
+                except DBAPIError:
+                    self._session.close()
+            # A session of its own, for as long as this process lives; schemas of one database may have a server each.
             self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
-            if not self._session.execute(sa.select(sa.func.pg_try_advisory_lock(_SERVER_LOCK))).scalar_one():
-                self.close()
-                raise _served_already(self.shown)
+            lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
+            end = time.monotonic() + _FAREWELL_SECONDS
+            while not self._session.execute(sa.select(lock)).scalar_one():
+                if time.monotonic() > end:
+                    raise _served_already(self.shown)
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Close its connections, and let others serve from it."""

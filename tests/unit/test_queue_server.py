@@ -17,9 +17,11 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
 from queues import queue_db, queue_settings, serving, some
+from running_postgres import running_postgres
 
 from runner.queue.client import Beating, PlainQueue, QueueClient
 from runner.queue.server import serve
+from runner.queue.tables import QueueDatabase
 from runner.queue.wire import Cancelled, Completion, Demand, Failure, Held, Lease, Result, State, Wanted, Which
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
@@ -406,6 +408,42 @@ async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Pat
                 await client.complete([done(lease)])
         assert (await client.complete([done(lease)]))[0].refused is None
         assert service.in_flight == 0
+
+
+async def test_an_id_of_another_run_is_refused(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _):
+        await client.enqueue("run", some(2))
+        with pytest.raises(QueueError, match=r"\(400\): .*rollout r\d belongs to run run already"):
+            await client.enqueue("other", [*some(2), *some(1, "new")])
+        assert [one.run_id for one in await client.runs()] == ["run"], "nothing of it was enqueued"
+
+
+@pytest.mark.slow
+async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
+    with running_postgres() as postgres:
+        settings = queue_settings(postgres.schema("queue"))
+        async with serving(settings, patience_seconds=0) as (client, service):
+            await client.enqueue("run", some(4))
+            first, second = await client.lease("run", "worker", 2)
+            await client.complete([done(first)])
+            postgres.crash()
+            with pytest.raises(QueueError, match=r"refuses POST /v1/leases/complete \(503\): the queue's database .* failed"):
+                await client.complete([done(second)])
+            assert await client.beat([second]) == [], "heartbeats need no database"
+            await asyncio.to_thread(postgres.start)
+            assert [one.refused for one in await client.complete([done(first), done(second)])] == [None, None]
+            await until(lambda: refuses(settings.queue_db.get_secret_value()))
+            assert (await client.run("run")).states == {State.QUEUED: 2, State.SUCCEEDED: 2}
+            assert service.in_flight == 0
+
+
+async def refuses(url: str) -> bool:
+    """Whether another server may not serve from there."""
+    try:
+        (await asyncio.to_thread(QueueDatabase, url)).close()
+    except QueueError as error:
+        return "another `spangrad queue` serves from" in str(error)
+    return False
 
 
 async def test_refusals_are_sentences(tmp_path: Path) -> None:
