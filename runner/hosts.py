@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 from runner.agents import AgentSpec, Limits, host_command
 from spangrad.agent_host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
-from spangrad.processes import die_with_parent
+from spangrad.processes import MARK, die_with_parent, kill_marked
 from spangrad.types import AttemptFailure
 
 _START_SECONDS = 120.0
@@ -74,12 +75,14 @@ class AgentHost:
         answers: asyncio.StreamReader,
         pipe: asyncio.ReadTransport,
         log: _Log,
+        mark: str,
     ) -> None:
         self._process = process
         self._jobs = jobs
         self._answers = answers
         self._pipe = pipe
         self._log = log
+        self._mark = mark
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._ran: dict[str, Callable[[], None]] = {}
         self._groups: set[int] = set()
@@ -97,6 +100,7 @@ class AgentHost:
         """
         command = host_command(spec, concurrency, limits)
         log = _Log(log_file)
+        mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()
         answers_out, answers_in = os.pipe()
         try:
@@ -107,7 +111,7 @@ class AgentHost:
                     stdin=jobs_out,
                     stdout=answers_in,
                     stderr=err,
-                    env=dict(environment),
+                    env={**environment, MARK: mark},
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
@@ -122,7 +126,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log)
+        host = cls(process, jobs, answers, pipe, log, mark)
         loaded = host._expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -151,6 +155,7 @@ class AgentHost:
         reading.cancel()
         for leader in self._groups:
             _kill_group(leader)
+        await asyncio.to_thread(kill_marked, self._mark)
         self._pipe.close()
         self._jobs.close()
         detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"

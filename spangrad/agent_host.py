@@ -46,7 +46,7 @@ from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_g
 from spangrad.attempt import AttemptNote, with_note
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.errors import AgentError
-from spangrad.processes import kill_descendants
+from spangrad.processes import MARK, kill_marked
 from spangrad.propagation import context_from
 from spangrad.types import AttemptFailure
 
@@ -314,8 +314,8 @@ def _end_all_on_sigterm() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def kill_and_die(number: int, frame: FrameType | None) -> None:
-        if os.getpgrp() == os.getpid():
-            kill_descendants()
+        if mark := os.environ.get(MARK):
+            kill_marked(mark)
         kill_groups()
         if callable(before):
             before(number, frame)

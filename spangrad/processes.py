@@ -108,28 +108,25 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def kill_descendants() -> None:
-    """SIGKILL to our own process group but ourselves, and to the groups that our children lead; a signal handler may call it.
+MARK = "SPANGRAD_HOST"
+"""Variable whose value all descendants of one agent host inherit."""
 
-    Read from /proc: a child that was started a moment ago, and that nobody has noted yet, is there. Elsewhere it does nothing.
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL to every process but ourselves that has inherited a mark; a signal handler may call it.
+
+    Read from /proc: a child that was started a moment ago, that nobody has noted yet, or whose parent has died, is there as well.
+    Elsewhere it does nothing.
     """
-    ours, groups = os.getpid(), set[int]()
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    wanted, ours = f"{MARK}={mark}".encode(), str(os.getpid())
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        if path.parent.name == ours:
+            continue
         try:
-            # The name in brackets may hold anything; the parent and the group follow the state.
-            parent, group = (int(field) for field in path.read_text().rpartition(")")[2].split()[1:3])
-            pid = int(path.parent.name)
-            if group == os.getpgrp() and pid != ours:
-                os.kill(pid, signal.SIGKILL)
-            elif parent == ours:
-                groups.add(group)
-        except (OSError, ValueError):
-            continue  # it has ended meanwhile
-    for group in groups:
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+            if wanted in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended meanwhile, or is somebody else's
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from workers import kill
 
 from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink
@@ -152,7 +152,7 @@ async def test_a_daemon_that_an_agent_leaves_behind_does_not_hold_the_end(tmp_pa
         async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
             (outcome,) = await on.runner.run([Task("t", "daemon")], mode=Mode.TRAIN, group_size=1)
         assert outcome.reward is not None
-        os.kill(int(outcome.reward["reward"]), signal.SIGKILL)
+        kill(int(outcome.reward["reward"]))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def test_a_lot_with_bad_agents_ends_with_a_reason_for_each(tmp_path: Path,
     moods = [mood for mood, percent in BAD.items() for _ in range(count * percent // 100)]
     moods += ["well"] * (count - len(moods))
     tasks = [Task(f"{number} {mood}", mood) for number, mood in enumerate(moods)]
-    with world(tmp_path, concurrency=8, timeout_seconds=1, max_attempts=2, attempts_kept=count) as here:
+    with world(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count) as here:
         async with Runner(here.settings, here.agent) as runner:
             outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert Counter((o.task_id.split()[1], o.failure) for o in outcomes) == Counter((mood, REASONS[mood]) for mood in moods)
