@@ -24,6 +24,7 @@ COMMANDS = {
     "build": "Build transitions from complete rollouts, once or as they finish.",
     "export": "Write transitions and their texts as files for other tools.",
     "train": "Train on finished groups of rollouts, once or as they finish.",
+    "tune": "Train on files: supervised (SFT) or on preferences (DPO).",
     "policy": "Look at policy versions, publish one, go back to one, keep one.",
     "lineage": "What a policy version was made from, and what a span has made.",
     "queue": "Serve the queue of rollouts; look at them, cancel them, retry the dead.",

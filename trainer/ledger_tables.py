@@ -76,6 +76,29 @@ BATCH_ROLLOUTS = sa.Table(
     sa.Column("build_spec", sa.String, nullable=False),
     sa.Column("revision", sa.Integer, nullable=False),
 )
+TUNINGS = sa.Table(
+    "tunings",
+    METADATA,
+    sa.Column("batch_id", sa.String, primary_key=True),
+    *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "method")],
+    sa.Column("run", sa.String, nullable=False, comment="names what is trained how: trainer/tunings.py"),
+    sa.Column("step", sa.Integer, nullable=False, comment="optimiser steps of the run once this batch is trained"),
+    sa.Column("steps", sa.Integer, nullable=False, comment="of the whole run"),
+    sa.Column("examples", sa.String, nullable=False, comment="digest of what the run trains"),
+    sa.Column("files", sa.String, nullable=False, comment="JSON: name, checksum, size and rows of each file of the batch"),
+    comment="a row a batch that was made of files",
+)
+TUNED_ROLLOUTS = sa.Table(
+    "tuned_rollouts",
+    METADATA,
+    sa.Column("batch_id", sa.String, primary_key=True),
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("rollout_id", sa.String, primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "mode", "group_id", "build_spec")],
+    sa.Column("revision", sa.Integer, nullable=False),
+    comment="the rollouts that rows of a batch of TUNINGS came from: named, not claimed, since a run goes through its rows several times",
+)
 EXPIRED = sa.Table(
     "expired_groups",
     METADATA,
