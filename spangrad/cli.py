@@ -27,6 +27,7 @@ COMMANDS = {
     "tune": "Train on files: supervised (SFT) or on preferences (DPO).",
     "policy": "Look at policy versions, publish one, go back to one, keep one.",
     "lineage": "What a policy version was made from, and what a span has made.",
+    "queue": "Serve the queue of rollouts; look at them, cancel them, retry the dead.",
     "run": "Run an agent on tasks, several rollouts a task.",
     "demo": "See the whole loop learn, on this machine.",
     "sql": "Ask the span store a question in SQL.",

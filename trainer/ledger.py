@@ -28,10 +28,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from spangrad.errors import LedgerError
+from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
 from trainer import tunings
 from trainer.eligibility import ExpiryReason
-from trainer.holder import is_dead, shown, this_process
 from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
 from trainer.source import BatchRollout, Group
 
@@ -64,6 +64,7 @@ class Ledger:
         self._branch = {"policy": policy, "branch": branch}
         self.lease_seconds = lease_seconds
         self._holder = holder or this_process()
+        self._watch = Watch[str]()
         self.database = Database(place)
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ class Ledger:
             if head is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
             row = self._lease(transaction)
-            if row and not is_over(row["holder"], row["expires"], self.database.now(transaction)):
+            if row and not self._is_over(row):
                 return None
             if row:
                 self._undo(transaction, row)
@@ -135,8 +136,7 @@ class Ledger:
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
             transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
-            expires = self.database.now(transaction) + self.lease_seconds
-            transaction.execute(LEASES.insert().values(**values, holder=self._holder, expires=expires))
+            transaction.execute(LEASES.insert().values(**values, holder=self._holder, seconds=self.lease_seconds))
             if tuning:
                 tunings.enter(transaction, self._branch, lease.batch_id, tuning, rollouts)
                 return lease
@@ -152,8 +152,8 @@ class Ledger:
     def renew(self, lease: Lease) -> bool:
         """Hold a lease for another trainer.lease_seconds; False: it was undone."""
         with self.database.transaction() as transaction:
-            expires = self.database.now(transaction) + self.lease_seconds
-            return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(expires=expires)).rowcount == 1
+            beats = {"seconds": self.lease_seconds, "beats": LEASES.c.beats + 1}
+            return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(beats)).rowcount == 1
 
     def commit(self, lease: Lease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
         """Make a leased batch and its version final, and the branch's head, in one transaction.
@@ -189,7 +189,7 @@ class Ledger:
         """
         with self.database.transaction() as transaction:
             row = self._lease(transaction)
-            if row is None or not (row["holder"] == self._holder or is_over(row["holder"], row["expires"], self.database.now(transaction))):
+            if row is None or not (row["holder"] == self._holder or self._is_over(row)):
                 return []
             self._undo(transaction, row)
             return [int(row["version"])]
@@ -329,8 +329,13 @@ class Ledger:
     def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
         return transaction.execute(sa.select(LEASES).where(*self._mine(LEASES))).mappings().first()
 
+    def _is_over(self, lease: sa.RowMapping) -> bool:
+        """Whether a lease may be undone by anybody: it was not renewed for its time while we looked, or its process is known to be dead."""
+        return is_dead(lease["holder"]) or self._watch.see(lease["batch_id"], lease["beats"], lease["seconds"])
+
     def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
         batch = lease["batch_id"]
+        self._watch.forget(batch)
         transaction.execute(VERSIONS.update().where(VERSIONS.c.batch_id == batch).values(status=VersionStatus.ORPHANED))
         for table in (BATCH_ROLLOUTS, LEASES):
             transaction.execute(table.delete().where(table.c.batch_id == batch))
@@ -367,11 +372,6 @@ class Ledger:
             "revision": one.revision,
             "batch_id": batch_id,
         }
-
-
-def is_over(holder: str, expires: float, now: float) -> bool:
-    """Whether a lease may be undone by anybody: it has expired, or its process is known to be dead; both times by one clock."""
-    return expires <= now or is_dead(holder)
 
 
 def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:

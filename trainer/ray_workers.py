@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import SpangradError, TrainerError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint
+from trainer.lora import weights_file
 from trainer.objective import Objective
 from trainer.process import prepare_process, quiet, worker_environment
 from trainer.ray_cluster import Cluster
@@ -85,7 +85,7 @@ class RayWorkers:
             shared.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
             self.everywhere("save_weights", Path(directory))
-            yield from load_file(Path(directory) / checkpoint.WEIGHTS).items()
+            yield from load_file(Path(directory) / weights_file(self._settings)).items()
 
     def close(self) -> None:
         """End the ranks, and Ray if it was begun for them."""
@@ -187,8 +187,9 @@ def _group(model: Path, settings: TrainerSettings, objective: Objective | None, 
         def _get_master_addr_port(self, *_: object, **__: object) -> None:
             self._master_addr, self._master_port = "127.0.0.1", "0"
 
+    everywhere = {name: path.absolute() for name in ("model", "reference") if (path := getattr(settings, name))}
     pool = RayResourcePool([settings.workers] * settings.nodes, use_gpu=False, max_colocate_count=1)
     pool.pgs = sort_placement_group_by_node_ip(places)
-    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings, objective)
+    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere), objective)
     rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process
     return Group(pool, rank, device_name=device, worker_env=worker_environment(device, own=own))
