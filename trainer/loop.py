@@ -46,6 +46,7 @@ from trainer.publisher import Publisher, publisher_of
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
+from trainer.tunings import has_trainers_state
 from trainer.view import LogLines
 from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
@@ -191,7 +192,7 @@ class Trainer:
         settings = self.settings.trainer
         while True:
             self._head = newest_version(self.ledger)
-            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec)
+            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec, tuned=not settings.retrain_tuned)
             ready = [group for group in self.source.ready() if (group.mode, group.group_id) not in finished]
             if len(ready) < settings.groups_per_batch:
                 return None
@@ -350,7 +351,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             checkpoint.verify(model, version.policy_version.checksum)
             engine = Engine(model_of(model), settings.trainer)
             engines.callback(engine.close)
-            if version.policy_version.batch_id or model_of(model) != model:
+            if has_trainers_state(ledger.database, version) or model_of(model) != model:
                 engine.load_state(model)
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine

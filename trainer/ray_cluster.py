@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SHORT = "/tmp"
 """Ray's sockets lie 80 characters deeper, and their paths may have 107."""
+_STARTS = 3
+"""How often a cluster is begun before it is given up."""
 _PLACE_SECONDS = 60.0
 """How long workers' places may be taken by somebody else's."""
 _TOKEN = secrets.token_hex(32)
@@ -60,23 +62,45 @@ class Cluster:
         """Where the logs of a cluster that was begun here lie, until it is closed. None: nothing was begun here."""
         if not self._began:
             return
-        quiet = {"include_dashboard": False} if self.own else {}
         try:
             with _signals_kept(), _environment(self.own):
-                ray.init(
-                    address=settings.ray_address or "local",
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    **quiet,
-                    **({} if not self.own else _resources(settings)),
-                    **({"_temp_dir": str(self.directory)} if self.directory else {}),
-                )
+                self._begin(_STARTS if self.own else 1)
         except Exception as error:  # Ray has no family of errors for this
             self.close()
             raise TrainerError(_refused(settings.ray_address, error)) from error
         except BaseException:
             self.close()
             raise
+
+    def _begin(self, tries: int) -> None:
+        """Connect; a cluster of its own is begun again where a busy machine took longer than the 30 s that Ray gives it."""
+        import ray
+
+        own = {
+            "include_dashboard": False,
+            "num_cpus": self._settings.workers,
+            "object_store_memory": self._settings.ray_object_store_bytes,
+            "_temp_dir": str(self.directory),
+        }
+        address = self._settings.ray_address or "local"
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **(own if self.own else {}))
+        except Exception as error:
+            self._end_rest()
+            if tries == 1:
+                raise
+            logger.warning("Ray did not start (%s): once more", _first_line(error))
+            self._begin(tries - 1)
+
+    def _end_rest(self) -> None:
+        """End what a failed start has left: Ray would only when this process ends."""
+        import psutil
+
+        begun = [
+            one for one in psutil.Process().children() if self.directory and any(str(self.directory) in word for word in one.cmdline())
+        ]
+        for one in [inner for top in begun for inner in (*top.children(recursive=True), top)]:
+            one.kill()
 
     def place(self) -> tuple[list[Any], str]:
         """Reserve a place for each worker: placement groups, one a node; and what workers compute on, cuda or cpu.
@@ -122,16 +146,17 @@ class Cluster:
                     remove_placement_group(self._groups.pop())
             if self._began:
                 ray.shutdown()
+                self._began = False  # another one may be begun before this is closed again
         if self.directory and not keep_logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _resources(settings: TrainerSettings) -> dict[str, Any]:
-    return {"num_cpus": settings.workers, "object_store_memory": settings.ray_object_store_bytes}
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _refused(address: str | None, error: Exception) -> str:
-    told = str(error).strip().split("\n")[0]
+    told = _first_line(error)
     if address is None:
         return f"Ray did not start on this machine ({told}). trainer.workers = 0 trains without it."
     return (

@@ -26,6 +26,7 @@ from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from trainer import checkpoint
 from trainer.lora import alone, kept, merged, require_adapters, weights_file
+from trainer.objective import Objective
 from trainer.process import check_device, join_group, quiet
 from trainer.verl_worker import training_worker
 
@@ -44,9 +45,9 @@ class Role(StrEnum):
 class Rank(Worker):
     """A rank of the process group that this process has joined; `load` comes first."""
 
-    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         super().__init__()
-        self._model, self._settings = model, settings
+        self._model, self._settings, self._objective = model, settings, objective
         self._models: dict[Role, Any] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -73,7 +74,7 @@ class Rank(Worker):
         settings = self._settings
         check_device(settings, device)
         with quiet():
-            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank)
+            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank, objective=self._objective)
             if settings.kl_coef:
                 # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
                 held = settings.reference or settings.model

@@ -90,6 +90,8 @@ class TrainerSettings(Section):
     selection: Selection = Selection()
     """Which of the policy's calls are trained; rewards of the others count all the same."""
     groups_per_batch: int = Field(default=4, ge=1)
+    retrain_tuned: bool = False
+    """Also take groups of which `spangrad tune` has trained a rollout on this branch. False: they count as trained."""
     max_steps: int = 0
     """Steps after which `--follow` ends. 0: never."""
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])

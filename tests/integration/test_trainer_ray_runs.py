@@ -33,6 +33,7 @@ from trainer.batch import Batch, layout
 from trainer.engine import Engine
 from trainer.ledger import Ledger
 from trainer.merge import separate
+from trainer.ray_cluster import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 4
@@ -243,6 +244,30 @@ def test_a_worker_that_fails_alone_ends_the_others(
     ray.get(second.__ray_call__.remote(lambda self: self._models.clear()))
     with pytest.raises(TrainerError, match=r"worker 1 of 2 failed \(.*KeyError.*and the others were ended"):
         engine.step(rows(tiny_model, engine))
+
+
+def test_a_cluster_that_starts_too_slowly_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks for its node during 30 s; the first start never hears of it."""
+    from ray._private import services
+
+    answer, asked = services.get_node, [0]
+
+    def late(*arguments: Any) -> Any:
+        asked[0] += 1
+        if asked[0] == 1:
+            raise ValueError("timed out")
+        return answer(*arguments)
+
+    monkeypatch.setattr(services, "get_node", late)
+    before = set(psutil.Process().children(recursive=True))
+    cluster = Cluster(TrainerSettings(workers=1))
+    begun = [" ".join(one.cmdline()) for one in set(psutil.Process().children(recursive=True)) - before if lives(one)]
+    assert sum("/raylet/raylet" in words for words in begun) == 1
+    cluster.close()
+    cluster.close()
+    wait_until(lambda: not any(lives(one) for one in set(psutil.Process().children(recursive=True)) - before), 60, "the end of Ray")
+    assert cluster.directory is not None
+    assert not cluster.directory.exists()
 
 
 @pytest.fixture
