@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from clickhouse_connect.driver.client import Client
@@ -45,7 +45,7 @@ class _Served(Publisher):
     def served(self, policy: str) -> int:
         return self.version
 
-    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
         began = time.monotonic()
         self._sampler.load(Path(version.path))
         self.version = version.version
@@ -70,11 +70,12 @@ def own_store(directory: Path) -> Iterator[StoreSettings]:
 @contextmanager
 def training(settings: Settings, client: Client, sampler: Sampler) -> Iterator[Trainer]:
     """A trainer wired as `spangrad train` wires it, but that the sampler takes the gateway's place."""
-    with closing(Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)) as ledger:
+    with ExitStack() as stack:
+        ledger = stack.enter_context(closing(Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)))
         newest = prepare(ledger, settings)
 
         def engine(version: LedgerVersion) -> Engine:
-            return Engine(Path(version.policy_version.path), settings.trainer)
+            return stack.enter_context(closing(Engine(Path(version.policy_version.path), settings.trainer)))
 
         trainer = Trainer(
             settings=settings,

@@ -1,13 +1,14 @@
 """How long it takes from the end of an optimiser step to the first token from the new weights: ours, by stage, against a peer.
 
-In: how many versions. Out: a table, and as the last line one JSON object; exit code 1 when a check fails. Invariant: the demo's whole
-loop runs as it does in `spangrad demo` (store, vLLM, gateway, builder, trainer, agent: each a process of its own); clients that know
-nothing of versions ask the gateway for one token after the other, and the store says afterwards which weights gave each.
+In: how many versions, and by which road they come into the engine. Out: a table, and as the last line one JSON object; exit code 1 when
+a check fails. Invariant: the demo's whole loop runs as it does in `spangrad demo` (store, vLLM, gateway, builder, trainer, agent: each a
+process of its own); clients that know nothing of versions ask the gateway for one token after the other, and the store says afterwards
+which weights gave each.
 
 Ours: the trainer's own spans say when the optimiser step ended and how long each stage took, the gateway's answer says it of the stages in
 the engine, a client's clock when its first token came. The peers, with the same engine and the same weights on the same disk: stopping vLLM
 and starting it with them (`restart`), and vLLM's own endpoints pause, reload, resume, by hand, without a checksum, a version or a probe
-(`reload`), each until the first token.
+(`reload`), each until the first token. An adapter's peers are the same around vLLM's own endpoint for adapters.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ from trainer.publisher import Publisher
 EXAMPLE = CHECKOUT / "examples/two_tools"
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}], "max_tokens": 1, "temperature": 0}
+ROADS = {"disk": "reload", "adapter": "adapter", "transfer": "transfer"}
+"""What the stage is called in which the engine takes the weights."""
+LORA_RANK = 8
 STAGES = (
     "checkpoint",
     "commit",
     "files",
     "pause",
-    "reload",
+    "take",
     "checksum",
     "update_weight_version",
     "resume",
@@ -54,8 +58,9 @@ STAGES = (
     "announce",
     "first_token",
 )
-"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `announce`: the HTTP around the gateway's
-work. `first_token`: from the gateway's word that the version is served to a client's first token from it."""
+"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `take`: the road's own.
+`announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version is served to a client's first
+token from it."""
 STEP_SECONDS = 120
 _SPANS = """
 SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']) AS version, child.SpanName,
@@ -115,23 +120,32 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=8, help="steps of the demo's loop")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts a task")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--road", choices=ROADS, default="disk", help="trainer.road")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
-        result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed)
+        result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.road)
     print(f"{'seconds':24}{'median':>10}{'largest':>10}")
     for name, one in {"optimiser to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
         print(f"{name:24}{median(one):>10.3f}{max(one):>10.3f}")
     for name, seconds in result["peer"]["seconds"].items():
         print(f"peer: {name:18}{seconds:>10.3f}")
     del result["ours"]["each"], result["ours"]["each_stage"]
-    print(json.dumps({"benchmark": "publish", **result}))
+    print(json.dumps({"benchmark": "publish", "road": arguments.road, **result}))
     return 1 if any(result["checked"].values()) else 0
 
 
-def measure(directory: Path, versions: int, group_size: int, seed: int) -> dict[str, Any]:
+def road_settings(road: str) -> dict[str, object]:
+    """What the demo's settings lack for a road."""
+    chosen: dict[str, object] = {"trainer.road": road}
+    if road == "adapter":
+        chosen |= {"trainer.lora_rank": LORA_RANK, "trainer.learning_rate": 1e-2, "engine.lora_rank": LORA_RANK}
+    return chosen | ({"engine.transfer": "http"} if road == "transfer" else {})
+
+
+def measure(directory: Path, versions: int, group_size: int, seed: int, road: str = "disk") -> dict[str, Any]:
     """Run the loop for some versions, then the peers on its last one."""
     clean_directory(directory)
-    values = demo_settings(directory, seed=seed, group_size=group_size)
+    values = demo_settings(directory, seed=seed, group_size=group_size) | road_settings(road)
     settings = load_settings(values, env={})
     write_settings(directory / "spangrad.toml", explain_settings(values, env={}))
     (directory / "logs").mkdir()
@@ -144,7 +158,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int) -> dict[
         served = Publisher(settings.gateway).served("policy")
         held = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
         services.stop("train")  # it sends its last spans before it ends
-        found = read(settings, client.tokens, served, held, client.failed)
+        found = read(settings, client.tokens, served, held, client.failed, ROADS[road])
         newest = found.pop("path")
         reload = peer_reload(settings, newest)
         services.stop("gateway")
@@ -175,8 +189,8 @@ async def _train(settings: Settings, services: Services, versions: int) -> None:
         await asyncio.sleep(1)  # for the last version's first token
 
 
-def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: Sequence[str], failed: int) -> dict[str, Any]:
-    """What the store knows of it."""
+def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: Sequence[str], failed: int, taking: str) -> dict[str, Any]:
+    """What the store knows of it; `taking` is the name of the road's stage."""
     client = connect(settings.store)
     names = {"ids": tuple(one.response_id for one in tokens)}
     wait_until(lambda: len(client.query(_CALLS, parameters=names).result_rows) >= len(tokens), 30, "the calls' rows")
@@ -187,7 +201,7 @@ def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: 
     rows = client.query(_METRICS).result_rows
     client.close()
     by_version = {int(version): dict(metrics) for version, _, _, metrics in rows}
-    made = [stages_of(spans[one], by_version[one], first_token(tokens, weights, one)) for one in sorted(spans)]
+    made = [stages_of(spans[one], by_version[one], first_token(tokens, weights, one), taking) for one in sorted(spans)]
     each = [sum(one.values()) for one in made]
     handed_over = [sum(value for name, value in one.items() if name not in {"checkpoint", "commit"}) for one in made]
     newest, checksum, path, _ = rows[-1]
@@ -229,10 +243,17 @@ def went_back(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]]) -
     return wrong
 
 
-def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float], came: int) -> dict[str, float]:
-    """Seconds of each of STAGES; their sum is the time from the end of the optimiser step to the first token."""
+def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float], came: int, taking: str) -> dict[str, float]:
+    """Seconds of each of STAGES; their sum is the time from the end of the optimiser step to the first token.
+
+    Args:
+        spans: begin and end of the step's stages.
+        metrics: the trainer's, of the version.
+        came: when the first token came.
+        taking: what the trainer calls the stage `take`.
+    """
     trained, checkpoint, publish = spans["train"][1], spans["checkpoint"], spans["publish"]
-    engine = {name: metrics[f"seconds_publish_{name}"] for name in STAGES[2:9]}
+    engine = {name: metrics[f"seconds_publish_{taking if name == 'take' else name}"] for name in STAGES[2:9]}
     # A client may have its first token while the gateway is still at its last words.
     announced = min(publish[1], came)
     return {
@@ -250,20 +271,33 @@ def peer_reload(settings: Settings, path: Path) -> float:
     began = time.monotonic()
     _post(url + "/pause?mode=keep", {})
     _post(url + "/reset_prefix_cache?reset_running_requests=true", {})
-    _post(url + "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+    _take(settings, path)
     _post(url + "/resume", {})
     _post(url + CHAT, QUESTION)
     return round(time.monotonic() - began, 4)
 
 
+def _take(settings: Settings, path: Path) -> None:
+    """By vLLM's own endpoints."""
+    url = settings.gateway.engine_url
+    if settings.engine.lora_rank:
+        _post(url + "/v1/load_lora_adapter", {"lora_name": settings.gateway.policy, "lora_path": str(path), "load_inplace": True})
+    else:
+        _post(url + "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+
+
 def peer_restart(settings: Settings, directory: Path, path: Path) -> float:
     """The engine starts anew with the weights; stopping it is not counted."""
-    config = ["--config", str(directory / "spangrad.toml"), "--model", str(path), "--set", "engine.warmup_requests=1"]
+    adapter = bool(settings.engine.lora_rank)
+    model = str(settings.engine.model if adapter else path)
+    config = ["--config", str(directory / "spangrad.toml"), "--model", model, "--set", "engine.warmup_requests=1"]
     began = time.monotonic()
     engine = Child("the engine", own_command("engine", *config), directory / "logs/restarted.log", inherit_settings=False)
     try:
         url = settings.gateway.engine_url
         wait_until(lambda: answers(f"{url}/health"), settings.engine.start_timeout_seconds, "the engine", [engine], poll_seconds=0.05)
+        if adapter:
+            _take(settings, path)
         _post(url + CHAT, QUESTION)
         return round(time.monotonic() - began, 4)
     finally:

@@ -181,16 +181,25 @@ SELECT count() FROM (
 """
 """Rollouts that are in several committed batches of a policy."""
 
-_LINEAGE = """
-SELECT Policy, uniqExact(Version), groupUniqArray(RolloutId), groupUniqArray(CallId)
-FROM otel.v_lineage WHERE RolloutId IN (SELECT RolloutId FROM otel.v_batches WHERE RunId = %(run)s) GROUP BY Policy
+_ROLLOUTS = """
+SELECT v.Policy, uniqExact(v.Version), groupUniqArray(b.RolloutId)
+FROM otel.v_policy_versions AS v
+INNER JOIN otel.v_batches AS b ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+WHERE b.RunId = %(run)s
+GROUP BY v.Policy ORDER BY v.Policy
 """
+"""The rollouts that a policy's versions lead to: those, too, in which its agent never spoke, since another one ended them."""
 
 _SPANS = """
 SELECT groupUniqArray((TraceId, SpanId)) FROM otel.v_rollout_spans
-WHERE RolloutId IN (SELECT RolloutId FROM otel.v_lineage WHERE Policy = %(policy)s) AND RunId = %(run)s
+WHERE RunId = %(run)s AND RolloutId IN (SELECT RolloutId FROM otel.v_batches WHERE RunId = %(run)s AND Policy = %(policy)s)
 """
-"""All spans of the rollouts that a policy's versions lead to."""
+
+_LED = """
+SELECT groupUniqArray(CallId) FROM otel.v_lineage
+WHERE Policy = %(policy)s AND CallId IN (SELECT CallId FROM otel.v_transitions WHERE RunId = %(run)s)
+"""
+"""The calls that a policy's versions lead to."""
 
 _CALLS = """
 SELECT
@@ -205,22 +214,22 @@ def account(result: Result, client: Client, run_id: str) -> None:
     def rows(query: str, **more: str) -> Sequence[Sequence[Any]]:
         return client.query(query, parameters={"run": run_id, **more}).result_rows
 
-    led = {policy: (versions, set(rollouts), set(calls)) for policy, versions, rollouts, calls in rows(_LINEAGE)}
-    spans = {policy: set(rows(_SPANS, policy=policy)[0][0]) for policy in led}
+    made = {policy: (versions, set(rollouts)) for policy, versions, rollouts in rows(_ROLLOUTS)}
+    spans = {policy: set(rows(_SPANS, policy=policy)[0][0]) for policy in made}
+    calls = {policy: set(rows(_LED, policy=policy)[0][0]) for policy in made}
     ((transitions, drops),) = rows(_CALLS)
-    trained = [calls for _, _, calls in led.values()]
     result.lineage = {
-        policy: {"versions": versions, "rollouts": len(rollouts), "calls": len(calls), "spans": len(spans[policy])}
-        for policy, (versions, rollouts, calls) in sorted(led.items())
+        policy: {"versions": versions, "rollouts": len(rollouts), "calls": len(calls[policy]), "spans": len(spans[policy])}
+        for policy, (versions, rollouts) in made.items()
     }
     result.checked = {
-        "foreign_calls": rows(_FOREIGN)[0][0] + len(set.intersection(*trained)),
+        "foreign_calls": rows(_FOREIGN)[0][0] + len(set.intersection(*calls.values())),
         "otherwise_counted": rows(_OTHERWISE_COUNTED)[0][0],
         "not_once": rows(_NOT_ONCE)[0][0],
-        "untrained": sum(abs(result.sampled - len(rollouts)) for _, rollouts, _ in led.values()),
+        "untrained": sum(abs(result.sampled - len(rollouts)) for _, rollouts in made.values()),
         "other_spans": len(set.union(*spans.values()) - set.intersection(*spans.values())),
-        "untrained_calls": len(set(transitions) - set.union(*trained)),
+        "untrained_calls": len(set(transitions) - set.union(*calls.values())),
         "unaccounted": abs(result.calls - len(transitions) - drops),
         "drops": drops,
-        "missing_policies": len(AGENTS) - len(led),
+        "missing_policies": len(AGENTS) - len(made),
     }

@@ -37,6 +37,7 @@ SHARD_BY = {
     "claims": _ROLLOUT,
     "batches": _ROLLOUT,
     "datasets": "cityHash64(Name)",
+    "batch_files": "cityHash64(Policy, Branch)",
     "policy_versions": "cityHash64(Policy, Branch)",
 }
 """Which shard a row goes to, by table. A row that is written again must go where it was, or it counts twice."""

@@ -33,6 +33,10 @@ SELECT GroupId, RolloutId, Attempt, TraceId, SpanId, CallId, TransitionId
 FROM otel.v_lineage WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64}
 ORDER BY TraceId, SpanId, CallId
 """
+_FILES = """
+SELECT BatchId, Method, Step, Steps, Name, Sha256, Bytes, Trained
+FROM otel.v_batch_files WHERE Policy = {policy:String} ORDER BY BatchId, Name, Sha256
+"""
 _BY_CALL = """
 SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, TransitionId
 FROM otel.v_lineage WHERE TraceId = {trace:String} AND SpanId = {span:String} ORDER BY Policy, Branch, Version, TransitionId
@@ -70,6 +74,24 @@ class BatchRollout:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedFile:
+    """A file that a version was trained on."""
+
+    method: str
+    """sft or dpo."""
+    step: int
+    """Optimiser steps of its run, this version's among them."""
+    steps: int
+    """Of the whole run."""
+    name: str
+    sha256: str
+    size: int
+    """Bytes."""
+    trained: int
+    """Examples of it that the version was trained on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ancestor:
     """A version on the way."""
 
@@ -87,6 +109,8 @@ class Ancestor:
     path: str
     groups: int = 0
     rollouts: int = 0
+    files: list[TrainedFile] = field(default_factory=list[TrainedFile])
+    """Empty: it was trained on groups of rollouts."""
     batch_rollouts: list[BatchRollout] | None = None
     """None: they were not asked for (--depth)."""
 
@@ -157,6 +181,11 @@ def of_version(client: Client, policy: str, number: int, branch: str | None, dep
         raise StoreError(f"the store knows no version {policy}@{number}{where}. {others}")
     first = min(found, key=lambda one: one.parent == one.version)
     sizes = {batch: (int(groups), int(rollouts)) for batch, groups, rollouts in _rows(client, _SIZES, policy=policy)}
+    files: dict[str, list[TrainedFile]] = {}
+    for batch, *facts in _rows(client, _FILES, policy=policy):
+        files.setdefault(str(batch), []).append(TrainedFile(*facts))
+    versions = {place: replace(one, files=files.get(one.batch, [])) for place, one in versions.items()}
+    first = versions[first.branch, first.version]
     way = [_filled(client, policy, one, sizes, with_spans=i < depth) for i, one in enumerate(ancestors(versions, first))]
     return VersionLineage(policy, way)
 

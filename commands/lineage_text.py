@@ -34,10 +34,16 @@ def _version(policy: str, one: Ancestor) -> Iterator[str]:
     parent = "training began with it" if one.parent is None else f"from {policy}@{one.parent}"
     if one.parent is not None and one.parent_branch != one.branch:
         parent += f" on branch {one.parent_branch}"
-    batch = f", batch {one.batch}: {one.groups} groups, {one.rollouts} rollouts of run {one.run} ({one.mode})" if one.batch else ""
+    made = f"{one.groups} groups, {one.rollouts} rollouts of run {one.run} ({one.mode})" if one.rollouts or not one.files else ""
+    if one.files:
+        run = one.files[0]
+        made = f"{run.method} on files, step {run.step} of {run.steps}" + (f", from {made}" if made else "")
+    batch = f", batch {one.batch}: {made}" if one.batch else ""
     yield f"{policy}@{one.version} on branch {one.branch}, {one.status}, {parent}{batch}"
     if one.batch_rollouts is not None:
         yield f"  checksum {one.checksum}, {one.path}"
+        for file in one.files:
+            yield f"  file {file.name}, sha256 {file.sha256}, {file.size} bytes: {file.trained} examples"
         for rollout in one.batch_rollouts:
             yield from _rollout(rollout)
 

@@ -75,7 +75,7 @@ def _show(version: Version, /, *, branch: str | None = None, config: ConfigFile 
         version: as POLICY@VERSION.
         branch: where several have begun with it; by default the one that made it.
     """
-    found, one, _ = _version(version, branch, resolve(config, set_))
+    found, one, ledger = _version(version, branch, resolve(config, set_))
     facts = one.policy_version
     made = [other for other in found.versions if other.policy_version.policy == facts.policy and other.policy_version.parent == one.version]
     children = sorted({other.version for other in made} - {one.version})
@@ -84,7 +84,7 @@ def _show(version: Version, /, *, branch: str | None = None, config: ConfigFile 
         "status": ", ".join([_status(one), *_notes(found, one)]),
         "from": _parent(one),
         "next": ", ".join(map(str, children)) or "-",
-        "batch": f"{facts.batch_id} of run {one.run_id} ({one.modes})" if facts.batch_id else "-",
+        "batch": _batch(one, ledger),
         "files": f"{facts.path}{'' if _kept(one) else ' (removed)'}" if facts.path else "-",
         "checksum": facts.checksum or "-",
         "tokenizer": one.tokenizer_hash or "-",
@@ -216,6 +216,16 @@ def _serve(one: LedgerVersion, settings: Settings) -> None:
 
     seconds = Publisher(settings.gateway, _UNSERVED).publish(one.policy_version, again=True)
     print(f"version {one.version} of {one.policy_version.policy} is served ({seconds:.2f} s)")
+
+
+def _batch(one: LedgerVersion, ledger: Ledger) -> str:
+    from trainer.tunings import tuning_of
+
+    batch = one.policy_version.batch_id
+    tuning = tuning_of(ledger.database, batch)
+    if tuning:
+        return f"{batch}: {tuning.method} on {', '.join(file.name for file in tuning.files)}, step {tuning.step} of {tuning.steps}"
+    return f"{batch} of run {one.run_id} ({one.modes})" if batch else "-"
 
 
 def _status(one: LedgerVersion) -> str:

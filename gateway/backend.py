@@ -16,6 +16,7 @@ import msgspec
 from gateway.dialects import CHAT
 from gateway.dialects.answer import Answer
 from gateway.upstream import BackendStatus, Upstream, unreachable
+from gateway.vllm_plugin.middleware import ADAPTER_PATH
 from spangrad.errors import EngineError
 from spangrad.settings import BackendSettings
 
@@ -38,6 +39,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     warm: bool
     model: str = ""
     """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not say."""
+    lora_rank: int = 0
+    """Largest rank of the adapters that it takes. 0: it takes whole models."""
+    bare: str = ""
+    """Directory of the adapter that changes nothing; empty: it takes none."""
+    transfer: str = ""
+    """Over what it takes weights from a trainer; empty: it does not."""
 
 
 class _Results(msgspec.Struct):
@@ -63,6 +70,8 @@ class Backend(Upstream):
         """Seconds of each step of the last publication that succeeded; empty: there was none."""
         self.lock = asyncio.Lock()
         """Held by whoever changes the status."""
+        self.group = ""
+        """The connection for weights that it has with a trainer; empty: none that is known to stand."""
         self.restart_command = settings.restart_command
         self.broken = False
         """Whether it is sent no calls until it is published to, or starts anew."""
@@ -83,6 +92,7 @@ class Backend(Upstream):
     def take_down(self, reason: str, *, broken: bool) -> None:
         """Withdraw the backend; a broken one is sent no calls until it is published to, or starts anew."""
         log.error("backend %s is down: %s", self.name, reason)
+        self.group = ""
         self.broken = broken
         self.become(BackendStatus.DOWN, reason)
 
@@ -104,15 +114,16 @@ class Backend(Upstream):
 
     async def read_info(self) -> EngineInfo:
         """What the engine serves."""
-        return self._decode("/spangrad/info", await self._request("GET", "/spangrad/info", None, CONTROL_SECONDS), EngineInfo)
+        return await self.fetch("/spangrad/info", EngineInfo)
 
     async def read_paused(self) -> bool:
         """Whether the engine is paused."""
-        return self._decode("/is_paused", await self._request("GET", "/is_paused", None, CONTROL_SECONDS), _Pause).is_paused
+        return (await self.fetch("/is_paused", _Pause)).is_paused
 
-    async def read_checksum(self) -> str:
-        """Checksum of the parameters in the engine's memory."""
-        body = await self.order("/collective_rpc", {"method": CHECKSUM_METHOD}, self.seconds)
+    async def read_checksum(self, *, base_only: bool = False) -> str:
+        """Checksum of the parameters in the engine's memory, and of the adapter that it computes with unless `base_only`."""
+        order = {"method": CHECKSUM_METHOD, **({"kwargs": {"base_only": True}} if base_only else {})}
+        body = await self.order("/collective_rpc", order, self.seconds)
         checksums = self._decode("/collective_rpc", body, _Results).results
         if len(checksums) != 1:
             raise EngineError(f"the engine at {self.url} has {len(checksums)} workers; the parameters of one only can be compared.")
@@ -121,6 +132,11 @@ class Backend(Upstream):
     async def reload(self, path: str) -> None:
         """Load weights from a directory that the engine's machine sees."""
         await self.order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}, self.seconds)
+
+    async def load_adapter(self, path: str) -> None:
+        """Load an adapter, in place of the one that calls are answered with, from a directory that the engine's machine sees."""
+        order = {"lora_name": self.info.policy if self.info else self.policy, "lora_path": path, "load_inplace": True}
+        await self.order(ADAPTER_PATH, order, self.seconds)
 
     async def probe(self, version: int) -> None:
         """Have one token generated, outside the record, and check that it comes with everything that training needs.
@@ -146,6 +162,30 @@ class Backend(Upstream):
             EngineError: it was refused, or nobody answered.
         """
         return await self._request("POST", path, msgspec.json.encode(body or {}), seconds)
+
+    async def fetch(self, path: str, kind: type[_T]) -> _T:
+        """What it answers a question."""
+        return self._decode(path, await self._request("GET", path, None, CONTROL_SECONDS), kind)
+
+    async def ask_sender(self, url: str, token: str, path: str, body: dict[str, Any], kind: type[_T]) -> _T:
+        """What the trainer that has weights for this engine says.
+
+        Raises:
+            EngineError: nothing, or that it cannot.
+        """
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        try:
+            timeout = aiohttp.ClientTimeout(total=self.seconds)
+            async with self._session.post(url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout) as answer:
+                text = await answer.read()
+                if answer.status != 200:
+                    raise EngineError(f"the trainer at {url} refuses to send: {text[:500].decode(errors='replace')}")
+                return msgspec.json.decode(text, type=kind)
+        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            raise EngineError(
+                f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.transfer_host to an address that "
+                "gateway and engines reach, or trainer.road = disk."
+            ) from error
 
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
         try:

@@ -25,7 +25,17 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from gateway.bare_adapter import bare_adapter, write_bare_adapter
 from gateway.vllm_plugin.asking import CHAT_PATH
+from gateway.vllm_plugin.middleware import (
+    BARE_VARIABLE,
+    MODEL_VARIABLE,
+    POLICY_VARIABLE,
+    RANK_VARIABLE,
+    TRANSFER_VARIABLE,
+    VERSION_VARIABLE,
+    base_name,
+)
 from spangrad.errors import EngineError
 from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
 from spangrad.settings import EngineSettings, Settings
@@ -37,7 +47,12 @@ TAIL_LINES = 30
 STOP_SECONDS = 8
 POLL_SECONDS = 0.1
 WARM_UP_TOKENS = 3
+TRANSFER_BACKENDS = {"nccl": "nccl", "http": "spangrad_http"}
+"""Vllm's names of what engine.transfer names; the second is registered by our plugin."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's --max-lora-rank may be."""
 _PLUGIN = "gateway.vllm_plugin"
+_SEES_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _INHERITED_TROUBLE = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of our environment that would mislead vLLM's; the first overrides --kv-cache-memory-bytes."""
 
@@ -70,8 +85,10 @@ def serve(settings: Settings) -> None:
 def command(settings: Settings, model: Path) -> list[str]:
     """The command that starts vLLM."""
     engine = settings.engine
+    policy = settings.gateway.policy
     options = {
-        "--served-model-name": settings.gateway.policy,
+        # Where adapters are taken, the policy's name is theirs.
+        "--served-model-name": base_name(policy) if engine.lora_rank else policy,
         "--host": engine.host,
         "--port": str(engine.port),
         "--dtype": engine.dtype,
@@ -87,7 +104,12 @@ def command(settings: Settings, model: Path) -> list[str]:
     }
     if engine.kv_cache_bytes is not None:
         options["--kv-cache-memory-bytes"] = str(engine.kv_cache_bytes)
-    flags = ["--enforce-eager"] if engine.enforce_eager else []
+    if engine.lora_rank:
+        rank = next(one for one in _LORA_RANKS if one >= engine.lora_rank)
+        options |= {"--max-lora-rank": str(rank), "--max-loras": "1", "--lora-modules": f"{policy}={bare_adapter(engine)}"}
+    if engine.transfer:
+        options["--weight-transfer-config"] = json.dumps({"backend": TRANSFER_BACKENDS[engine.transfer]})
+    flags = [*(["--enforce-eager"] if engine.enforce_eager else []), *(["--enable-lora"] if engine.lora_rank else [])]
     start = [str(engine.python.absolute()), "-m", f"{_PLUGIN}.launch", "serve", str(model)]
     return [*start, *(word for option in options.items() for word in option), *flags, *engine.extra_args]
 
@@ -97,8 +119,15 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
     engine = settings.engine
     cache = engine.cache_dir.absolute()
     inherited = {name: value for name, value in os.environ.items() if name not in _INHERITED_TROUBLE and not name.startswith("SPANGRAD_")}
+    adapters = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        RANK_VARIABLE: str(engine.lora_rank),
+        BARE_VARIABLE: str(bare_adapter(engine)),
+    }
     return {
         **inherited,
+        **(adapters if engine.lora_rank else {}),
+        **({TRANSFER_VARIABLE: engine.transfer} if engine.transfer else {}),
         "PATH": f"{engine.python.absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(_plugin_path(cache)),
         "PYTHONUNBUFFERED": "1",
@@ -107,9 +136,9 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
         "VLLM_CONFIG_ROOT": str(cache / "config"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "SPANGRAD_GATEWAY__POLICY": settings.gateway.policy,
-        "SPANGRAD_ENGINE__VERSION": str(engine.version),
-        "SPANGRAD_ENGINE__MODEL": str(model),
+        POLICY_VARIABLE: settings.gateway.policy,
+        VERSION_VARIABLE: str(engine.version),
+        MODEL_VARIABLE: str(model),
     }
 
 
@@ -134,10 +163,20 @@ def _check(engine: EngineSettings) -> Path:
     if not (model / "config.json").exists():
         raise EngineError(f"engine.model = {str(engine.model)!r} holds no config.json. Set it to a Hugging Face model directory.")
     tokenizer_hash(model)
+    if engine.lora_rank and engine.transfer:
+        raise EngineError(
+            f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: "
+            "an engine takes adapters or whole weights. Unset one."
+        )
     if not os.access(engine.python, os.X_OK):
         raise EngineError(
             f"engine.python = {str(engine.python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
             "or set engine.python to the Python of an environment that holds vLLM."
+        )
+    if engine.transfer == "nccl" and subprocess.run([engine.python, "-c", _SEES_GPU], check=False).returncode:
+        raise EngineError(
+            f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(engine.python)!r} sees no GPU. Set engine.transfer = "
+            "http, or start the engine where there is one."
         )
     if engine.host not in {"127.0.0.1", "::1", "localhost"}:
         raise EngineError(
@@ -145,6 +184,8 @@ def _check(engine: EngineSettings) -> Path:
             "Bind 127.0.0.1 and let clients come through the gateway."
         )
     require_free_port(engine.host, engine.port, "engine.port")
+    if engine.lora_rank:
+        write_bare_adapter(engine, model)
     return model
 
 

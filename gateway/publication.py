@@ -1,4 +1,4 @@
-"""New weights into one running engine.
+"""New weights into one running engine, by whichever road they come.
 
 In: a release (a model directory, its version and checksum) and a backend. Out: a backend that serves it, or an error that says what
 it serves now. Invariant: weights that differ from the checksum are refused before the engine is touched; from the reload on, no call
@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 
 from gateway.backend import Backend
+from gateway.roads import Adapter, Road, road_of, unfit
+from gateway.transfer import Sender, checksums
 from gateway.upstream import BackendStatus
 from spangrad.errors import CheckpointError, EngineError, GatewayError
 from spangrad.weights import checksum_directory
@@ -52,24 +54,50 @@ class Release(msgspec.Struct, frozen=True):
 class Expected:
     """The checksum that engines must show: of a release's files, in each engine's dtype. The files are read once a dtype."""
 
-    def __init__(self, release: Release) -> None:
+    def __init__(self, release: Release, sender: Sender | None = None) -> None:
+        """Of a release that is read from its files, or sent by `sender`, which is asked for what its engines are not of the dtype of."""
         self._release = release
+        self.sender = sender
         self._found: dict[str, str] = {}
 
     async def by(self, backend: Backend) -> str:
         """What a backend must show.
 
         Raises:
-            PublicationError: the files are missing, broken or others than the checksum says.
+            PublicationError: the files are missing, broken or others than the checksum says, or the backend cannot take them.
         """
         dtype = backend.checksum.partition(":")[0]
         if dtype not in self._found:
-            self._found[dtype] = await asyncio.to_thread(_expected_checksum, self._release, dtype)
+            self._found[dtype] = await (self._sent(backend, dtype) if self.sender else asyncio.to_thread(_read, self._release, dtype))
+        if reason := unfit(backend, Path(self._release.path), self.sender):
+            raise PublicationError(409, reason)
         return self._found[dtype]
 
+    async def _sent(self, backend: Backend, dtype: str) -> str:
+        release, sender = self._release, self.sender
+        assert sender
+        if release.checksum.startswith(f"{dtype}:"):
+            return release.checksum
+        try:
+            told = await checksums(backend, sender, dtype)
+        except EngineError as error:
+            raise PublicationError(502, str(error)) from error
+        if told.whole != release.checksum:
+            raise PublicationError(
+                409, f"the trainer has weights with checksum {told.whole}, not {release.checksum}. Publish from the files."
+            )
+        return told.checksum
 
-async def put(backend: Backend, release: Release, expected: str, in_flight: InFlight = InFlight.KEEP) -> None:
+
+async def put(backend: Backend, release: Release, expected: str, in_flight: InFlight = InFlight.KEEP, sender: Sender | None = None) -> None:
     """Make an engine serve a release; the caller holds its lock. `backend.publication` then says how long each step took.
+
+    Args:
+        backend: the engine.
+        release: what it is to serve.
+        expected: the checksum that it must show.
+        in_flight: what becomes of its calls.
+        sender: who sends the weights. None: they are read from the release's files.
 
     Raises:
         EngineError: the engine failed; the message says what state that left.
@@ -79,14 +107,14 @@ async def put(backend: Backend, release: Release, expected: str, in_flight: InFl
     before = backend.status
     backend.become(BackendStatus.PUBLISHING)
     try:
-        await _replace_weights(backend, release, expected, in_flight, before)
+        await _replace_weights(backend, release, expected, in_flight, before, road_of(backend, Path(release.path), sender))
         backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
     finally:
         if backend.status is BackendStatus.PUBLISHING:
             backend.take_down(f"publication of version {release.version} was cut short. Publish again, or restart the engine.", broken=True)
 
 
-def _expected_checksum(release: Release, dtype: str) -> str:
+def _read(release: Release, dtype: str) -> str:
     path = Path(release.path)
     if not path.is_dir():
         raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
@@ -117,7 +145,9 @@ class _Steps:
         self.now, self._began = step, ended
 
 
-async def _replace_weights(backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus) -> None:
+async def _replace_weights(
+    backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus, road: Road
+) -> None:
     """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
     steps = _Steps("pause")
     try:
@@ -132,12 +162,13 @@ async def _replace_weights(backend: Backend, release: Release, expected: str, in
         # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order("/pause?mode=keep")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
-        steps.to("reload")
-        await backend.reload(release.path)
+        await road.prepare(backend)
+        steps.to(road.step)
+        await road.take(backend)
         steps.to("checksum")
         held = await backend.read_checksum()
         if held != expected:
-            raise EngineError(f"the engine holds {held or 'no weights'} after the reload, not {expected}.")
+            raise EngineError(f"the engine holds {held or 'no weights'} after the {road.step}, not {expected}.")
         steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
         steps.to("resume")
@@ -148,12 +179,22 @@ async def _replace_weights(backend: Backend, release: Release, expected: str, in
         steps.to("serve")
     except EngineError as error:
         reason = f"publication of version {release.version} failed at {steps.now}: {error}"
-        if steps.now in {"drain", "pause"} and before is BackendStatus.SERVING:
+        if before is BackendStatus.SERVING and (steps.now in {"drain", "pause"} or await _holds_old(backend, steps.now)):
             await _resume_old(backend, reason)
         else:
             await _give_up(backend, reason)
         raise EngineError(f"{reason} The engine is {backend.status}.") from error
     backend.publication = steps.seconds
+
+
+async def _holds_old(backend: Backend, step: str) -> bool:
+    """Whether the order to take new weights failed and left the old: vLLM lets go of an adapter only for one that it has read."""
+    if step != Adapter.step:
+        return False
+    try:
+        return await backend.read_checksum() == backend.checksum
+    except EngineError:
+        return False
 
 
 async def _resume_old(backend: Backend, reason: str) -> None:

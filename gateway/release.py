@@ -17,6 +17,7 @@ import msgspec
 from gateway.backend import Backend
 from gateway.policy import Canary, Policy
 from gateway.publication import Expected, InFlight, PublicationError, Release, put
+from gateway.transfer import Sender
 from gateway.upstream import BackendStatus
 from spangrad.errors import EngineError
 
@@ -42,6 +43,8 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     in_flight: InFlight = InFlight.KEEP
     canary: float | None = None
     """Share of the rollouts that one engine serves with it, until it is promoted or rolled back. None: all engines serve it."""
+    sender: Sender | None = None
+    """Who sends the weights to the engines' workers. None: they read them from `path`, as they will whenever they need them again."""
     again: bool = False
     """Publish a version that was rolled back, or that is older than what is served."""
 
@@ -79,7 +82,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
             raise PublicationError(
                 409, f'version {request.version} was rolled back. Publish a newer one, or this one with "again": true, if you mean it.'
             )
-        expected = Expected(release)
+        expected = Expected(release, request.sender)
         todo = [one for one in engines if not _serves(one, release, await expected.by(one))]
         if not todo:
             return _publication(policy, release, 0.0)
@@ -219,7 +222,7 @@ async def _publish_to(backend: Backend, release: Release, expected: Expected, in
     """Publish to one engine; what went wrong, or None."""
     async with backend.lock:
         try:
-            await put(backend, release, await expected.by(backend), in_flight)
+            await put(backend, release, await expected.by(backend), in_flight, expected.sender)
         except EngineError as error:
             return error
     return None

@@ -152,15 +152,22 @@ def require_free_port(host: str, port: int, setting: str) -> None:
             ) from None
 
 
-def require_safe_bind(host: str, token: object | None, section: str) -> None:
+def require_safe_bind(host: str, token: object | None, section: str, prefix: str = "") -> None:
     """Refuse to bind beyond loopback without a token.
+
+    Args:
+        host: to bind.
+        token: that is asked for. None: none is.
+        section: of the settings that name both.
+        prefix: of their names in it.
 
     Raises:
         SpangradError: `host` is not loopback and there is no token.
     """
     if host not in {"127.0.0.1", "::1", "localhost"} and not token:
+        place = f"{section}.{prefix}"
         raise SpangradError(
-            f"{section}.host = {host!r} would listen beyond this machine without a token. Set {section}.token, or bind 127.0.0.1."
+            f"{place}host = {host!r} would listen beyond this machine without a token. Set {place}token, or bind 127.0.0.1."
         )
 
 

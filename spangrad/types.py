@@ -139,7 +139,11 @@ class AttemptFailure(StrEnum):
     UNFLUSHED = "unflushed"
     """Its spans could not be sent in time, so rewards on them may be missing."""
     CANCELLED = "cancelled"
-    """The runner was stopped, or lost the gateway."""
+    """The runner was stopped or lost the gateway, or the rollout was not wanted any more."""
+    LOST = "lost"
+    """Nothing was heard of its worker for longer than its lease holds."""
+    RELEASED = "released"
+    """Its worker gave it back; it does not count as one of the rollout's attempts."""
 
 
 class RewardSource(StrEnum):

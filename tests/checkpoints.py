@@ -6,10 +6,20 @@ from pathlib import Path
 
 from trainer import checkpoint
 from trainer.engine import Engine
+from trainer.lora import adapter_of
 
 
 def written(engine: Engine, base: Path, directory: Path) -> checkpoint.Checkpoint:
     """Write what an engine holds; `base` is the model that it began with."""
-    names = {"policy": "p", "branch": "main", "batch_id": "b"}
-    saving = {"save_weights": engine.save_weights, "save_state": engine.save_state}
-    return checkpoint.write(directory, **names, version=1, parent=0, base=base, **saving)
+    return checkpoint.write(
+        directory,
+        policy="p",
+        branch="main",
+        version=1,
+        parent=0,
+        batch_id="b",
+        base=base,
+        save_weights=engine.save_weights,
+        save_state=engine.save_state,
+        adapter=adapter_of(base, engine.settings),
+    )

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import urllib.request
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from spangrad.processes import free_ports
-from spangrad.weights import checksum_directory
+from spangrad.weights import checksum_directory, mix_words
 
 ANSWER_TEXT = "weather rome"
 ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
@@ -44,6 +46,15 @@ class FakeEngine:
     warm: bool = True
     model: str = ""
     """Directory of the weights that it was started with."""
+    lora_rank: int = 0
+    """Largest rank of the adapters that it takes."""
+    transfer: str = ""
+    """Over what it takes weights from a trainer."""
+    workers: int = 1
+    base_checksum: str = ""
+    """Of its parameters, whatever adapter it has; empty: `checksum` is."""
+    spoils: bool = False
+    """An adapter that it refuses spoils what it had."""
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
     """Of chat answers; anything but 200 is an error in vLLM's words."""
@@ -91,9 +102,11 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/{dialect:completions|responses|messages}", self._recorded)
+        app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
         app.router.add_route("*", "/v1/{rest:.*}", self._other)
         app.router.add_get("/spangrad/info", self._info)
         app.router.add_get("/is_paused", self._is_paused)
+        app.router.add_get("/get_world_size", self._world_size)
         app.router.add_post("/{order:.*}", self._order)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
@@ -130,12 +143,15 @@ class FakeEngine:
         return web.json_response({"method": request.method, "path": request.raw_path}, status=418)
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
-        )
+        served = {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
+        bare = "the bare adapter" if self.lora_rank else ""
+        return web.json_response({**served, "lora_rank": self.lora_rank, "bare": bare, "transfer": self.transfer})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": self.workers})
 
     async def _order(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -154,9 +170,25 @@ class FakeEngine:
             await self.hold_reload.wait()
             found = checksum_directory(Path(body["kwargs"]["weights_path"]))
             self.checksum = "float32:ffffffffffffffff" if self.wrong_after_reload else found
+        elif name == "/update_weights":
+            self.checksum = await asyncio.to_thread(checksum_sent, body["update_info"], self.checksum.partition(":")[0])
         elif name == "spangrad_checksum":
-            return web.json_response({"results": [self.checksum]})
+            base_only = body.get("kwargs", {}).get("base_only")
+            return web.json_response({"results": [self.base_checksum or self.checksum if base_only else self.checksum]})
         return web.json_response({"results": [None]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Vllm reads the new adapter before it lets go of the old one."""
+        body = await request.json()
+        self.orders.append("load_lora_adapter")
+        self.bodies.append(json.dumps(body).encode())
+        if self.refuses == "load_lora_adapter":
+            if self.spoils:
+                self.checksum = "float32:ffffffffffffffff"
+            return web.json_response({"error": {"message": "unexpected modules", "code": 500}}, status=500)
+        bare = body["lora_path"] == "the bare adapter"
+        self.checksum = self.base_checksum if bare else checksum_directory(Path(body["lora_path"]))
+        return web.Response(text="Success: LoRA adapter 'policy' added successfully.")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
@@ -268,6 +300,16 @@ class FakeEngine:
                 await self.go_on.wait()
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def checksum_sent(update: dict[str, Any], dtype: str) -> str:
+    """Of what a sender gives away over HTTP; anything else over another carrier."""
+    if "url" not in update:
+        return f"{dtype}:ffffffffffffffff"
+    with urllib.request.urlopen(update["url"], timeout=10) as answer:
+        data = answer.read()
+    words = np.frombuffer(data, {"float32": np.uint32, "bfloat16": np.uint16}[dtype])
+    return f"{dtype}:{mix_words(words.astype(np.uint64)):016x}"
 
 
 def event(chunk: dict[str, Any]) -> bytes:

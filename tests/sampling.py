@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes import transition_row
+from spangrad.adapters import adapter_facts
 
 PROMPT = (1, 4, 7, 11, 2, 1, 5)
 """`<|im_start|> user say CITY <|im_end|> <|im_start|> assistant` in the two-tools vocabulary; the fourth token is the city."""
@@ -55,4 +56,9 @@ def distribution(model: Path, ids: list[int], temperature: float) -> Any:
 def _load(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model)
+    adapter = adapter_facts(model)
+    if adapter is None:
+        return AutoModelForCausalLM.from_pretrained(model)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(adapter.base), model)

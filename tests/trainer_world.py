@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,8 +82,11 @@ class FakeOptimiser:
         self.weight += batch.trainable
         return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": float(batch.trainable)}
 
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield "weight", np.array([self.weight], np.float32)
+
     def save_weights(self, directory: Path) -> None:
-        save_file({"weight": np.array([self.weight], np.float32)}, directory / "model.safetensors")
+        save_file(dict(self.weights()), directory / "model.safetensors")
 
     def close(self) -> None:
         pass
@@ -116,7 +119,7 @@ class FakePublisher(Publisher):
     def served(self, policy: str) -> int:
         return json.loads(self._file.read_text())[-1]
 
-    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
         if version.version < self.served(version.policy) and not again:
             raise GatewayError(f"version {version.version} is not newer than what is served")
         own = self._file.with_suffix(f".{os.getpid()}")

@@ -1,9 +1,9 @@
-"""Policy versions as directories: a Hugging Face model that any engine can serve, and the optimiser's state beside it.
+"""Policy versions as directories: a Hugging Face model that any engine can serve, or an adapter, and the optimiser's state beside it.
 
 In: named weights and a function that writes the optimiser's state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
 Invariant: a directory of that name is whole. It is written under a temporary name, every file is synced to disk, the marker
 `STABLE` is written last, and one rename makes it visible. Weights are float32, whatever config.json says: that is what training
-goes on from, and an engine casts them as it loads.
+goes on from, and an engine casts them as it loads. A model that adapters below the same directory are of is not pruned.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from spangrad import adapters
+from spangrad.adapters import AdapterFacts
 from spangrad.errors import CheckpointError
 from spangrad.types import VersionStatus
 from spangrad.weights import checksum_directory, tokenizer_hash
@@ -68,6 +70,7 @@ def write(
     base: Path,
     save_weights: Callable[[Path], None],
     save_state: Callable[[Path], None],
+    adapter: AdapterFacts | None = None,
 ) -> Checkpoint:
     """Write a version.
 
@@ -81,11 +84,12 @@ def write(
         base: a model directory whose configuration and tokenizer are copied.
         save_weights: writes the parameters into a directory, as `save_weights` below does.
         save_state: writes the optimiser's state into a directory.
+        adapter: what the weights adapt. None: they are a whole model.
 
     Raises:
         CheckpointError: the version is there already, or cannot be written: the disk is full, say.
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     final = version_directory(directory, policy, branch, version)
     if final.exists():
@@ -95,9 +99,12 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for file in sorted(base.iterdir()):
-            if file.is_file() and file.name != MARKER and not file.name.endswith(_NOT_COPIED):
+            if file.is_file() and file.name not in {MARKER, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, temporary / file.name)
         save_weights(temporary)
+        if adapter:
+            with safe_open(temporary / adapters.WEIGHTS, "numpy") as opened:
+                adapters.write_config(temporary, adapter, opened.keys())
         save_state(temporary)
         made = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
@@ -119,11 +126,11 @@ def write(
     return made
 
 
-def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]]) -> None:
-    """Write parameters, by their Hugging Face names, as a model directory has them."""
+def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]], file: str = WEIGHTS) -> None:
+    """Write parameters, by their Hugging Face names, as a model directory has them; or by PEFT's, as `adapters.WEIGHTS`."""
     from safetensors.numpy import save_file
 
-    save_file(dict(weights), directory / WEIGHTS, metadata={"format": "pt"})
+    save_file(dict(weights), directory / file, metadata={"format": "pt"})
 
 
 def verify(path: Path, checksum: str) -> None:
@@ -161,9 +168,21 @@ def remove(directory: Path, policy: str, branch: str, version: int) -> None:
 
 def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, spared: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` committed versions and those that are `spared`; the newest of all always stays."""
-    for version in sorted(committed)[: -max(keep, 1)]:
-        if version not in spared:
+    old = [version for version in sorted(committed)[: -max(keep, 1)] if version not in spared]
+    adapted = _adapted(directory) if old else ()
+    for version in old:
+        if version_directory(directory, policy, branch, version) not in adapted:
             remove(directory, policy, branch, version)
+
+
+def _adapted(directory: Path) -> set[Path]:
+    """The models that adapters below a directory are of."""
+    found = set[Path]()
+    for config in directory.absolute().glob(f"*/*/v*/{adapters.CONFIG}"):
+        with contextlib.suppress(CheckpointError):  # nobody can serve it
+            if facts := adapters.adapter_facts(config.parent):
+                found.add(facts.base)
+    return found
 
 
 def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:

@@ -1,19 +1,49 @@
-"""An optimiser that is loaded when it is first needed: a scheduled run that finds nothing to train never imports PyTorch.
+"""An optimiser as the loop sees it, and one that is loaded when first needed: a run that finds nothing to train never imports PyTorch.
 
 In: how to load one. Out: the same, later. Invariant: it is loaded once at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trainer.batch import Batch
 
 if TYPE_CHECKING:
-    from trainer.loop import Optimiser
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Optimiser(Protocol):
+    """What steps the weights: `trainer.engine.Engine`."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number that a batch's rows must be divisible by."""
+        ...
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One step; its metrics."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Parameters by name."""
+        ...
+
+    def save_weights(self, directory: Path) -> None:
+        """Write the parameters."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Write the optimiser's state."""
+        ...
+
+    def close(self) -> None:
+        """End whatever it runs elsewhere."""
+        ...
 
 
 class Deferred:
@@ -34,6 +64,10 @@ class Deferred:
     def step(self, batch: Batch) -> dict[str, float]:
         """One step; its metrics."""
         return self._optimiser.step(batch)
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Parameters by name."""
+        return self._optimiser.weights()
 
     def save_weights(self, directory: Path) -> None:
         """Write the parameters."""

@@ -24,7 +24,7 @@ from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
-from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, VERSIONS
+from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, TUNED_ROLLOUTS, VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Spent:
     steps: int
     """Versions that the branch has committed, of whichever run."""
     trained: int
-    """Groups in their batches."""
+    """Groups in their batches, or of which a run over files trained a rollout."""
     put_aside: Mapping[ExpiryReason, int]
     """Other groups, by the reason."""
 
@@ -91,9 +91,8 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
     made = sa.select(VERSIONS.c.batch_id).where(
         *of(VERSIONS, mine), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None)
     )
-    groups = (
-        sa.select(BATCH_ROLLOUTS.c.group_id).distinct().where(*of(BATCH_ROLLOUTS, {**mine, **run}), BATCH_ROLLOUTS.c.batch_id.in_(made))
-    )
+    tables = (BATCH_ROLLOUTS,) if settings.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
+    groups = sa.union(*(sa.select(one.c.group_id).where(*of(one, {**mine, **run}), one.c.batch_id.in_(made)) for one in tables))
     aside = (
         sa.select(EXPIRED.c.reason, sa.func.count())
         .where(*of(EXPIRED, {**mine, **run, "build_spec": build_spec}), EXPIRED.c.group_id.not_in(groups))

@@ -176,7 +176,7 @@ class Engine:
         return self._workers.weights()
 
     def save_weights(self, directory: Path) -> None:
-        """Write every parameter, as `weights` gives them, to `trainer.checkpoint.WEIGHTS`; under Ray a worker writes it."""
+        """Write what `weights` gives to a file (`trainer.lora.weights_file`); under Ray a worker writes it."""
         self._workers.everywhere("save_weights", directory.absolute())
 
     def save_state(self, directory: Path) -> None:

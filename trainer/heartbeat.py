@@ -12,12 +12,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from spangrad.errors import LedgerError
+from spangrad.leases import BEATS
 from trainer.ledger import Lease, Ledger
 
 logger = logging.getLogger(__name__)
-
-_BEATS = 4
-"""In the time that a lease holds: a few may fail before it expires."""
 
 
 @contextmanager
@@ -26,7 +24,7 @@ def beating(ledger: Ledger, lease: Lease) -> Generator[None]:
     done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(ledger.lease_seconds / _BEATS):
+        while not done.wait(ledger.lease_seconds / BEATS):
             try:
                 if not ledger.renew(lease):
                     logger.warning("the lease of version %d is lost: its step will not be committed", lease.version)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from math import inf
 from typing import Literal
 
+from spangrad.adapters import adapter_facts
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Estimator, Loss
@@ -118,6 +119,7 @@ def check(settings: TrainerSettings) -> None:
     _check_estimator(settings)
     _check_loss(settings)
     _check_correction(settings)
+    _check_road(settings)
     if settings.kl_coef and settings.reference is None and settings.model is None:
         raise SettingsError(
             f"trainer.kl_coef = {settings.kl_coef:g} holds the policy to a reference, and none is named. Set trainer.reference to the "
@@ -126,6 +128,18 @@ def check(settings: TrainerSettings) -> None:
     if settings.kl_coef and settings.reference is not None and not settings.reference.is_dir():
         raise SettingsError(f"trainer.reference = {str(settings.reference)!r} is no directory. Give the one that holds the weights.")
     _check_merge(settings)
+
+
+def _check_road(settings: TrainerSettings) -> None:
+    if settings.road == "adapter" and not settings.lora_rank:
+        raise SettingsError(
+            "trainer.road = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or trainer.road = disk for whole models."
+        )
+    held = settings.reference or settings.model
+    if settings.kl_coef and held and adapter_facts(held):
+        raise SettingsError(
+            f"{held}, to which the policy is held (trainer.kl_coef), is an adapter. Set trainer.reference to a whole model."
+        )
 
 
 def _check_estimator(settings: TrainerSettings) -> None:

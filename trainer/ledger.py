@@ -28,9 +28,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from spangrad.errors import LedgerError
+from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
+from trainer import tunings
 from trainer.eligibility import ExpiryReason
-from trainer.holder import is_dead, shown, this_process
 from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
 from trainer.source import BatchRollout, Group
 
@@ -63,6 +64,7 @@ class Ledger:
         self._branch = {"policy": policy, "branch": branch}
         self.lease_seconds = lease_seconds
         self._holder = holder or this_process()
+        self._watch = Watch[str]()
         self.database = Database(place)
 
     def close(self) -> None:
@@ -104,12 +106,13 @@ class Ledger:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
 
-    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None) -> Lease | None:
+    def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: tunings.Tuning | None = None) -> Lease | None:
         """Lease rollouts to a new batch, and hand out the number of the version that it will make.
 
         Args:
             rollouts: what the batch is made of.
             parent: the version that will be trained. None: the head, whichever it is.
+            tuning: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
 
         Returns:
             None: another trainer's step is under way, or the head is no longer `parent`; look again.
@@ -122,7 +125,7 @@ class Ledger:
             if head is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
             row = self._lease(transaction)
-            if row and not is_over(row["holder"], row["expires"], self.database.now(transaction)):
+            if row and not self._is_over(row):
                 return None
             if row:
                 self._undo(transaction, row)
@@ -133,8 +136,10 @@ class Ledger:
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
             transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
-            expires = self.database.now(transaction) + self.lease_seconds
-            transaction.execute(LEASES.insert().values(**values, holder=self._holder, expires=expires))
+            transaction.execute(LEASES.insert().values(**values, holder=self._holder, seconds=self.lease_seconds))
+            if tuning:
+                tunings.enter(transaction, self._branch, lease.batch_id, tuning, rollouts)
+                return lease
             try:
                 transaction.execute(BATCH_ROLLOUTS.insert(), [self._row(one, lease.batch_id) for one in rollouts])
             except IntegrityError as error:
@@ -147,8 +152,8 @@ class Ledger:
     def renew(self, lease: Lease) -> bool:
         """Hold a lease for another trainer.lease_seconds; False: it was undone."""
         with self.database.transaction() as transaction:
-            expires = self.database.now(transaction) + self.lease_seconds
-            return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(expires=expires)).rowcount == 1
+            beats = {"seconds": self.lease_seconds, "beats": LEASES.c.beats + 1}
+            return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(beats)).rowcount == 1
 
     def commit(self, lease: Lease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
         """Make a leased batch and its version final, and the branch's head, in one transaction.
@@ -184,7 +189,7 @@ class Ledger:
         """
         with self.database.transaction() as transaction:
             row = self._lease(transaction)
-            if row is None or not (row["holder"] == self._holder or is_over(row["holder"], row["expires"], self.database.now(transaction))):
+            if row is None or not (row["holder"] == self._holder or self._is_over(row)):
                 return []
             self._undo(transaction, row)
             return [int(row["version"])]
@@ -220,16 +225,18 @@ class Ledger:
             old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
             transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
-    def finished_groups(self, run_id: str, build_spec: str) -> set[tuple[str, str]]:
-        """Mode and id of the groups that must not be taken: leased or trained under any specification, or expired under this one."""
+    def finished_groups(self, run_id: str, build_spec: str, *, tuned: bool = True) -> set[tuple[str, str]]:
+        """Mode and id of the groups that must not be taken: leased or trained under any specification, or expired under this one.
+
+        With `tuned` also those of which a run over files trained a rollout.
+        """
         with self.database.transaction() as transaction:
-            taken = sa.select(BATCH_ROLLOUTS.c.mode, BATCH_ROLLOUTS.c.group_id).where(
-                *self._mine(BATCH_ROLLOUTS), BATCH_ROLLOUTS.c.run_id == run_id
-            )
+            tables = (BATCH_ROLLOUTS, tunings.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
+            taken = [sa.select(one.c.mode, one.c.group_id).where(*self._mine(one), one.c.run_id == run_id) for one in tables]
             expired = sa.select(EXPIRED.c.mode, EXPIRED.c.group_id).where(
                 *self._mine(EXPIRED), EXPIRED.c.run_id == run_id, EXPIRED.c.build_spec == build_spec
             )
-            return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(taken, expired))}
+            return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, expired))}
 
     def expired(self) -> dict[Group, ExpiryReason]:
         """Every group put aside, and why."""
@@ -307,7 +314,8 @@ class Ledger:
             where = BATCH_ROLLOUTS.c.batch_id == batch_id
             order = (BATCH_ROLLOUTS.c.group_id, BATCH_ROLLOUTS.c.rollout_id, BATCH_ROLLOUTS.c.attempt)
             rows = transaction.execute(sa.select(BATCH_ROLLOUTS).where(where).order_by(*order)).mappings()
-            return [BatchRollout(_group(row), row["rollout_id"], row["attempt"], row["revision"]) for row in rows]
+            own = [BatchRollout(_group(row), row["rollout_id"], row["attempt"], row["revision"]) for row in rows]
+            return own or tunings.rollouts_of(transaction, batch_id)
 
     def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c[name] == value for name, value in self._branch.items()]
@@ -321,11 +329,17 @@ class Ledger:
     def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
         return transaction.execute(sa.select(LEASES).where(*self._mine(LEASES))).mappings().first()
 
+    def _is_over(self, lease: sa.RowMapping) -> bool:
+        """Whether a lease may be undone by anybody: it was not renewed for its time while we looked, or its process is known to be dead."""
+        return is_dead(lease["holder"]) or self._watch.see(lease["batch_id"], lease["beats"], lease["seconds"])
+
     def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
         batch = lease["batch_id"]
+        self._watch.forget(batch)
         transaction.execute(VERSIONS.update().where(VERSIONS.c.batch_id == batch).values(status=VersionStatus.ORPHANED))
         for table in (BATCH_ROLLOUTS, LEASES):
             transaction.execute(table.delete().where(table.c.batch_id == batch))
+        tunings.undo(transaction, batch)
 
     def _parents(self, transaction: sa.Connection) -> dict[tuple[str, int], tuple[str, int | None]]:
         columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
@@ -358,11 +372,6 @@ class Ledger:
             "revision": one.revision,
             "batch_id": batch_id,
         }
-
-
-def is_over(holder: str, expires: float, now: float) -> bool:
-    """Whether a lease may be undone by anybody: it has expired, or its process is known to be dead; both times by one clock."""
-    return expires <= now or is_dead(holder)
 
 
 def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:

@@ -30,7 +30,7 @@ from trainer import alarms, checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
-from trainer.deferred import Deferred
+from trainer.deferred import Deferred, Optimiser
 from trainer.demand import Caller
 from trainer.eligibility import ExpiryReason, put_aside
 from trainer.evaluate import Evaluation, best, describe_best
@@ -38,13 +38,15 @@ from trainer.heartbeat import beating
 from trainer.learning import check
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.lora import adapter_of, model_of
 from trainer.measures import measures
 from trainer.mirror import Mirror
 from trainer.planning import plan_of
-from trainer.publisher import Publisher
+from trainer.publisher import Publisher, publisher_of
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded, Source
+from trainer.tunings import has_trainers_state
 from trainer.view import LogLines
 from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
@@ -72,31 +74,6 @@ class GroupSource(Protocol):
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Their rollouts and transitions."""
-        ...
-
-
-class Optimiser(Protocol):
-    """What steps the weights: `trainer.engine.Engine`."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number that a batch's rows must be divisible by."""
-        ...
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        """One step; its metrics."""
-        ...
-
-    def save_weights(self, directory: Path) -> None:
-        """Write the parameters."""
-        ...
-
-    def save_state(self, directory: Path) -> None:
-        """Write the optimiser's state."""
-        ...
-
-    def close(self) -> None:
-        """End whatever it runs elsewhere."""
         ...
 
 
@@ -143,7 +120,9 @@ class Trainer:
         served = publisher.served(self.settings.trainer.policy)
         newest = newest_version(self.ledger)  # read last: what is served and newer was committed before, and the head was moved since
         back = served is not None and newest.version < served and served in self.ledger.committed_versions()
-        seconds = publisher.publish(newest.policy_version, again=back)
+        # Weights that this process does not hold are read from the files.
+        weights = self.optimiser.weights if newest.version == self.loaded.version else None
+        seconds = publisher.publish(newest.policy_version, again=back, weights=weights)
         logger.info("version %d is served (%.2f s)%s", newest.version, seconds, f": the branch went back from {served}" if back else "")
 
     def _publish_again(self) -> None:
@@ -213,7 +192,7 @@ class Trainer:
         settings = self.settings.trainer
         while True:
             self._head = newest_version(self.ledger)
-            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec)
+            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec, tuned=not settings.retrain_tuned)
             ready = [group for group in self.source.ready() if (group.mode, group.group_id) not in finished]
             if len(ready) < settings.groups_per_batch:
                 return None
@@ -294,7 +273,7 @@ class Trainer:
             return made
         try:
             with self.clock.stage("publish"):
-                seconds = self.publisher.publish(made.policy_version)
+                seconds = self.publisher.publish(made.policy_version, weights=self.optimiser.weights)
         except GatewayError:
             if newest_version(self.ledger).version == made.version:
                 raise
@@ -324,6 +303,7 @@ class Trainer:
                     base=Path(parent.policy_version.path),
                     save_weights=self.optimiser.save_weights,
                     save_state=self.optimiser.save_state,
+                    adapter=adapter_of(Path(parent.policy_version.path), settings),
                 )
         metrics |= {**self.clock.seconds(), **facts}
         with self.shutdown.shielded():
@@ -369,9 +349,9 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
-            engine = Engine(model, settings.trainer)
+            engine = Engine(model_of(model), settings.trainer)
             engines.callback(engine.close)
-            if version.policy_version.batch_id:
+            if has_trainers_state(ledger.database, version) or model_of(model) != model:
                 engine.load_state(model)
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine
@@ -386,7 +366,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             optimiser=optimiser,
             normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
-            publisher=Publisher(settings.gateway) if settings.trainer.publish else None,
+            publisher=publisher_of(settings),
             shutdown=shutdown,
             loaded=newest,
             load_optimiser=load,

@@ -1,7 +1,8 @@
 """Copies the ledger's conclusions into the span store, where people ask what trained what.
 
-In: the ledger. Out: rows of `otel.policy_versions` and `otel.batches`. Invariant: the ledger is the authority and the store a copy that may
-lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing whatever the store lacks.
+In: the ledger. Out: rows of `otel.policy_versions`, `otel.batches` and `otel.batch_files`. Invariant: the ledger is the authority and the
+store a copy that may lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing whatever
+the store lacks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from spangrad.clickhouse import store_errors
 from spangrad.types import VersionStatus
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.tunings import Tuning, tuning_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -21,6 +23,7 @@ _VERSION_COLUMNS = (
     "Metrics",
 )  # fmt: skip
 _BATCH_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
+_FILE_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
 _THERE = """
 SELECT Version, Status, Checksum, Metrics FROM otel.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
 """
@@ -63,7 +66,11 @@ class Mirror:
     def write(self, version: LedgerVersion) -> None:
         """Write a version and, when it is committed, its batch; the batch first, so that a version's row says its lineage is there."""
         if version.status is VersionStatus.COMMITTED and version.policy_version.batch_id:
-            self._insert("otel.batches", _BATCH_COLUMNS, self._batch_rows(version, version.policy_version.batch_id))
+            batch_id = version.policy_version.batch_id
+            if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
+                self._insert("otel.batches", _BATCH_COLUMNS, rows)
+            if tuning := tuning_of(self._ledger.database, batch_id):
+                self._insert("otel.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, tuning))
         self._insert("otel.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
 
     def _batch_size(self, version: LedgerVersion) -> int:
@@ -82,6 +89,13 @@ class Mirror:
     def _insert(self, table: str, columns: tuple[str, ...], rows: list[list[object]]) -> None:
         with store_errors(self._url):
             self._client.insert(table, rows, column_names=columns)
+
+
+def _file_rows(version: LedgerVersion, batch_id: str, tuning: Tuning) -> list[list[object]]:
+    names = [version.policy_version.policy, version.branch, batch_id, version.version]
+    return [
+        [*names, tuning.method, tuning.run, tuning.step, tuning.steps, one.name, one.checksum, one.size, one.rows] for one in tuning.files
+    ]
 
 
 def _version_row(version: LedgerVersion) -> list[object]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from trainer.holder import shown
+from spangrad.leases import shown
 from trainer.ledger_tables import EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
 from trainer.source import Group
 

@@ -1,11 +1,13 @@
 """Hands committed versions to the gateway, which alone touches engines.
 
-In: a committed version. Out: the gateway serves it. Invariant: a version is published by path and checksum, so that what an engine loads
-is what the ledger committed; publishing the version that is served already changes nothing.
+In: a committed version, and maybe its weights, which are then sent when the gateway asks for them. Out: the gateway serves it.
+Invariant: a version is published by path and checksum, so that what an engine loads is what the ledger committed; publishing the version
+that is served already changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import urllib.error
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +15,9 @@ from urllib.parse import quote
 
 from spangrad.errors import GatewayError
 from spangrad.gateway_http import ask_gateway, refusal
-from spangrad.settings import GatewaySettings
+from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
+from trainer.sender import Sender, Weights
 
 _REMEDY = (
     "The version stays committed and is published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
@@ -28,10 +31,17 @@ class Publisher:
     """Seconds of each step of the last publication, of the engine that took the longest; `files`: what was read before. Empty: no engine
     had to take anything."""
 
-    def __init__(self, gateway: GatewaySettings, remedy: str = _REMEDY) -> None:
-        """Talk to gateway.url, with gateway.token when there is one; `remedy` ends what is said when that fails."""
+    def __init__(self, gateway: GatewaySettings, remedy: str = _REMEDY, sender: Sender | None = None) -> None:
+        """Talk to gateway.url, with gateway.token when there is one.
+
+        Args:
+            gateway: where it is.
+            remedy: ends what is said when that fails.
+            sender: sends weights to engines. None: they read files.
+        """
         self._gateway = gateway
         self._remedy = remedy
+        self._sender = sender
 
     def served(self, policy: str) -> int | None:
         """The version that the gateway serves. None: it has not admitted its engine yet.
@@ -42,12 +52,13 @@ class Publisher:
         version = self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"]
         return None if version is None else int(version)
 
-    def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: Weights | None = None) -> float:
         """Have the gateway serve a version, and wait until its engines do.
 
         Args:
             version: which one.
             again: even if it is older than what is served, or was rolled back.
+            weights: gives the version's, for the sender if there is one. None: nobody has them in memory.
 
         Returns:
             Seconds that the gateway took.
@@ -58,7 +69,10 @@ class Publisher:
         body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum}
         if again:
             body["again"] = True
-        made = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
+        with self._sender.offering(weights) if self._sender and weights else contextlib.nullcontext() as sender:
+            if sender:
+                body["sender"] = sender
+            made = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
         seconds = float(made["seconds"])
         engines: list[dict[str, float]] = list(made.get("stages", {}).values())
         slowest = max(engines, key=lambda one: sum(one.values()), default={})
@@ -76,3 +90,14 @@ class Publisher:
                 f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, or set "
                 f"gateway.url. {self._remedy}"
             ) from error
+
+
+def publisher_of(settings: Settings) -> Publisher | None:
+    """As the settings want it. None: versions are not published.
+
+    Raises:
+        SettingsError: nobody can listen at trainer.transfer_host.
+    """
+    if not settings.trainer.publish:
+        return None
+    return Publisher(settings.gateway, sender=Sender(settings.trainer) if settings.trainer.road == "transfer" else None)

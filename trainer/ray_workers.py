@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from spangrad.errors import SpangradError, TrainerError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint
+from trainer.lora import weights_file
+from trainer.objective import Objective
 from trainer.process import prepare_process, quiet, worker_environment
 from trainer.ray_cluster import Cluster
 
@@ -37,7 +38,7 @@ _SETTLE_SECONDS = 20.0
 class RayWorkers:
     """trainer.workers ranks on each of trainer.nodes nodes."""
 
-    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         """Begin the ranks and load their models.
 
         Raises:
@@ -50,7 +51,7 @@ class RayWorkers:
         try:
             with quiet():
                 places, self.device = self._cluster.place()
-                self._group = _group(model.absolute(), settings, places, self.device, self._cluster.own)
+                self._group = _group(model.absolute(), settings, objective, places, self.device, self._cluster.own)
             self.everywhere("join", self.device, self._rendezvous())
             self.everywhere("load", self.device)
             self.size = self._learn_dispatch()
@@ -84,7 +85,7 @@ class RayWorkers:
             shared.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
             self.everywhere("save_weights", Path(directory))
-            yield from load_file(Path(directory) / checkpoint.WEIGHTS).items()
+            yield from load_file(Path(directory) / weights_file(self._settings)).items()
 
     def close(self) -> None:
         """End the ranks, and Ray if it was begun for them."""
@@ -173,7 +174,7 @@ def _failure(call: Any) -> BaseException | None:
     return None
 
 
-def _group(model: Path, settings: TrainerSettings, places: list[Any], device: str, own: bool) -> Any:
+def _group(model: Path, settings: TrainerSettings, objective: Objective | None, places: list[Any], device: str, own: bool) -> Any:
     """Verl's worker group, a rank a place."""
     import ray
     from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, sort_placement_group_by_node_ip
@@ -189,6 +190,6 @@ def _group(model: Path, settings: TrainerSettings, places: list[Any], device: st
     everywhere = {name: path.absolute() for name in ("model", "reference") if (path := getattr(settings, name))}
     pool = RayResourcePool([settings.workers] * settings.nodes, use_gpu=False, max_colocate_count=1)
     pool.pgs = sort_placement_group_by_node_ip(places)
-    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere))
+    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere), objective)
     rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process
     return Group(pool, rank, device_name=device, worker_env=worker_environment(device, own=own))

@@ -28,7 +28,7 @@ _PACKAGES = {
     "trackio": "trackio",
     "clearml": "clearml",
 }
-_GROUPS = ("seconds", "validate", "staleness", "mean_reward", "logprob_gap")
+_GROUPS = ("seconds", "validate", "held_out", "staleness", "mean_reward", "logprob_gap")
 """Beginnings of names that are groups of their own; all others are `train`'s."""
 
 

@@ -15,12 +15,16 @@ from typing import Any
 
 from spangrad.settings import TrainerSettings
 from trainer.losses import actor_config, checked_ppo_loss, value_loss_of
+from trainer.objective import Objective
+from trainer.tuning_losses import loss_of
 
 _NO_END = 1 << 62
 """Total steps of the learning rate's schedule, which is constant."""
 
 
-def training_worker(model: Path, settings: TrainerSettings, device: str, *, critic: bool = False, rank: int = 0) -> Any:
+def training_worker(
+    model: Path, settings: TrainerSettings, device: str, *, critic: bool = False, rank: int = 0, objective: Objective | None = None
+) -> Any:
     """A worker of the process group that this process has joined.
 
     Args:
@@ -29,6 +33,7 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
         device: cuda or cpu.
         critic: whether the model has a value head and learns the returns.
         rank: of the adapters; 0: the weights are trained.
+        objective: what is optimised. None: what the settings say, on batches of rollouts.
     """
     from transformers.utils import logging as transformers_logging
     from verl.trainer.config import CheckpointConfig
@@ -41,12 +46,13 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
         _register_cpu_engine()
     again = settings.gradient_checkpointing
     optimizer = FSDPOptimizerConfig(
-        lr=settings.critic_learning_rate if critic else settings.learning_rate,
+        lr=objective.learning_rate if objective else settings.critic_learning_rate if critic else settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
         clip_grad=settings.clip_grad,
-        lr_warmup_steps=0,
-        total_training_steps=_NO_END,
+        lr_warmup_steps=objective.warmup_steps if objective else 0,
+        lr_scheduler_type=objective.schedule if objective else "constant",
+        total_training_steps=objective.steps if objective else _NO_END,
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -75,6 +81,9 @@ def training_worker(model: Path, settings: TrainerSettings, device: str, *, crit
     )
     with _value_head() if critic else contextlib.nullcontext():
         worker.reset()
+    if objective:
+        worker.set_loss_fn(loss_of(objective))
+        return worker
     policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm)
     worker.set_loss_fn(value_loss_of(settings, optimizer) if critic else policy_loss)
     return worker

@@ -26,7 +26,8 @@ from verl.utils import tensordict_utils as tu
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
 from trainer import checkpoint
-from trainer.lora import merged
+from trainer.lora import alone, kept, merged, require_adapters, weights_file
+from trainer.objective import Objective
 from trainer.process import check_device, join_group, quiet
 from trainer.verl_worker import training_worker
 
@@ -46,9 +47,9 @@ class Role(StrEnum):
 class Rank(Worker):
     """A rank of the process group that this process has joined; `load` comes first."""
 
-    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         super().__init__()
-        self._model, self._settings = model, settings
+        self._model, self._settings, self._objective = model, settings, objective
         self._models: dict[Role, Any] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -75,7 +76,7 @@ class Rank(Worker):
         settings = self._settings
         check_device(settings, device)
         with quiet(), _alike():
-            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank)
+            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank, objective=self._objective)
             if settings.kl_coef:
                 # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
                 held = settings.reference or settings.model
@@ -99,10 +100,12 @@ class Rank(Worker):
             return self._models[Role(tu.pop(rows, "role"))].infer_batch(rows)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Every parameter of the policy by its Hugging Face name, tied ones once, with adapters merged; collective."""
+        """The policy's parameters by Hugging Face's names, tied ones once, adapters merged; or adapters alone, by PEFT's; collective."""
         module, settings = self._engine(Role.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
-        if settings.lora_rank:  # verl would merge them too, in bfloat16
+        if settings.road == "adapter":
+            tensors = alone(module.state_dict())
+        elif settings.lora_rank:  # verl would merge them too, in bfloat16
             tensors = merged(module.state_dict(), settings.lora_alpha / settings.lora_rank)
         else:
             tensors, _ = self._engine(Role.POLICY).get_per_tensor_param()
@@ -114,7 +117,7 @@ class Rank(Worker):
     def save_weights(self, directory: Path) -> None:
         """Write the policy's parameters; collective."""
         if self.rank == 0:
-            checkpoint.save_weights(directory, self.weights())
+            checkpoint.save_weights(directory, self.weights(), weights_file(self._settings))
         else:
             for _ in self.weights():
                 pass  # each whole tensor takes all ranks
@@ -136,8 +139,8 @@ class Rank(Worker):
             "order": order,
             "random": ranks,
         }
-        if self._settings.lora_rank:  # what the merged weights do not tell apart
-            state["adapted"] = _whole(policy.module.state_dict())
+        if self._settings.lora_rank:
+            state["adapted"] = _whole(kept(policy.module.state_dict(), self._settings))
         if Role.CRITIC in self._models:
             critic = self._engine(Role.CRITIC)
             state["critic"] = {"weights": _whole(critic.module.state_dict()), "optimizer": _whole(critic.optimizer.state_dict())}
@@ -163,20 +166,10 @@ class Rank(Worker):
             raise CheckpointError(
                 f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
             )
-        if ("adapted" in state) != bool(settings.lora_rank):
-            raise CheckpointError(
-                f"{file} was written {'with' if 'adapted' in state else 'without'} adapters, and trainer.lora_rank = "
-                f"{settings.lora_rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
-            )
         policy = self._engine(Role.POLICY)
-        try:
-            if "adapted" in state:
-                _load_module(policy.module, state["adapted"])
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{file} holds adapters of another shape than trainer.lora_rank = {settings.lora_rank} and trainer.lora_modules make. "
-                "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
-            ) from error
+        require_adapters(file, state.get("adapted"), policy.module.state_dict(), settings)
+        if settings.lora_rank:
+            _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
         _load_optimizer(policy.optimizer, state["optimizer"])
         policy.lr_scheduler.load_state_dict(state["schedule"])
         if self.rank < len(state["random"]):
@@ -216,9 +209,9 @@ def _own(value: Any, like: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _load_module(module: Any, state: dict[str, Any]) -> None:
+def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> None:
     held = module.state_dict()
-    module.load_state_dict({name: _own(value, held.get(name)) for name, value in state.items()})
+    module.load_state_dict({name: _own(value, held.get(name)) for name, value in state.items()}, strict=strict)
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
+from trainer.objective import Objective
 from trainer.process import prepare_process, quiet
 
 
@@ -48,12 +49,12 @@ class Workers(Protocol):
 class LocalWorkers:
     """One rank in this process, without Ray."""
 
-    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         with quiet():
             self.device = prepare_process()
             from trainer.worker import Rank
 
-            self._rank = Rank(model, settings)
+            self._rank = Rank(model, settings, objective)
         self._rank.load(self.device)
 
     @property

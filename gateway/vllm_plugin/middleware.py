@@ -25,8 +25,13 @@ from spangrad.weights import tokenizer_hash
 POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
 VERSION_VARIABLE = "SPANGRAD_ENGINE__VERSION"
 MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
-"""The environment's names of the settings that the middleware reads, set by `spangrad engine`."""
+RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
+BARE_VARIABLE = "SPANGRAD_BARE_ADAPTER"
+TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
+"""The environment's names of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
+that it needs."""
 
+ADAPTER_PATH = "/v1/load_lora_adapter"
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """The routes that have the policy generate."""
 
@@ -52,6 +57,12 @@ class SpangradMiddleware:
         self.model = os.environ[MODEL_VARIABLE]
         """Directory of the weights that vLLM was started with; empty once it has others."""
         self.tokenizer_hash = tokenizer_hash(Path(self.model))
+        self.lora_rank = int(os.environ.get(RANK_VARIABLE, "0"))
+        """Largest rank of the adapters that it takes. 0: it takes none."""
+        self.bare = os.environ.get(BARE_VARIABLE, "")
+        """Directory of the adapter that changes nothing; empty where it takes none. Calls always have an adapter then."""
+        self.transfer = os.environ.get(TRANSFER_VARIABLE, "")
+        """Over what it takes weights from a trainer; empty: it does not."""
         self.warm = False
         self._moving = asyncio.Event()
         """Not set in a pause that keeps calls: those that arrive wait for its end."""
@@ -72,6 +83,8 @@ class SpangradMiddleware:
                 await _respond(send, 200, self.info())
             case "POST", "/pause" | "/resume" | "/update_weight_version":
                 await self._control(scope, receive, send)
+            case "POST", path if path == ADAPTER_PATH and self.lora_rank:
+                await self._load_adapter(scope, receive, send)
             case "POST", path if path in _ANSWERED:
                 await self._answer(scope, receive, send)
             case _:
@@ -79,7 +92,8 @@ class SpangradMiddleware:
 
     def info(self) -> dict[str, Any]:
         """What is served."""
-        return {**self.facts(), "warm": self.warm, "model": self.model}
+        can = {"lora_rank": self.lora_rank, "bare": self.bare, "transfer": self.transfer}
+        return {**self.facts(), "warm": self.warm, "model": self.model, **can}
 
     def facts(self) -> dict[str, Any]:
         """What an answer says of who gave it."""
@@ -113,6 +127,21 @@ class SpangradMiddleware:
 
         await self.app(scope, _replay(body, receive), watch)
 
+    async def _load_adapter(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Have vLLM load an adapter in place once, instead of at each of its steps.
+
+        It keeps the order to load in place with the adapter, gives it to every call, and its workers obey each time: they would read the
+        files at each step, and go back to the older adapter's as long as a call that began with that one is in flight.
+        """
+
+        async def watch(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                for adapter in scope["app"].state.openai_serving_models.lora_requests.values():
+                    adapter.load_inplace = False
+            await send(message)
+
+        await self.app(scope, _replay(await _read(receive), receive), watch)
+
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         await self._moving.wait()
@@ -123,7 +152,7 @@ class SpangradMiddleware:
             request = json.loads(body)
         except ValueError:
             request = None
-        asked = ask(scope["path"], request) if isinstance(request, dict) else request
+        asked = ask(scope["path"], self._named(request)) if isinstance(request, dict) else request
         if asked is not request:
             body = json.dumps(asked).encode()
             headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
@@ -133,6 +162,17 @@ class SpangradMiddleware:
         else:
             sender = AnswerSender(self.facts, send)
         await self.app(scope, _replay(body, receive), sender)
+
+    def _named(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A call that names no model, or the base alone, is one of the policy's: with its adapter, whose version the answer will bear."""
+        if self.lora_rank and request.get("model") in (None, "", base_name(self.policy)):
+            return {**request, "model": self.policy}
+        return request
+
+
+def base_name(policy: str) -> str:
+    """What vLLM calls the model without adapters, where it takes some: the policy's name is the adapter's."""
+    return f"{policy}-base"
 
 
 async def _read(receive: Receive) -> bytes:

@@ -2,7 +2,8 @@
 
 In: a worker's model, its parameters fused and on any device. Out: `float32:00c0ffee00c0ffee`, as
 `spangrad.weights.checksum_directory` writes it. Invariant: only what `named_parameters` lists counts, each once;
-buffers (rotary tables, scales) are no weights of a checkpoint. What is listed is what is computed with: on a CPU, vLLM
+buffers (rotary tables, scales) are no weights of a checkpoint, and with it the adapters in the slots that are computed with: vLLM
+keeps them padded with zeros, and B multiplied by its scale. What is listed is what is computed with: on a CPU, vLLM
 would repack linear layers into a form that nobody can read and drop the parameters, so there they are kept plain.
 
 Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plugin.worker.SpangradWorker`.
@@ -10,13 +11,15 @@ Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plug
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
 from spangrad.weights import MASK, MIX_A, MIX_B
 
+HTTP_BACKEND = "spangrad_http"
 CHUNK_WORDS = 2**24
 """Words mixed at once: 128 MiB of int64, several times over."""
 
@@ -34,14 +37,29 @@ def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 # vLLM imports this module in each worker before it loads the model. On a GPU nobody calls the function.
 layers.dispatch_cpu_unquantized_gemm = _keep_plain
+WeightTransferEngineFactory.register_engine(HTTP_BACKEND, "gateway.vllm_plugin.transfer", "HttpTransferEngine")
 
 
 class SpangradWorker:
     """What collective_rpc may call beside vLLM's own methods."""
 
-    def spangrad_checksum(self) -> str:
-        """Checksum of the model's parameters."""
-        return checksum(parameter for _, parameter in self.get_model().named_parameters())
+    def spangrad_checksum(self, base_only: bool = False) -> str:
+        """Checksum of the model's parameters, and of the adapters that are active unless `base_only`."""
+        model = self.get_model()
+        parameters = [parameter for _, parameter in model.named_parameters()]
+        return checksum(parameters if base_only else [*parameters, *_active_adapters(model)])
+
+
+def _active_adapters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """A and B of each layer, of each adapter that calls may be computed with."""
+    manager = getattr(model, "lora_manager", None)
+    slots = [] if manager is None else [slot for slot, adapter in enumerate(manager.lora_index_to_id) if adapter is not None]
+    for layer in {id(one): one for one in manager.modules.values()}.values() if slots else ():
+        if hasattr(layer, "w13_lora_a_stacked"):
+            raise ValueError("the model has adapters of experts: vLLM keeps them in another form, which checksums do not know")
+        for stacked in (layer.lora_a_stacked, layer.lora_b_stacked):
+            for one in stacked if isinstance(stacked, tuple | list) else (stacked,):
+                yield from (one[slot] for slot in slots)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSet
 from spangrad.settings.runner import RunnerSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.trainer import TrainerSettings
+from spangrad.settings.tuning import TuningSettings
 
 __all__ = [
     "ENV_NESTING",
@@ -30,6 +31,7 @@ __all__ = [
     "Settings",
     "StoreSettings",
     "TrainerSettings",
+    "TuningSettings",
 ]
 
 ENV_PREFIX = "SPANGRAD_"
@@ -47,4 +49,5 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     builder: BuilderSettings = BuilderSettings()
     trainer: TrainerSettings = TrainerSettings()
+    tuning: TuningSettings = TuningSettings()
     runner: RunnerSettings = RunnerSettings()

@@ -113,6 +113,10 @@ class EngineSettings(Section):
     """Bytes of KV cache. None: vLLM decides."""
     enforce_eager: bool = False
     cache_dir: Path = Path("data/vllm-cache")
+    lora_rank: int = Field(default=0, ge=0, le=512)
+    """Largest rank of the adapters that it takes from trainers with trainer.road `adapter`. 0: it takes whole models."""
+    transfer: Literal["nccl", "http"] | None = None
+    """Over what it takes weights from trainers with trainer.road `transfer`: `nccl` between GPUs, `http` anywhere. None: it does not."""
     warmup_requests: int = 16
     start_timeout_seconds: float = 600
     extra_args: tuple[str, ...] = ()

@@ -21,10 +21,18 @@ class RunnerSettings(Section):
     """Rollouts at once in each process."""
     max_attempts: int = Field(default=2, ge=1)
     timeout_seconds: float = 300
-    queue_url: str | None = None
-    """Where the queue of rollouts answers, whom the trainer tells how many groups it wants. None: there is no queue."""
-    queue_token: SecretStr | None = Field(default=None, min_length=1)
-    """Bearer token that the queue asks for. None: it asks for none."""
+    """That an attempt may take. Time in the queue does not count."""
     gateway: bool = True
     """Agents call the policy through the gateway. False: they call `gateway.engine_url` itself, nobody counts their calls, and a
     rollout is complete when nothing new of it has come for `builder.quiet_seconds`."""
+    queue_url: str | None = None
+    """Where the queue of rollouts answers, whom the trainer tells how many groups it wants. None: there is no queue."""
+    queue_host: str = "127.0.0.1"
+    """Address that `spangrad queue` binds. Anything but loopback needs `queue_token`."""
+    queue_port: int = 8190
+    queue_token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that every request to the queue must show. None: nothing is asked, and only loopback may be bound."""
+    queue_db: SecretStr = SecretStr("sqlite:///data/queue.db")
+    """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time serves from it."""
+    queue_lease_seconds: float = Field(default=30.0, gt=0)
+    """After which a rollout is given to another worker when nothing was heard of its own, where the worker asked for no other time."""

@@ -90,6 +90,8 @@ class TrainerSettings(Section):
     selection: Selection = Selection()
     """Which of the policy's calls are trained; rewards of the others count all the same."""
     groups_per_batch: int = Field(default=4, ge=1)
+    retrain_tuned: bool = False
+    """Also take groups of which `spangrad tune` has trained a rollout on this branch. False: they count as trained."""
     max_steps: int = 0
     """Steps after which `--follow` ends. 0: never."""
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
@@ -115,7 +117,8 @@ class TrainerSettings(Section):
     merge: bool = False
     """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
     lora_rank: int = Field(default=0, ge=0)
-    """Train adapters of this rank and leave the weights as they are; versions are served merged. 0: train the weights."""
+    """Train adapters of this rank and leave the weights as they are; versions are served merged unless road is `adapter`. 0: train the
+    weights."""
     lora_alpha: int = 16
     """What adapters are multiplied by, over the rank."""
     lora_modules: tuple[str, ...] = ()
@@ -177,6 +180,13 @@ class TrainerSettings(Section):
     """Shared memory of a Ray cluster that the trainer begins: for a batch's rows, not for weights."""
     publish: bool = True
     """Hand each version to the gateway."""
+    road: Literal["disk", "adapter", "transfer"] = "disk"
+    """How a version comes into engines: they read a whole model from `directory`, or the adapter alone, or the trainer sends them the
+    weights (docs/weights.md)."""
+    transfer_host: str = "127.0.0.1"
+    """With road `transfer`: the address of this machine at which the gateway and the engines' workers reach the trainer."""
+    transfer_port: int = Field(default=0, ge=0)
+    """And the port. 0: any that is free."""
     evaluate_every: int = Field(default=0, ge=0)
     """After how many versions evaluate_command runs. 0: never."""
     evaluate_command: tuple[str, ...] = ()

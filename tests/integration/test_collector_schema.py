@@ -177,6 +177,8 @@ def commit(execute: Execute, *rollouts: str) -> None:
     for rollout in rollouts:
         insert(execute, "batches", **names, GroupId="'g'", RolloutId=f"'{rollout}'", BuildSpec="'b'", Revision="1")
     insert(execute, "policy_versions", **names, Status="'committed'")
+    file = {"Method": "'sft'", "Name": "'rows.jsonl'", "Sha256": "'00'"}
+    insert(execute, "batch_files", **{name: value for name, value in names.items() if name != "RunId"}, **file)
 
 
 def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layout]) -> None:
@@ -203,6 +205,7 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
             "v_builds": "RolloutId",
             "v_batches": "RolloutId",
             "v_policy_versions": "Version",
+            "v_batch_files": "Version, Name",
             "v_lineage": "Version, BatchId, RolloutId, TraceId",
             "v_already_trained": "RolloutId",
         }.items()
@@ -213,6 +216,7 @@ def test_views_count_once_what_was_delivered_twice(laid_out: tuple[Execute, Layo
         "v_calls": ["t1\t1", "t2\t1", "t3\t1"],
         **dict.fromkeys(("v_rollouts", "v_rewards", "v_transitions", "v_drops", "v_builds", "v_batches"), each),
         "v_policy_versions": ["1\t1"],
+        "v_batch_files": ["1\trows.jsonl\t1"],
         "v_lineage": [f"1\tone\trollout-{trace}\t{trace}\t1" for trace in ("t1", "t2", "t3")],
         "v_already_trained": [],
     }
@@ -327,7 +331,7 @@ def test_old_rows_go_but_for_what_a_committed_batch_used(laid_out: tuple[Execute
 def test_every_table_that_grows_with_spans_expires() -> None:
     made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
     tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
-    assert tables - set(OLD) == {"batches", "datasets", "policy_versions", "plain_answers"}  # the last one holds nothing
+    assert tables - set(OLD) == {"batches", "batch_files", "datasets", "policy_versions", "plain_answers"}  # the last one holds nothing
 
 
 def test_the_embedded_store_expires_by_itself(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_sft_trains_every_reply_once(store: StoreSettings, tmp_path: Path) -> No
 
     def meta(rollout: str, value: float, *calls: str) -> dict[str, Any]:
         about = {"dataset": "ex-sft@1", "run": "ex-sft", "mode": "train", "task": "t", "group": "g", "rollout": rollout, "attempt": 0}
-        return {**about, "return": value, "agents": ["planner"], "calls": list(calls)}
+        about |= {"build_spec": world.spec, "revision": 0, "return": value, "agents": ["planner"]}
+        return {**about, "calls": list(calls), "tokenizers": ["tok"]}
 
     assert lines(tmp_path / "sft.jsonl") == [
         {

@@ -13,50 +13,25 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from clickhouse_connect.driver.client import Client
 from running_store import running_store, store_settings
-from sampling import PROMPT, sample
+from service_groups import RUN, send
 
-import fakes
 from spangrad import semconv
 from spangrad.clickhouse import connect
-from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode
-from spangrad.weights import tokenizer_hash
 from trainer.ledger import Ledger
 from trainer.plan import Fate
 from trainer.planning import make_plan
 from trainer.source import BatchRollout, Group
 from transition_builder import loop
-
-RUN = "service"
-
-
-def send(
-    store: StoreSettings, model: Path, groups: Sequence[str], *, mode: Mode = Mode.PRODUCTION, version: int = 0, size: int = 2
-) -> None:
-    """Groups of which the first of two rollouts won; with a size above 2 something of each is still to come."""
-    spans = fakes.SpanFactory(run=RUN)
-    for group in groups:
-        for at, reward in enumerate((1.0, 0.0)):
-            rollout = f"{group}-{at}"
-            root = spans.root(rollout, calls=1, GroupId=group, GroupSize=size)
-            response, logprobs = sample(model, list(PROMPT), 1 + at, 1.0, seed=at + 10 * ord(group[-1]))
-            facts: dict[str, Any] = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-            facts |= {"VersionStart": version, "VersionEnd": version, "TokenizerHash": tokenizer_hash(model)}
-            spans.call(root, rollout=rollout, **facts)
-            spans.evaluation(root, reward)
-    for row in (*spans.spans, *spans.calls):
-        row["Mode"] = mode.value
-    answer = httpx.post(f"{store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers={"content-type": "application/json"}, timeout=30)
-    answer.raise_for_status()
 
 
 def log_of(stderr: str) -> tuple[str, set[str]]:

@@ -104,11 +104,12 @@ def test_two_steps_train_each_policy_on_its_own_calls_of_the_same_rollouts(tmp_p
 
 @pytest.fixture
 def world(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> World:
-    """A run of two rollouts in which both agents spoke; both policies have trained it."""
+    """A run of three rollouts, in one of which the planner alone spoke; both policies have trained it."""
     name = f"desk-{uuid.uuid4().hex[:8]}"
     shared = TrainerSettings(run_id=name, branch=name, model=tiny_model, directory=tmp_path / "policies", groups_per_batch=1)
     world = World(Settings(store=store, trainer=shared), tiny_model)
-    world.group("g", [1.0, 0.0], calls=[{"AgentName": agent, "Policy": agent} for agent in AGENTS])
+    world.group("g", [1.0, 0.0], size=3, calls=[{"AgentName": agent, "Policy": agent} for agent in AGENTS])
+    world.group("g", [0.0], size=3, calls=[{"AgentName": PLANNER, "Policy": PLANNER}], RolloutId="g-2")
     for agent in AGENTS:
         own = shared.model_copy(update={"policy": agent, "selection": Selection(agents=agent)})
         trainer = trainer_over(world, Settings(store=store, trainer=own))
@@ -140,10 +141,11 @@ def test_what_went_wrong_is_counted(world: World, spoiled: tuple[str, str, str],
     if spoiled:
         table, policy, changes = spoiled
         world.client.command(_COPY.format(table=table, policy=policy, changes=changes), parameters={"run": world.run})
-    result = Result(0, 2, 1, sampled=2, calls=4 + (spoiled[:1] == ("transitions",)))
+    result = Result(0, 3, 1, sampled=3, calls=5 + (spoiled[:1] == ("transitions",)))
     account(result, world.client, world.run)
     assert {name: count for name, count in result.checked.items() if count} == seen
-    more = replace(result, sampled=3, calls=result.calls + 2)
+    assert [one["rollouts"] for one in result.lineage.values()] == [3, 3]
+    more = replace(result, sampled=4, calls=result.calls + 2)
     account(more, world.client, world.run)
     assert (more.checked["untrained"], more.checked["unaccounted"]) == (len(AGENTS), 2)
 

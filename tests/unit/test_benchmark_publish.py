@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.publish import STAGES, Token, first_token, stages_of, went_back
+from benchmarks.publish import ROADS, STAGES, Token, first_token, stages_of, went_back
 
 MS = 1_000_000
 SPANS = {"train": (0, 100 * MS), "checkpoint": (101 * MS, 150 * MS), "publish": (180 * MS, 260 * MS)}
-ENGINE = {"files": 0.005, "pause": 0.01, "reload": 0.02, "checksum": 0.005, "update_weight_version": 0.005, "resume": 0.005, "probe": 0.02}
+ENGINE = {"files": 0.005, "pause": 0.01, "checksum": 0.005, "update_weight_version": 0.005, "resume": 0.005, "probe": 0.02}
 METRICS = {f"seconds_publish_{name}": value for name, value in ENGINE.items()}
 
 
+@pytest.mark.parametrize("taking", ROADS.values())
 @pytest.mark.parametrize("came", [300 * MS, 259 * MS], ids=["after the gateway's word", "before it"])
-def test_the_stages_add_up_to_the_time_from_optimiser_to_token(came: int) -> None:
-    stages = stages_of(SPANS, METRICS, came)
+def test_the_stages_add_up_to_the_time_from_optimiser_to_token(came: int, taking: str) -> None:
+    stages = stages_of(SPANS, {**METRICS, f"seconds_publish_{taking}": 0.02}, came, taking)
     assert tuple(stages) == STAGES
     assert sum(stages.values()) == pytest.approx((came - 100 * MS) / 1e9)
     assert stages["checkpoint"] == pytest.approx(0.05), "what lies between two stages counts"
+    assert stages["take"] == pytest.approx(0.02)
     assert stages["commit"] == pytest.approx(0.03)
     assert stages["first_token"] == pytest.approx(max(came - 260 * MS, 0) / 1e9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,13 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from gateway.bare_adapter import write_bare_adapter
 from gateway.engine import command, environment, serve
 from spangrad.errors import CheckpointError, EngineError, SpangradError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import Settings
 from spangrad.settings_sources import load_settings
+from spangrad.weights import checksum_directory
 
 _SERVE = "from gateway.engine import serve; from spangrad.settings_sources import load_settings; serve(load_settings())"
 
@@ -68,6 +73,51 @@ def test_the_environment_holds_the_plugin_and_nothing_that_misleads(model: Path,
         "SPANGRAD_ENGINE__VERSION": "7",
         "SPANGRAD_ENGINE__MODEL": str(model),
     }
+
+
+def test_an_engine_that_takes_adapters_always_answers_with_one(model: Path, tmp_path: Path) -> None:
+    weights = {"model.layers.0.self_attn.q_proj.weight": np.ones((6, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
+    save_file(weights, model / "model.safetensors")
+    wanted = settings(model, tmp_path, lora_rank=9, port=9)
+    bare = tmp_path / "bare-adapter-9"
+    words = command(wanted, model)
+    told = {name: words[words.index(name) + 1] for name in ("--served-model-name", "--max-lora-rank", "--max-loras", "--lora-modules")}
+    assert told == {
+        "--served-model-name": "policy-base",
+        "--max-lora-rank": "16",
+        "--max-loras": "1",
+        "--lora-modules": f"policy={bare}",
+    }
+    assert "--enable-lora" in words
+    found = environment(wanted, model)
+    assert (found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], found["SPANGRAD_ENGINE__LORA_RANK"]) == ("1", "9")
+    assert found["SPANGRAD_BARE_ADAPTER"] == str(bare)
+    write_bare_adapter(wanted.engine, model)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    zeros = load_file(bare / "adapter_model.safetensors")
+    assert {name: one.shape for name, one in zeros.items()} == {f"{layer}.lora_A.weight": (1, 4), f"{layer}.lora_B.weight": (6, 1)}
+    assert not any(one.any() for one in zeros.values())
+    assert checksum_directory(bare) == checksum_directory(model), "it changes nothing"
+
+
+def test_an_engine_takes_weights_over_the_carrier_that_is_set(model: Path, tmp_path: Path) -> None:
+    for carrier, backend in (("http", "spangrad_http"), ("nccl", "nccl")):
+        wanted = settings(model, tmp_path, transfer=carrier)
+        words = command(wanted, model)
+        assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": backend}
+        assert environment(wanted, model)["SPANGRAD_ENGINE__TRANSFER"] == carrier
+
+
+def test_roads_that_an_engine_cannot_have_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="takes adapters or whole weights"):
+        serve(settings(model, tmp_path, lora_rank=8, transfer="http"))
+    with pytest.raises(EngineError, match=r"has no layer \*_proj.weight .* Set engine.lora_rank = 0"):
+        serve(settings(model, tmp_path, lora_rank=8))
+    blind = tmp_path / "python"
+    blind.write_text("#!/bin/sh\nexit 1\n")
+    blind.chmod(0o755)
+    with pytest.raises(EngineError, match=r"sees no GPU. Set engine.transfer = http"):
+        serve(settings(model, tmp_path, transfer="nccl", python=str(blind)))
 
 
 def test_what_cannot_work_is_refused_with_its_remedy(model: Path, tmp_path: Path) -> None:

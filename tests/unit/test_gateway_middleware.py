@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PAT
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
 from spangrad.weights import tokenizer_hash
 
+ADAPTERS = {"policy": SimpleNamespace(load_inplace=True)}
+"""What vLLM keeps of an adapter that was loaded in place."""
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 
 
@@ -86,6 +89,7 @@ async def call(
         "path": path,
         "query_string": query.encode(),
         "headers": [(b"content-length", str(len(raw)).encode())],
+        "app": SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests=ADAPTERS))),
     }
     await middleware(scope, receive, send)
     return sent[0]["status"], dict(sent[0]["headers"]), [message["body"] for message in sent[1:]]
@@ -155,6 +159,31 @@ async def test_errors_and_other_paths_pass_as_they_are(vllm: Vllm, middleware: S
     assert (await call(middleware, "/tokenize", {}))[::2] == (500, [b"{}"])
 
 
+async def test_calls_have_the_adapter_whatever_they_name_the_policy(
+    vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPANGRAD_ENGINE__LORA_RANK", "8")
+    monkeypatch.setenv("SPANGRAD_BARE_ADAPTER", "/bare")
+    middleware = SpangradMiddleware(vllm)
+    info = json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0])
+    assert (info["lora_rank"], info["bare"], info["transfer"]) == (8, "/bare", "")
+    unnamed = {name: value for name, value in ASKED.items() if name != "model"}
+    for asked in (ASKED, unnamed, {**ASKED, "model": None}, {**ASKED, "model": "policy-base"}, {**ASKED, "model": "other"}):
+        await call(middleware, CHAT_PATH, asked)
+    assert [json.loads(one)["model"] for one in vllm.asked] == ["policy"] * 4 + ["other"]
+    assert (await call(middleware, CHAT_PATH, {**ASKED, "model": ["policy"]}))[0] == 200, "vLLM's to refuse"
+
+
+async def test_an_order_to_load_in_place_is_carried_out_once(vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANGRAD_ENGINE__LORA_RANK", "8")
+    middleware = SpangradMiddleware(vllm)
+    order = {"lora_name": "policy", "lora_path": "/v1", "load_inplace": True}
+    vllm.refuses = True
+    assert ((await call(middleware, "/v1/load_lora_adapter", order))[0], ADAPTERS["policy"].load_inplace) == (500, True)
+    vllm.refuses = False
+    assert ((await call(middleware, "/v1/load_lora_adapter", order))[0], ADAPTERS["policy"].load_inplace) == (200, False)
+
+
 async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middleware: SpangradMiddleware, tmp_path: Path) -> None:
     vllm.refuses = True
     await call(middleware, "/update_weight_version", {"new_version": "4"})
@@ -170,6 +199,9 @@ async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middlewar
         "tokenizer_hash": tokenizer_hash(Path(os.environ["SPANGRAD_ENGINE__MODEL"])),
         "warm": False,
         "model": "",
+        "lora_rank": 0,
+        "bare": "",
+        "transfer": "",
     }
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
     await call(middleware, "/spangrad/warm", {})

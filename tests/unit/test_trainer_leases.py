@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import LedgerError
+from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
 from trainer.heartbeat import beating
-from trainer.holder import is_dead, shown, this_process
-from trainer.ledger import Ledger, ancestry, is_over
+from trainer.ledger import Ledger, ancestry
 from trainer.ledger_tables import Database
 from trainer.source import BatchRollout, Group
 
@@ -104,7 +104,7 @@ def test_a_heartbeat_holds_a_lease_for_longer_than_it_lasts(place: Place, caplog
 
 def test_the_lease_of_a_dead_process_is_taken_over_at_once(place: Place):
     ledger = begun(place)
-    child = subprocess.Popen([sys.executable, "-c", "from trainer.holder import *; print(this_process(), flush=True); input()"],
+    child = subprocess.Popen([sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])  # fmt: skip
     assert child.stdin
     assert child.stdout
@@ -128,9 +128,18 @@ def test_of_other_process_tables_nothing_is_known():
     assert shown(ELSEWHERE) == "process 7 on other-host"
 
 
-@given(st.floats(0, 1e10), st.floats(-1e3, 1e3))
-def test_a_lease_is_over_when_its_time_is(now: float, left: float):
-    assert is_over(ELSEWHERE, now + left, now) == (now + left <= now)
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), min_size=1), st.floats(0.1, 100))
+def test_a_lease_is_over_when_it_was_not_renewed_for_its_time(story: list[tuple[float, bool]], seconds: float):
+    """Whatever its past, an observer lets a lease go exactly when no new beat was seen for so long, by the observer's own clock."""
+    now, beat, since = 0.0, 0, 0.0
+    watch = Watch(lambda: now)
+    assert not watch.see("lease", beat, seconds)
+    for passed, renewed in story:
+        now += passed
+        if renewed:
+            beat, since = beat + 1, now
+        assert watch.see("lease", beat, seconds) == (since + seconds <= now)
+        assert watch.over() == (["lease"] if since + seconds <= now else [])
 
 
 @given(st.data())

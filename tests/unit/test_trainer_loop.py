@@ -313,7 +313,7 @@ def test_a_version_that_another_trainer_has_gone_on_from_is_not_published(tmp_pa
     other = Ledger(chosen.trainer.directory, "policy", "main", holder="other-host 7 123 other-boot/pid:[1]")
 
     class Overtaken(FakePublisher):
-        def publish(self, version: PolicyVersion, *, again: bool = False) -> float:
+        def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
             if version.version == 1:
                 lease = other.begin(trainer.source.load([group("other")]).rollouts)
                 assert lease

@@ -82,9 +82,12 @@ def about(reader: Reader, rollout: dict[str, Any], calls: list[dict[str, Any]]) 
         "group": rollout["GroupId"],
         "rollout": rollout["RolloutId"],
         "attempt": rollout["Attempt"],
+        "build_spec": reader.dataset.build_spec,
+        "revision": calls[0]["Revision"],
         "return": rollout["Return"],
         "agents": list(dict.fromkeys(call["AgentName"] for call in calls)),
         "calls": [call["CallId"] for call in calls],
+        "tokenizers": sorted({call["TokenizerHash"] for call in calls if call["TokenizerHash"]}),
     }
 
 

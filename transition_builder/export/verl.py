@@ -44,7 +44,8 @@ _RL_COLUMNS = {
 }
 _META = pa.struct(
     [(name, pa.string()) for name in ("dataset", "run", "mode", "task", "group", "rollout")]
-    + [("attempt", pa.int64()), ("return", pa.float64()), ("agents", pa.list_(pa.string())), ("calls", pa.list_(pa.string()))]
+    + [("attempt", pa.int64()), ("build_spec", pa.string()), ("revision", pa.int64()), ("return", pa.float64())]
+    + [(name, pa.list_(pa.string())) for name in ("agents", "calls", "tokenizers")]
 )
 
 

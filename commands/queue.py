@@ -1,0 +1,197 @@
+"""`spangrad queue`: serve the queue of rollouts, and look after it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from cyclopts import App, Parameter
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from spangrad.errors import SettingsError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from runner.queue.client import QueueClient
+    from runner.queue.wire import Attempt, Rollout, State, Which
+
+T = TypeVar("T")
+_PIPE_WIDTH = 200
+_PATIENCE_SECONDS = 5
+"""People do not wait for a queue that is away."""
+
+queue = App(name="queue", help="Serve the queue of rollouts; look at them, cancel them, retry the dead.")
+RunId = Annotated[str | None, Parameter(name="--run", help="A run; by default all of them.")]
+OneRun = Annotated[str | None, Parameter(name="--run", help="A run; all its rollouts, unless --group names fewer.")]
+
+
+@queue.default
+def _serve(*, port: int | None = None, db: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Serve the queue until it is told to end.
+
+    Args:
+        port: where it listens; runner.queue_port by default.
+        db: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; runner.queue_db by default.
+    """
+    settings = resolve(config, set_, {"runner.queue_port": port, "runner.queue_db": db})
+    log_to_stderr()
+    from runner.queue.server import serve
+
+    serve(settings.runner)
+
+
+@queue.command(name="list")
+def _list(
+    *,
+    run: RunId = None,
+    state: str | None = None,
+    group: str | None = None,
+    limit: int = 50,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Count the rollouts of each run by state; with --run, --state or --group, list them.
+
+    Args:
+        state: queued, running, succeeded, dead or cancelled.
+        group: a group of the run.
+        limit: rollouts at most.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from runner.queue.wire import State
+
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    if run is None and state is None and group is None:
+        table = Table("run", *[one.value for one in State], box=None, pad_edge=False)
+        for one in _ask(config, set_, lambda client: client.runs()):
+            table.add_row(one.run_id, *[str(one.states.get(state, 0)) for state in State])
+        console.print(table)
+        return
+    wanted = _state(state)
+    found = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=wanted, group_id=group, limit=limit))
+    console.print(_table(found.rollouts))
+
+
+@queue.command(name="dead")
+def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """List the rollouts of which each attempt failed, and what the last one failed of.
+
+    Args:
+        limit: rollouts at most.
+    """
+    from rich.console import Console
+
+    from runner.queue.wire import State
+
+    found = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=State.DEAD, limit=limit))
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_table(found.rollouts))
+
+
+@queue.command(name="show")
+def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Print a rollout and each of its attempts.
+
+    Args:
+        rollout: its id.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    found = _ask(config, set_, lambda client: client.rollout(rollout))
+    print(f"rollout   {found.rollout_id} of run {found.run_id} ({found.mode})")
+    print(f"task      {found.task_id}, group {found.group_id} of {found.group_size}, priority {found.priority}")
+    print(f"state     {found.state}, {found.attempts_left} attempts left, {found.timeout_seconds:g} s each")
+    table = Table("attempt", "worker", "began", "seconds", "end", "calls", "", box=None, pad_edge=False)
+    for one in found.attempts:
+        calls = "-" if one.calls is None else str(one.calls)
+        table.add_row(str(one.attempt), one.worker, _time(one.began_at), _seconds(one), _end(one), calls, one.detail or _rewards(one))
+    if found.attempts:
+        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+
+
+@queue.command(name="cancel")
+def _cancel(*rollouts: str, run: OneRun = None, group: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Cancel rollouts, queued or running: those that are named, a group, or a whole run.
+
+    Args:
+        rollouts: their ids.
+        group: a group of the run.
+    """
+    which = _which(rollouts, run, group)
+    done = _ask(config, set_, lambda client: client.cancel(which))
+    print(f"cancelled: {done.queued} that were queued, {done.running} that were running")
+
+
+@queue.command(name="retry")
+def _retry(*rollouts: str, run: OneRun = None, group: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Queue the dead again, each for as many attempts as a new rollout has.
+
+    Args:
+        rollouts: their ids.
+        group: a group of the run.
+    """
+    which = _which(rollouts, run, group)
+    print(f"queued again: {_ask(config, set_, lambda client: client.retry(which))}")
+
+
+def _ask(config: Path | None, set_: list[str] | None, what: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
+    """What the queue answers."""
+    from runner.queue.client import PlainQueue, QueueClient
+
+    settings = resolve(config, set_)
+    with PlainQueue(QueueClient.of(settings.runner, patience_seconds=_PATIENCE_SECONDS)) as plain:
+        return plain.wait(what(plain.client))
+
+
+def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> Which:
+    from runner.queue.wire import Which
+
+    if bool(rollouts) == bool(run):
+        raise SettingsError("name rollouts, or --run RUN (and --group GROUP).")
+    if group and not run:
+        raise SettingsError("--group needs the --run that it belongs to.")
+    return Which(rollout_ids=list(rollouts)) if rollouts else Which(run_id=run, group_id=group)
+
+
+def _state(text: str | None) -> State | None:
+    from runner.queue.wire import State
+
+    if text is not None and text not in list(State):
+        raise SettingsError(f"--state {text!r} is none. A rollout is {', '.join(State)}.")
+    return State(text) if text else None
+
+
+def _table(rollouts: Sequence[Rollout]) -> Table:
+    from rich.table import Table
+
+    table = Table("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt", box=None, pad_edge=False)
+    for one in rollouts:
+        last = one.attempts[-1] if one.attempts else None
+        told = f"{_end(last)} {last.detail}".strip() if last else "-"
+        count = str(last.attempt + 1 if last else 0)
+        table.add_row(one.rollout_id, one.run_id, one.group_id, one.task_id, one.mode.value, one.state.value, count, told)
+    return table
+
+
+def _end(attempt: Attempt) -> str:
+    if attempt.ended_at is None:
+        return "under way"
+    return attempt.reason.value if attempt.reason else "succeeded"
+
+
+def _seconds(attempt: Attempt) -> str:
+    return "-" if attempt.seconds is None else f"{attempt.seconds:.1f}"
+
+
+def _rewards(attempt: Attempt) -> str:
+    return " ".join(f"{name}={value:g}" for name, value in (attempt.rewards or {}).items())
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

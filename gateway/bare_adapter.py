@@ -1,0 +1,65 @@
+"""The adapter that changes nothing, with which an engine answers that takes adapters and was given none.
+
+In: the engine's settings and its model. Out: a directory in PEFT's layout. Invariant: all of its words are 0, so that what is computed, and
+its checksum, are the base model's; calls in flight when an engine goes back to the base go on with the base.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from spangrad.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
+from spangrad.errors import EngineError
+from spangrad.settings import EngineSettings
+
+_KNOWN = "_proj.weight"
+"""What the names of layers end with that every architecture's adapters know."""
+
+
+def bare_adapter(engine: EngineSettings) -> Path:
+    """Where it lies: engines that share a cache may have other models."""
+    return engine.cache_dir.absolute() / f"bare-adapter-{engine.port}"
+
+
+def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
+    """Write it: of rank 1, for one layer.
+
+    Raises:
+        EngineError: the model has no layer that adapters are known to fit.
+    """
+    found = next((one for file in sorted(model.glob("*.safetensors")) for one in _layers(file)), None)
+    if found is None:
+        raise EngineError(
+            f"engine.lora_rank = {engine.lora_rank}, and {model} has no layer *{_KNOWN} in *.safetensors: adapters are not known to "
+            "fit it. Set engine.lora_rank = 0, and trainer.road = disk."
+        )
+    name, (rows, columns) = found
+    shapes = {f"{PREFIX}{name}{A}": [1, columns], f"{PREFIX}{name}{B}": [rows, 1]}
+    directory = bare_adapter(engine)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / WEIGHTS).write_bytes(_zeros(shapes))
+    write_config(directory, AdapterFacts(model, 1, 1.0), shapes)
+
+
+def _layers(file: Path) -> list[tuple[str, list[int]]]:
+    """Name and shape of a file's layers that can be adapted."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(length))
+    return [
+        (name.removesuffix(".weight"), facts["shape"])
+        for name, facts in header.items()
+        if name.endswith(_KNOWN) and len(facts["shape"]) == 2
+    ]
+
+
+def _zeros(shapes: dict[str, list[int]]) -> bytes:
+    """A safetensors file of float32 zeros."""
+    header, end = dict[str, object](), 0
+    for name, (rows, columns) in shapes.items():
+        begin, end = end, end + 4 * rows * columns
+        header[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)

@@ -1,0 +1,56 @@
+"""What the queue counts, in Prometheus' text format.
+
+In: the service, and at each scrape how many rollouts stand how. Out: the text of `/metrics`. Invariant: labels are names of ours, never a
+run's or a worker's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from runner.queue.service import Service
+from runner.queue.wire import State
+
+_PREFIX = "spangrad_queue_"
+
+
+class Metrics(Collector):
+    """Plain numbers, put into Prometheus' form when somebody asks."""
+
+    def __init__(self, service: Service) -> None:
+        """Of one service."""
+        self._service = service
+        self._states: Counter[State] = Counter()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer `/metrics`."""
+        counted: Counter[State] = Counter()
+        for run in await self._service.counts():
+            counted.update(run.states)
+        self._states = counted
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus_client asks of a collector."""
+        rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Rollouts, by state.", labels=["state"])
+        for state in State:
+            rollouts.add_metric([state.value], self._states[state])
+        yield rollouts
+        ended = CounterMetricFamily(_PREFIX + "attempts", "Attempts that ended, by how, since the server began.", labels=["end"])
+        for end, count in self._service.ended.items():
+            ended.add_metric([end], count)
+        yield ended
+        yield GaugeMetricFamily(_PREFIX + "attempts_in_flight", "Attempts that are under way.", value=self._service.in_flight)
+        tally = self._service.writer.tally
+        yield CounterMetricFamily(_PREFIX + "transactions", "Transactions that wrote.", value=tally.transactions)
+        yield CounterMetricFamily(_PREFIX + "requests", "Requests that those answered.", value=tally.requests)
+        yield CounterMetricFamily(_PREFIX + "transaction_seconds", "Time in those transactions.", value=tally.seconds)

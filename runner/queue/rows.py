@@ -1,0 +1,306 @@
+"""What goes into the queue, what is handed out, and what may be read of it: one statement or a few, in somebody's transaction.
+
+In: a connection in a transaction, and what was asked. Out: rows, or answers. Invariant: a hand-out is one statement that reads as many
+index entries as it hands out, however long the queue is; what was enqueued before is not enqueued again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import Raw
+
+from runner.queue.tables import ATTEMPTS, DEMANDS, GROUPS, ROLLOUTS, Database
+from runner.queue.wire import Ask, Attempt, Demand, Lease, NewRollout, Rollout, Run, State, Wanted
+from spangrad.types import AttemptFailure, Mode
+
+CHUNK = 1000
+"""Ids in one statement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Now, by the server's clocks."""
+
+    boot: str
+    """Which boot of its machine `monotonic` counts from."""
+    monotonic: float
+    wall: float
+    """Seconds since 1970: for people, never compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a rollout gets that does not say."""
+
+    timeout_seconds: float
+    max_attempts: int
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An attempt under way, as its row tells it."""
+
+    rollout_id: str
+    attempt: int
+    lease_seconds: float
+    timeout_seconds: float
+    worker: str
+    boot: str
+    began: float
+    """By the monotonic clock of that boot."""
+
+
+def enqueue(
+    transaction: sa.Connection, database: Database, run_id: str, rollouts: Sequence[NewRollout], ids: Sequence[str], defaults: Defaults
+) -> int:
+    """Add rollouts; those that are known by their id are left as they are.
+
+    Returns:
+        how many were known.
+
+    Raises:
+        ValueError: another run has a rollout of one of the ids.
+    """
+    known = {row.rollout_id: row.run_id for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
+    for name, run in known.items():
+        if run != run_id:
+            raise ValueError(f"rollout {name} belongs to run {run} already. Give rollouts of run {run_id} ids of their own.")
+    new: dict[str, dict[str, object]] = {}
+    for name, one in zip(ids, rollouts, strict=True):
+        if name not in known:
+            attempts = one.max_attempts or defaults.max_attempts
+            new.setdefault(
+                name,
+                {
+                    "rollout_id": name,
+                    "run_id": run_id,
+                    "task_id": one.task_id,
+                    "input": bytes(one.input).decode(),
+                    "mode": one.mode.value,
+                    "group_id": one.group_id,
+                    "group_size": one.group_size,
+                    "priority": one.priority,
+                    "timeout_seconds": one.timeout_seconds or defaults.timeout_seconds,
+                    "max_attempts": attempts,
+                    "attempts_left": attempts,
+                    "state": State.QUEUED.value,
+                    "attempt": -1,
+                },
+            )
+    if new:
+        transaction.execute(_INSERT, list(new.values()))
+        groups = dict.fromkeys((row["group_id"], row["mode"]) for row in new.values())
+        rows = [{"run_id": run_id, "group_id": group, "mode": mode} for group, mode in groups]
+        database.insert_new(transaction, GROUPS, rows)
+    return len(ids) - len(new)
+
+
+def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) -> list[Lease]:
+    """Lease what is first: the largest priority, then the oldest. One statement.
+
+    Args:
+        transaction: to do it in.
+        ask: who asks for what.
+        seconds: that each lease holds unrenewed.
+        now: when the attempts begin.
+    """
+    facts = {"worker": ask.worker, "lease_seconds": seconds, "boot": now.boot, "began": now.monotonic, "began_at": now.wall}
+    values = {"run": ask.run_id, "count": ask.count, **{f"the_{name}": value for name, value in facts.items()}}
+    rows = sorted(transaction.execute(HAND_OUT, values), key=_order)
+    return [
+        Lease(
+            run_id=ask.run_id,
+            rollout_id=row.rollout_id,
+            attempt=row.attempt,
+            last=row.attempts_left == 0,
+            task_id=row.task_id,
+            input=Raw(row.input.encode()),
+            mode=Mode(row.mode),
+            group_id=row.group_id,
+            group_size=row.group_size,
+            priority=row.priority,
+            timeout_seconds=row.timeout_seconds,
+            lease_seconds=seconds,
+        )
+        for row in rows
+    ]
+
+
+def running(connection: sa.Connection) -> list[Running]:
+    """Every attempt that is under way."""
+    found = connection.execute(sa.select(*_RUNNING).where(ROLLOUTS.c.state == State.RUNNING))
+    return [Running(*row) for row in found]
+
+
+def extend(transaction: sa.Connection, attempts: Iterable[tuple[str, int]], seconds: float) -> None:
+    """Write for how long leases hold from now on, so that a server that is started again knows."""
+    rows = [{"id": name, "number": attempt, "seconds": seconds} for name, attempt in attempts]
+    if rows:
+        transaction.execute(_EXTEND, rows)
+
+
+def demand(connection: sa.Connection, run_id: str) -> Demand:
+    """What is wanted of a run, and what was enqueued."""
+    order = (DEMANDS.c.policy, DEMANDS.c.branch)
+    wanted = [
+        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version)
+        for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
+    ]
+    mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN, GROUPS.c.cancelled == sa.false())
+    enqueued = connection.execute(sa.select(sa.func.count()).select_from(GROUPS).where(*mine)).scalar_one()
+    return Demand(groups=max((one.groups for one in wanted), default=0), enqueued=enqueued, branches=wanted)
+
+
+def want(transaction: sa.Connection, database: Database, run_id: str, wanted: Wanted) -> Demand:
+    """Keep what a branch wants; fewer groups than it wanted before is older news, and changes nothing."""
+    key = {"run_id": run_id, "policy": wanted.policy, "branch": wanted.branch}
+    values = {"groups": wanted.groups, "oldest_version": wanted.oldest_version}
+    mine = [DEMANDS.c[name] == value for name, value in key.items()]
+    database.insert_new(transaction, DEMANDS, [{**key, **values}])
+    transaction.execute(DEMANDS.update().where(*mine, DEMANDS.c.groups <= wanted.groups).values(values))
+    return demand(transaction, run_id)
+
+
+def counts(connection: sa.Connection, run_id: str | None = None) -> list[Run]:
+    """How many rollouts of each run, or of one, stand how."""
+    query = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.state, sa.func.count()).group_by(ROLLOUTS.c.state, ROLLOUTS.c.run_id)
+    if run_id is not None:
+        query = query.where(ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.state.in_(list(State)))
+    found: dict[str, dict[State, int]] = {}
+    for run, state, count in connection.execute(query):
+        found.setdefault(run, {})[State(state)] = count
+    newest = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.run_id == sa.bindparam("run"))
+    return [
+        Run(
+            run_id=run,
+            states={state: states[state] for state in State if state in states},
+            cursor=connection.execute(newest, {"run": run}).scalar() or 0,
+        )
+        for run, states in sorted(found.items())
+    ]
+
+
+def rollout(connection: sa.Connection, rollout_id: str) -> Rollout | None:
+    """One rollout with all its attempts. None: there is none of that id."""
+    row = connection.execute(sa.select(*_SHOWN).where(ROLLOUTS.c.rollout_id == rollout_id)).first()
+    if row is None:
+        return None
+    attempts = connection.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id == rollout_id).order_by(ATTEMPTS.c.attempt)).mappings()
+    return _rollout(row, [_attempt(one) for one in attempts])
+
+
+def listed(
+    connection: sa.Connection, *, run_id: str | None, state: State | None, group_id: str | None, after: int, limit: int
+) -> tuple[list[Rollout], int]:
+    """Rollouts in order of arrival, each with its last attempt, and where to go on."""
+    query = sa.select(*_SHOWN).where(ROLLOUTS.c.seq > after).order_by(ROLLOUTS.c.seq).limit(limit)
+    asked = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
+    rows = connection.execute(query.where(*[column == value for column, value in asked.items() if value is not None])).all()
+    return _with_last(connection, rows), rows[-1].seq if rows else after
+
+
+def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> tuple[list[Rollout], int]:
+    """A run's rollouts in the order in which they ended, each with its last attempt, and where to go on."""
+    where = (ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.ended > after)
+    rows = connection.execute(sa.select(*_SHOWN).where(*where).order_by(ROLLOUTS.c.ended).limit(limit)).all()
+    return _with_last(connection, rows), rows[-1].ended if rows else after
+
+
+def chunks(ids: Sequence[str]) -> Iterable[Sequence[str]]:
+    """Parts of a list that one statement can take."""
+    return (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
+
+
+def _order(row: sa.Row[Any]) -> tuple[int, int]:
+    return -row.priority, row.seq
+
+
+def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Rollout]:
+    last = {row.rollout_id: row.attempt for row in rows}
+    found: dict[str, Attempt] = {}
+    for part in chunks(list(last)):
+        for one in connection.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings():
+            if one["attempt"] == last[one["rollout_id"]]:
+                found[one["rollout_id"]] = _attempt(one)
+    return [_rollout(row, [found[row.rollout_id]] if row.rollout_id in found else []) for row in rows]
+
+
+def _rollout(row: sa.Row[Any], attempts: list[Attempt]) -> Rollout:
+    if row.state == State.RUNNING:
+        under_way = Attempt(attempt=row.attempt, worker=row.worker, began_at=row.began_at, ended_at=None,
+            reason=None, detail="", rewards=None, calls=None, seconds=None)  # fmt: skip
+        attempts = [*attempts, under_way]
+    return Rollout(
+        run_id=row.run_id,
+        rollout_id=row.rollout_id,
+        task_id=row.task_id,
+        mode=Mode(row.mode),
+        group_id=row.group_id,
+        group_size=row.group_size,
+        priority=row.priority,
+        state=State(row.state),
+        attempts_left=row.attempts_left,
+        timeout_seconds=row.timeout_seconds,
+        worker=row.worker,
+        cursor=row.ended,
+        attempts=attempts,
+    )
+
+
+def _attempt(row: sa.RowMapping) -> Attempt:
+    return Attempt(
+        attempt=row["attempt"],
+        worker=row["worker"],
+        began_at=row["began_at"],
+        ended_at=row["ended_at"],
+        reason=AttemptFailure(row["reason"]) if row["reason"] else None,
+        detail=row["detail"],
+        rewards=json.loads(row["rewards"]) if row["rewards"] else None,
+        calls=row["calls"],
+        seconds=row["seconds"],
+    )
+
+
+_INSERT = ROLLOUTS.insert()
+_KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
+_SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
+_RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]
+_FIRST = (
+    sa.select(ROLLOUTS.c.seq)
+    .where(ROLLOUTS.c.state == State.QUEUED.value, ROLLOUTS.c.run_id == sa.bindparam("run"))
+    .order_by(ROLLOUTS.c.priority.desc(), ROLLOUTS.c.seq)
+    .limit(sa.bindparam("count", type_=sa.Integer))
+)
+HAND_OUT = (
+    ROLLOUTS.update()
+    .where(ROLLOUTS.c.seq.in_(_FIRST))
+    .values(
+        state=State.RUNNING.value,
+        attempt=ROLLOUTS.c.attempt + 1,
+        attempts_left=ROLLOUTS.c.attempts_left - 1,
+        **{name: sa.bindparam(f"the_{name}") for name in ("worker", "lease_seconds", "boot", "began", "began_at")},
+    )
+    .returning(
+        *[
+            ROLLOUTS.c[name]
+            for name in (
+                "seq", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
+                "timeout_seconds",
+            )
+        ]
+    )
+)  # fmt: skip
+"""The statement of a hand-out."""
+_EXTEND = (
+    ROLLOUTS.update()
+    .where(
+        ROLLOUTS.c.rollout_id == sa.bindparam("id"), ROLLOUTS.c.attempt == sa.bindparam("number"), ROLLOUTS.c.state == State.RUNNING.value
+    )
+    .values(lease_seconds=sa.bindparam("seconds"))
+)

@@ -1,0 +1,274 @@
+"""`spangrad queue`: the queue of rollouts over HTTP.
+
+In: JSON objects (`wire.py`). Out: JSON objects; what was changed is durable before it is answered. Invariant: beyond loopback nobody is
+answered without the token, and a request that is refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+from aiohttp import web
+
+from runner.queue.client import default_url
+from runner.queue.metrics import Metrics
+from runner.queue.rows import Defaults
+from runner.queue.service import Service
+from runner.queue.tables import QueueDatabase
+from runner.queue.wire import (
+    Ask,
+    Beat,
+    Complete,
+    Enqueue,
+    Extend,
+    Fail,
+    Refusal,
+    Release,
+    Run,
+    Runs,
+    State,
+    Wanted,
+    Which,
+)
+from spangrad.errors import QueueError
+from spangrad.patience import BACKLOG, BODY_SECONDS, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.processes import require_free_port, require_safe_bind
+from spangrad.settings import RunnerSettings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BODY_BYTES = 64 * 2**20
+"""Largest body of a request."""
+LIST_MOST = 1000
+"""Rollouts in one answer."""
+WAIT_MOST = 60.0
+"""Seconds that an answer may wait for news."""
+DRAIN_SECONDS = 5.0
+"""That requests have to end when the server does."""
+_OPEN = frozenset({"/healthz"})
+"""Paths that tell nothing and ask for no token."""
+
+
+def serve(settings: RunnerSettings) -> None:
+    """Serve until SIGTERM or SIGINT; what was asked for by then is done and answered.
+
+    Raises:
+        SpangradError: the address may not be bound, or is in use.
+        QueueError: the database is none, does not answer, or has another server.
+    """
+    require_safe_bind(settings.queue_host, settings.queue_token, "runner", "queue_")
+    require_free_port(settings.queue_host, settings.queue_port, "runner.queue_port")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
+
+
+async def _serve(settings: RunnerSettings) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with running(settings) as service:
+        log.info("queue ready: %s, database %s, %d in flight", default_url(settings), service.database.shown, service.in_flight)
+        await stopping.wait()
+
+
+@asynccontextmanager
+async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
+    """The queue, listening.
+
+    Raises:
+        QueueError: the database is none, does not answer, or has another server.
+    """
+    defaults = Defaults(settings.timeout_seconds, settings.max_attempts, settings.queue_lease_seconds)
+    service = Service(QueueDatabase(settings.queue_db.get_secret_value()), defaults)
+    app = application(service, settings.queue_token.get_secret_value() if settings.queue_token else None)
+    silent = SilentConnections(app)
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=DRAIN_SECONDS)
+    await runner.setup()
+    assert runner.server
+    tasks = [asyncio.create_task(silent.watch(runner.server)), asyncio.create_task(service.watch())]
+    try:
+        await web.TCPSite(runner, settings.queue_host, settings.queue_port, backlog=BACKLOG).start()
+        yield service
+    finally:
+        for task in tasks:
+            task.cancel()
+        service.stop_waiting()
+        await runner.cleanup()
+        await service.close()
+
+
+def application(service: Service, token: str | None) -> web.Application:
+    """Wire the routes."""
+    app = web.Application(middlewares=[_guard(token)], client_max_size=BODY_BYTES)
+    metrics = Metrics(service)
+    answers = Answers(service)
+    changes: dict[str, tuple[type[Any], Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]]] = {
+        "/v1/rollouts": (Enqueue, service.enqueue),
+        "/v1/leases": (Ask, service.lease),
+        "/v1/leases/heartbeat": (Beat, service.beat),
+        "/v1/leases/extend": (Extend, service.extend),
+        "/v1/leases/complete": (Complete, service.complete),
+        "/v1/leases/fail": (Fail, service.fail),
+        "/v1/leases/release": (Release, service.release),
+        "/v1/cancel": (Which, service.cancel),
+        "/v1/retry": (Which, service.retry),
+    }
+    app.add_routes(
+        [
+            *[web.post(path, _change(kind, work)) for path, (kind, work) in changes.items()],
+            web.get("/v1/rollouts", answers.rollouts),
+            web.get("/v1/rollouts/{rollout}", answers.rollout),
+            web.get("/v1/runs", answers.runs),
+            web.get("/v1/runs/{run}", answers.run),
+            web.get("/v1/runs/{run}/ended", answers.ended),
+            web.get("/v1/runs/{run}/demand", answers.demand),
+            web.put("/v1/runs/{run}/demand", answers.want),
+            web.get("/healthz", answers.health),
+            web.get("/readyz", answers.ready),
+            web.get("/metrics", metrics.handle),
+        ]
+    )
+    return app
+
+
+class Answers:
+    """What is asked with a path and a query."""
+
+    def __init__(self, service: Service) -> None:
+        """Ask the service."""
+        self._service = service
+
+    async def rollouts(self, request: web.Request) -> web.Response:
+        """Rollouts in order of arrival."""
+        query = request.query
+        state = State(query["state"]) if "state" in query else None
+        found = await self._service.listed(
+            run_id=query.get("run"), state=state, group_id=query.get("group"), after=_whole(query, "after", 0), limit=_limit(request)
+        )
+        return _json(found)
+
+    async def rollout(self, request: web.Request) -> web.Response:
+        """One rollout, with its attempts."""
+        name = request.match_info["rollout"]
+        found = await self._service.rollout(name)
+        return _json(found) if found else _refusal(404, f"the queue has no rollout {name}.")
+
+    async def runs(self, request: web.Request) -> web.Response:
+        """How the rollouts of each run stand."""
+        return _json(Runs(runs=await self._service.counts()))
+
+    async def run(self, request: web.Request) -> web.Response:
+        """How the rollouts of one run stand."""
+        name = request.match_info["run"]
+        found = await self._service.counts(name)
+        return _json(found[0] if found else Run(run_id=name, states={}, cursor=0))
+
+    async def ended(self, request: web.Request) -> web.Response:
+        """Rollouts of a run in the order in which they ended."""
+        wait = min(float(request.query.get("wait", "0")), WAIT_MOST)
+        after = _whole(request.query, "after", 0)
+        return _json(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
+
+    async def demand(self, request: web.Request) -> web.Response:
+        """What is wanted of a run."""
+        return _json(await self._service.demand(request.match_info["run"]))
+
+    async def want(self, request: web.Request) -> web.Response:
+        """Say what a branch wants of a run."""
+        wanted = msgspec.json.decode(await _body(request), type=Wanted)
+        return _json(await self._service.want(request.match_info["run"], wanted))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The process answers."""
+        return web.Response(text="ok\n")
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """The database answers, too."""
+        await self._service.counts("")
+        return web.Response(text="ok\n")
+
+
+def _change(kind: type[T], work: Callable[[T], Coroutine[Any, Any, msgspec.Struct]]) -> Handler:
+    """A handler that decodes a body, and answers what the service says to it."""
+    decoder = msgspec.json.Decoder(kind)
+
+    async def handle(request: web.Request) -> web.Response:
+        asked = decoder.decode(await _body(request))
+        if isinstance(asked, Which) and (problem := _unclear(asked)):
+            return _refusal(400, problem)
+        return _json(await work(asked))
+
+    return handle
+
+
+def _unclear(which: Which) -> str | None:
+    """Why it cannot be said which rollouts are meant. None: it can."""
+    if (which.rollout_ids is None) == (which.run_id is None):
+        return "name either rollout_ids, or run_id (and group_id)."
+    if which.group_id is not None and which.run_id is None:
+        return "group_id needs the run_id that it belongs to."
+    return None
+
+
+def _guard(token: str | None) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is not None and request.path not in _OPEN:
+            scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), token.encode()):
+                return _refusal(401, "this queue asks for its token: send `Authorization: Bearer` with runner.queue_token.")
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send fewer rollouts at once.")
+        except web.HTTPException as refusal:
+            return _refusal(refusal.status, f"{request.method} {request.path} is not answered here. docs/queue.md lists what is.")
+        except TimeoutError:
+            return _refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.")
+        except (msgspec.DecodeError, ValueError) as error:
+            return _refusal(400, f"{request.method} {request.path}: {error}")
+        except QueueError as error:
+            answer = _refusal(503, str(error))
+            answer.headers["Retry-After"] = "1"
+            return answer
+
+    return guard
+
+
+async def _body(request: web.Request) -> bytes:
+    async with asyncio.timeout(BODY_SECONDS):
+        return await request.read()
+
+
+def _json(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _refusal(status: int, sentence: str) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(Refusal(error=sentence)), content_type="application/json")
+
+
+def _whole(query: Any, name: str, otherwise: int) -> int:
+    """A whole number of a query.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = query.get(name, str(otherwise))
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name}={text!r} is no whole number.")
+    return int(text)
+
+
+def _limit(request: web.Request) -> int:
+    return max(1, min(_whole(request.query, "limit", 100), LIST_MOST))

@@ -1,0 +1,174 @@
+"""The queue's tables, and who owns the database that they lie in.
+
+In: a URL. Out: tables, and a database that this process alone serves from. Invariant: the attempt that is under way stands on its
+rollout's own row, and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact stands once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from pathlib import Path
+from typing import IO
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
+
+from spangrad.database import Database, Owner, database_url
+from spangrad.errors import QueueError
+
+METADATA = sa.MetaData()
+_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+_SERVER_LOCK = 0x71756575
+"""PostgreSQL's lock that a server holds while it runs."""
+_FAREWELL_SECONDS = 2.0
+"""That PostgreSQL may need to notice that a server was killed."""
+
+ROLLOUTS = sa.Table(
+    "rollouts",
+    METADATA,
+    sa.Column("seq", _BIG, primary_key=True, comment="in the order of arrival"),
+    sa.Column("rollout_id", sa.String, nullable=False, unique=True),
+    sa.Column("run_id", sa.String, nullable=False),
+    sa.Column("task_id", sa.String, nullable=False),
+    sa.Column("input", sa.Text, nullable=False, comment="JSON"),
+    sa.Column("mode", sa.String, nullable=False),
+    sa.Column("group_id", sa.String, nullable=False),
+    sa.Column("group_size", sa.Integer, nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False),
+    sa.Column("timeout_seconds", sa.Float, nullable=False),
+    sa.Column("max_attempts", sa.Integer, nullable=False),
+    sa.Column("attempts_left", sa.Integer, nullable=False),
+    sa.Column("state", sa.String, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False, comment="the number of the newest attempt; -1: none was made"),
+    sa.Column("worker", sa.String, comment="of the attempt under way, like the columns below. NULL: there is none"),
+    sa.Column("lease_seconds", sa.Float),
+    sa.Column("boot", sa.String, comment="which boot of the server's machine `began` counts from"),
+    sa.Column("began", sa.Float, comment="by that machine's monotonic clock"),
+    sa.Column("began_at", sa.Float, comment="seconds since 1970: for people, never compared"),
+    sa.Column("ended", _BIG, comment="its place in the order of endings. NULL: it has not ended"),
+    sa.Index("rollouts_by_state", "state", "run_id", sa.text("priority DESC"), "seq"),
+    sa.Index("rollouts_by_group", "run_id", "group_id"),
+    sa.Index(
+        "rollouts_by_end", "run_id", "ended", sqlite_where=sa.text("ended IS NOT NULL"), postgresql_where=sa.text("ended IS NOT NULL")
+    ),
+)
+ATTEMPTS = sa.Table(
+    "attempts",
+    METADATA,
+    sa.Column("rollout_id", sa.String, primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("worker", sa.String, nullable=False),
+    sa.Column("began_at", sa.Float, nullable=False, comment="seconds since 1970: for people, never compared"),
+    sa.Column("ended_at", sa.Float, nullable=False, comment="the same"),
+    sa.Column("reason", sa.String, comment="NULL: it succeeded"),
+    sa.Column("detail", sa.Text, nullable=False),
+    sa.Column("rewards", sa.Text, comment="JSON; NULL: the agent's spans hold them, or it failed"),
+    sa.Column("calls", sa.Integer),
+    sa.Column("seconds", sa.Float),
+    sa.Column("state", sa.String, nullable=False, comment="that its end put the rollout into"),
+    comment="attempts that have ended",
+    sqlite_with_rowid=False,
+)
+GROUPS = sa.Table(
+    "groups",
+    METADATA,
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("group_id", sa.String, primary_key=True),
+    sa.Column("mode", sa.String, primary_key=True, comment="a group may have rollouts of several"),
+    sa.Column("cancelled", sa.Boolean, nullable=False, server_default=sa.false(), comment="a rollout of it was: it will never be whole"),
+    sqlite_with_rowid=False,
+)
+DEMANDS = sa.Table(
+    "demands",
+    METADATA,
+    *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "policy", "branch")],
+    sa.Column("groups", _BIG, nullable=False),
+    sa.Column("oldest_version", _BIG),
+)
+
+_OWNER = Owner("the queue's database", "runner.queue_db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
+
+
+class QueueDatabase(Database):
+    """The queue's database, from which this process alone serves until it is closed."""
+
+    def __init__(self, place: str) -> None:
+        """Open it, and make the tables that are missing.
+
+        Args:
+            place: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; runner.queue_db.
+
+        Raises:
+            QueueError: there is no such database, or another server serves from it.
+        """
+        url = database_url(place, _OWNER)
+        self._file: IO[str] | None = None
+        if url.get_backend_name() == "sqlite":
+            self._file = _only_server(url)
+        try:
+            super().__init__(url, METADATA, _OWNER)
+        except BaseException:
+            self._unlock()
+            raise
+        self._session: sa.Connection | None = None
+        try:
+            self.keep()
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self) -> None:
+        """Be the one server again, where PostgreSQL was away and has forgotten it.
+
+        Raises:
+            QueueError: the database does not answer, or another server serves from it by now.
+        """
+        if self.is_sqlite:
+            return
+        with self.translated():
+            if self._session is not None:
+                try:
+                    self._session.execute(sa.select(1))
+                    return
+                except DBAPIError:
+                    self._session.close()
+            # A session of its own, for as long as this process lives; schemas of one database may have a server each.
+            self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
+            lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
+            end = time.monotonic() + _FAREWELL_SECONDS
+            while not self._session.execute(sa.select(lock)).scalar_one():
+                if time.monotonic() > end:
+                    raise _served_already(self.shown)
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """Close its connections, and let others serve from it."""
+        if self._session is not None:
+            self._session.close()
+        super().close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _only_server(url: sa.URL) -> IO[str]:
+    """A file beside SQLite's that one process can lock."""
+    path = Path(f"{url.database or 'queue.db'}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise QueueError(f"runner.queue_db: {path} cannot be written ({error.strerror}). Name a file that can.") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise _served_already(url.render_as_string(hide_password=True)) from None
+    return file
+
+
+def _served_already(shown: str) -> QueueError:
+    return QueueError(f"another `spangrad queue` serves from runner.queue_db = {shown}. Ask that one, or name another database.")

@@ -1,0 +1,133 @@
+"""The two databases that durable facts may lie in, SQLite and PostgreSQL, used alike.
+
+In: a URL and tables. Out: transactions that come one after the other, and reads beside them. Invariant: on either database a transaction
+begins by taking the one right to write, so that what it has read still holds when it writes; and what is committed is on the disk
+(SQLite: WAL with synchronous=FULL; PostgreSQL: as it comes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+
+from spangrad.errors import SpangradError
+
+_POSTGRESQL = "postgresql+psycopg"
+_DRIVERS = {"sqlite": "sqlite", "postgresql": _POSTGRESQL, "postgres": _POSTGRESQL, _POSTGRESQL: _POSTGRESQL}
+_KNOWN = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
+_READING = {"spangrad_reading": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose facts lie in a database: the words of its errors, and its lock."""
+
+    name: str
+    """As a sentence calls it: `the ledger`."""
+    setting: str
+    """That names the database."""
+    error: type[SpangradError]
+    promise: str
+    """What holds when the database fails: the end of a sentence."""
+    lock: int
+    """PostgreSQL's advisory lock that each of its transactions holds: any number, the same for all processes."""
+
+
+class Database:
+    """A database with the tables of one owner."""
+
+    def __init__(self, url: sa.URL, tables: sa.MetaData, owner: Owner) -> None:
+        """Open it, and make the tables that are missing.
+
+        Raises:
+            SpangradError: the owner's: nobody answers there.
+        """
+        self.shown = url.render_as_string(hide_password=True)
+        self.engine = sa.create_engine(url, pool_pre_ping=True)
+        self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self._owner = owner
+        if self.is_sqlite:
+            event.listen(self.engine, "connect", _configure_sqlite)
+        event.listen(self.engine, "begin", self._begin)
+        with self.transaction() as transaction:
+            tables.create_all(transaction)
+
+    @contextmanager
+    def transaction(self) -> Generator[sa.Connection]:
+        """One transaction: all of it happens, or nothing.
+
+        Raises:
+            SpangradError: the owner's: the database failed. What was asked to commit may have been committed: ask before doing it again.
+        """
+        with self.translated(), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def reading(self) -> Generator[sa.Connection]:
+        """A connection that only reads, beside a transaction.
+
+        Raises:
+            SpangradError: the owner's: the database failed.
+        """
+        with self.translated(), self.engine.execution_options(**_READING).begin() as connection:
+            yield connection
+
+    def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:
+        """Insert the rows whose key is not there yet."""
+        insert = (sqlite if self.is_sqlite else postgresql).insert(table).on_conflict_do_nothing()
+        if rows := list(rows):
+            transaction.execute(insert, rows)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self.engine.dispose()
+
+    def _begin(self, connection: sa.Connection) -> None:
+        reads = "spangrad_reading" in connection.get_execution_options()
+        if self.is_sqlite:
+            connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+        elif not reads:
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({self._owner.lock})")
+
+    @contextmanager
+    def translated(self) -> Generator[None]:
+        """Say a driver's errors in the owner's words."""
+        try:
+            yield
+        except IntegrityError:
+            raise
+        except DBAPIError as error:
+            reason = str(error.orig).strip().splitlines()
+            raise self._owner.error(
+                f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(error.orig).__name__}). See that the database "
+                f"runs, that its disk has room, then start again: {self._owner.promise}"
+            ) from error
+
+
+def database_url(text: str, owner: Owner) -> sa.URL:
+    """A database's URL, with the driver that we use.
+
+    Raises:
+        SpangradError: the owner's: it is none, or of a database that nobody here knows.
+    """
+    try:
+        url = sa.make_url(text)
+        return url.set(drivername=_DRIVERS[url.drivername])
+    except (ArgumentError, NoSuchModuleError):
+        raise owner.error(f"{owner.setting} is no URL of a database. Give {_KNOWN}.") from None
+    except KeyError as error:
+        name = owner.name
+        raise owner.error(f"{owner.setting} names {error.args[0]!r}, which {name} does not know. Give {_KNOWN}.") from None
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # transactions are ours: pysqlite would begin them late, and without a write lock
+    for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {pragma}")

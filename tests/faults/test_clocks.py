@@ -1,0 +1,97 @@
+"""Clocks that are moved by an hour, either way: leases of the queue and of the ledger are neither freed nor frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from clocks import MovedClock
+from conftest import Place
+from queues import queue_db, queue_server, queue_settings, some
+
+from runner.queue.client import Beating, QueueClient
+from runner.queue.wire import State
+from spangrad.types import AttemptFailure
+
+__all__ = ["queue_db"]
+
+pytestmark = pytest.mark.slow
+
+HOUR = 3600
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> MovedClock:
+    return MovedClock(tmp_path)
+
+
+@pytest.mark.parametrize("moved", [HOUR, -HOUR])
+async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
+    settings = queue_settings(queue_db, queue_lease_seconds=1.5)
+    with queue_server(settings, tmp_path / "queue.log", clock.environment):
+        async with QueueClient.of(settings) as client:
+            await client.enqueue("run", some(3))
+            held, silent = await client.lease("run", "worker", 2)
+            async with Beating(client, lambda *_: None) as beating:
+                beating.keep([held])
+                clock.move(moved)
+                began = time.monotonic()
+                (seen,) = await client.lease("run", "worker")
+                assert abs((await client.rollout(seen.rollout_id)).attempts[0].began_at - time.time() - moved) < 60, (
+                    "its clock was not moved"
+                )
+                assert (await client.rollout(silent.rollout_id)).state is State.RUNNING, "it was freed"
+                while (found := await client.rollout(silent.rollout_id)).state is State.RUNNING:
+                    assert time.monotonic() - began < 30, "it is frozen"
+                    await asyncio.sleep(0.05)
+                assert found.attempts[0].reason is AttemptFailure.LOST
+                assert (await client.rollout(held.rollout_id)).state is State.RUNNING, "it was freed"
+
+
+LEDGER = """
+import sys, time
+from pathlib import Path
+from trainer.ledger import Ledger
+from trainer.source import BatchRollout, Group
+
+place, moved, file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+place = Path(place) if place.startswith("/") else place
+
+def move(seconds):
+    with file.open("r+b") as out:
+        out.write(seconds.to_bytes(8, "little", signed=True))
+
+def ledger(**changes):
+    return Ledger(place, "policy", "main", lease_seconds=1.5, **changes)
+
+theirs, ours = ledger(holder="other-host 7 123 other-boot/pid:[1]"), ledger()
+theirs.register_initial(checksum="float32:00", path="/v0", tokenizer_hash="t", run_id="run")
+lease = theirs.begin([BatchRollout(Group("run", "train", "spec", "g"), "r", 0, 0)])
+assert ours.recover() == []
+before = time.time()
+move(moved)
+assert abs(time.time() - before - moved) < 60, "the clock was not moved"
+for _ in range(20):
+    assert theirs.renew(lease)
+    assert ours.recover() == [], "it was freed"
+    time.sleep(0.1)
+began = time.monotonic()
+while not (recovered := ours.recover()):
+    assert time.monotonic() - began < 30, "it is frozen"
+    time.sleep(0.05)
+print(recovered, time.monotonic() - began > 1)
+"""
+
+
+@pytest.mark.parametrize("moved", [HOUR, -HOUR])
+def test_the_lease_of_a_step_when_the_clock_is_moved(place: Place, clock: MovedClock, tmp_path: Path, moved: int) -> None:
+    environment = {**os.environ, **clock.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", LEDGER, str(place()), str(moved), clock.environment["MOVED_CLOCK"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.split("\n")[0], done.stderr) == ("[1] True", "")

@@ -1,0 +1,142 @@
+"""Weights from a trainer's memory into a real vLLM, through its weight-transfer protocol, behind a real gateway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import logprobs_by_peft
+from numpy.typing import NDArray
+from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from safetensors.numpy import load_file, save_file
+
+from spangrad.errors import GatewayError
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.types import PolicyVersion
+from spangrad.weights import checksum_directory
+from trainer.publisher import Publisher
+from trainer.sender import Sender
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+CHAT = "/v1/chat/completions"
+GREEDY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}], "temperature": 0, "max_tokens": 8}
+STEPS = ["pause", "transfer", "checksum", "update_weight_version", "resume", "probe"]
+Named = dict[str, NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def taking(tiny_model: Path, store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A gateway before an engine that takes weights over HTTP."""
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
+    directory = tmp_path_factory.mktemp("taking")
+    engine = engine_settings(tiny_model, directory / "cache", transfer="http", max_model_len=256)
+    with running_engine(engine, directory / "engine.log"):
+        settings = gateway_settings(engine, store)
+        with running_gateway(settings, directory / "gateway.log"):
+            yield settings
+
+
+@pytest.fixture(scope="module")
+def publisher(taking: Settings) -> Iterator[Publisher]:
+    sender = Sender(TrainerSettings())
+    yield Publisher(taking.gateway, sender=sender)
+    sender.close()
+
+
+def weights_times(model: Path, factor: float) -> Named:
+    return {name: value * np.float32(factor) for name, value in load_file(model / "model.safetensors").items()}
+
+
+def version_of(number: int, weights: Named, directory: Path) -> PolicyVersion:
+    """As a ledger has it; its files are written to `directory`, where only those look who are told to."""
+    directory.mkdir()
+    save_file(weights, directory / "model.safetensors")
+    checksum = checksum_directory(directory)
+    return PolicyVersion("policy", number, number - 1, "b", checksum, str(directory))
+
+
+def checked(settings: Settings, weights: Named, model: Path, directory: Path) -> None:
+    """What is generated is what transformers computes with these weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    held = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    held.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
+    held.save_pretrained(directory)
+    answer = fetch(settings.gateway.url + CHAT, {**GREEDY, "logprobs": True, "return_token_ids": True})
+    (choice,) = answer["choices"]
+    theirs = logprobs_by_peft(directory, answer["prompt_token_ids"], choice["token_ids"])
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(theirs, abs=2e-5)
+
+
+def policy(settings: Settings) -> dict[str, Any]:
+    return fetch(f"{settings.gateway.url}/admin/policies/policy")
+
+
+def test_versions_come_from_memory_with_calls_in_flight(taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path) -> None:
+    answers: list[dict[str, Any]] = []
+    endless = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
+    callers = [
+        threading.Thread(target=lambda: answers.extend(fetch(taking.gateway.url + CHAT, endless) for _ in range(2))) for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    for number, factor in ((1, 1.1), (2, 0.9)):
+        weights = weights_times(tiny_model, factor)
+        made = version_of(number, weights, tmp_path / f"v{number}")
+        (tmp_path / f"v{number}/model.safetensors").unlink()  # nobody reads it
+        assert publisher.publish(made, weights=lambda weights=weights: iter(weights.items())) > 0
+        assert list(publisher.stages) == ["files", *STEPS]
+        held = fetch(f"{taking.gateway.engine_url}/collective_rpc", {"method": "spangrad_checksum"})
+        assert (policy(taking)["version"], held) == (number, {"results": [made.checksum]})
+        checked(taking, weights, tiny_model, tmp_path / f"whole{number}")
+    for caller in callers:
+        caller.join()
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [200] * 8
+
+
+def test_what_is_not_sent_whole_takes_the_engine_out_until_it_is_read_from_disk(
+    taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path
+) -> None:
+    number = policy(taking)["version"] + 1
+    weights = weights_times(tiny_model, 1.2)
+    made = version_of(number, weights, tmp_path / "version")
+    others = weights_times(tiny_model, 1.3)
+    with pytest.raises(GatewayError, match=rf"publication of version {number} failed at checksum"):
+        publisher.publish(made, weights=lambda: iter(others.items()))
+    assert policy(taking)["status"] == "down"
+    lacking = {name: value for name, value in weights.items() if name != "lm_head.weight"}
+    with pytest.raises(GatewayError, match=rf"publication of version {number} failed at (transfer|checksum)"):
+        publisher.publish(made, weights=lambda: iter(lacking.items()))
+    assert fetch(taking.gateway.url + CHAT, GREEDY)["error"]["type"] == "engine_down"
+    assert publisher.publish(made) > 0, "from the files"
+    assert publisher.stages["reload"] > 0
+    checked(taking, weights, tiny_model, tmp_path / "whole")
+    later = version_of(number + 1, others, tmp_path / "later")
+    assert publisher.publish(later, weights=lambda: iter(others.items())) > 0
+    checked(taking, others, tiny_model, tmp_path / "others")
+    assert fetch(f"{taking.gateway.url}/admin/policies/policy/rollback", {})["version"] == number
+    checked(taking, weights, tiny_model, tmp_path / "again")
+
+
+def test_a_sender_that_went_away_leaves_the_old_version(taking: Settings, publisher: Publisher, tiny_model: Path, tmp_path: Path) -> None:
+    before = policy(taking)
+    weights = weights_times(tiny_model, 1.4)
+    made = version_of(before["version"] + 9, weights, tmp_path / "version")
+    body = {"version": made.version, "path": made.path, "checksum": made.checksum}
+    for sender, said in (
+        ({"url": "http://127.0.0.1:9", "token": "x"}, "does not answer"),
+        ({"url": publisher._sender.url, "token": "wrong"}, "another token is needed"),
+        ({"url": publisher._sender.url, "token": publisher._sender.token}, "no version is being published"),
+    ):
+        answer = fetch(f"{taking.gateway.url}/admin/policies/policy/versions", {**body, "sender": sender})
+        assert said in answer["error"]["message"]
+        assert answer["error"]["message"].endswith("The engine is serving.")
+        assert policy(taking) == before
+        assert fetch(taking.gateway.url + CHAT, GREEDY)["choices"]

@@ -1,0 +1,137 @@
+"""Adapters as versions of their own: what verl trained, PEFT loads, and a resume goes on with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from checkpoints import written
+from sampling import PROMPT, logprobs_of, sampled_rows
+from service_groups import RUN, send
+
+from spangrad.adapters import AdapterFacts, adapter_facts
+from spangrad.errors import CheckpointError
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.weights import checksum_directory
+from trainer import checkpoint
+from trainer.batch import Batch, layout
+from trainer.engine import Engine
+from trainer.ledger import Ledger
+from trainer.loop import train
+from trainer.merge import separate
+from transition_builder.loop import build_once
+
+ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, road="adapter")
+MERGED = ALONE.model_copy(update={"road": "disk"})
+
+
+def sampled(model: Path, seed: int = 1) -> Batch:
+    rows = pl.DataFrame(sampled_rows(model, 24, temperature=1.0, seed=seed))
+    return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), version=0)
+
+
+def trained(model: Path, settings: TrainerSettings) -> Engine:
+    """An engine after one step; A begins the same each time."""
+    torch.manual_seed(0)
+    engine = Engine(model, settings)
+    assert engine.step(sampled(model))["updated"] == 1
+    return engine
+
+
+def test_a_version_is_an_adapter_that_peft_loads_and_that_goes_on_where_it_stopped(tiny_model: Path, tmp_path: Path):
+    engine = trained(tiny_model, ALONE)
+    made = written(engine, tiny_model, tmp_path / "alone")
+    whole = written(trained(tiny_model, MERGED), tiny_model, tmp_path / "merged")
+    assert sorted(file.name for file in made.path.iterdir() if "token" not in file.name and "chat" not in file.name) == [
+        checkpoint.MARKER,
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "generation_config.json",
+        checkpoint.STATE,
+    ]
+    assert adapter_facts(made.path).base == tiny_model
+    config = json.loads((made.path / "adapter_config.json").read_text())
+    linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6, linear)
+    answer = [9, 11, 2]
+    ours, merged = logprobs_of(made.path, list(PROMPT), answer), logprobs_of(whole.path, list(PROMPT), answer)
+    assert ours == pytest.approx(merged, abs=2e-5), "what PEFT computes is what the merged weights compute"
+    assert ours != pytest.approx(logprobs_of(tiny_model, list(PROMPT), answer), abs=1e-3), "the step changed nothing to be seen"
+    checkpoint.verify(made.path, made.checksum)
+
+    later = sampled(made.path, seed=2)
+    assert engine.step(replace(later, advantages=0 * later.advantages))["logprob_gap"] < 1e-4, "what PEFT computes is what is trained"
+    expected = engine.step(later)
+    resumed = Engine(tiny_model, ALONE)
+    resumed.load_state(made.path)
+    assert resumed.step(later) == expected
+    for (name, ones), (_, others) in zip(engine.weights(), resumed.weights(), strict=True):
+        assert np.array_equal(ones, others), name
+
+
+def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
+    alone, merged = Engine(tiny_model, ALONE), Engine(tiny_model, MERGED)
+    for engine in (alone, merged):
+        (tmp_path / engine.settings.road).mkdir()
+        engine.save_state(tmp_path / engine.settings.road)
+    with pytest.raises(CheckpointError, match=r"with trainer\.road = adapter, and now it is disk"):
+        merged.load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"with trainer\.road = disk, and now it is adapter"):
+        alone.load_state(tmp_path / "disk")
+    with pytest.raises(CheckpointError, match=r"another shape than trainer\.lora_rank = 2"):
+        Engine(tiny_model, ALONE.model_copy(update={"lora_rank": 2})).load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"another shape than .*trainer\.lora_modules"):
+        Engine(tiny_model, ALONE.model_copy(update={"lora_modules": ("q_proj",)})).load_state(tmp_path / "adapter")
+
+
+def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):
+    engine = Engine(tiny_model, ALONE)
+    assert written(engine, tiny_model, tmp_path / "begun").checksum != checksum_directory(tiny_model), "A counts, though B is 0"
+    made = written(trained(tiny_model, ALONE), tiny_model, tmp_path / "trained")
+    file = made.path / "adapter_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "lora_alpha": 7}))
+    (made.path / checkpoint.MARKER).unlink()
+    with pytest.raises(CheckpointError, match="holds weights with checksum"):
+        checkpoint.verify(made.path, made.checksum)
+    file.write_text(json.dumps({**said, "use_rslora": True}))
+    with pytest.raises(CheckpointError, match="asks for use_rslora"):
+        checksum_directory(made.path)
+    file.write_text(json.dumps({**said, "base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(CheckpointError, match="which is no directory here"):
+        checksum_directory(made.path)
+
+
+@pytest.mark.slow
+def test_a_run_makes_adapters_and_the_next_run_goes_on_from_the_last(tiny_model: Path, store: StoreSettings, tmp_path: Path):
+    trainer = ALONE.model_copy(
+        update={
+            "run_id": RUN,
+            "model": tiny_model,
+            "directory": tmp_path,
+            "groups_per_batch": 2,
+            "modes": ("production",),
+            "max_staleness": 9,
+            "publish": False,
+            "traces": False,
+            "keep_checkpoints": 1,
+        }
+    )
+    settings = Settings(store=store, trainer=trainer)
+    for run, groups in enumerate((["a", "b"], ["c", "d"]), start=1):
+        send(store, tiny_model, groups)
+        build_once(settings)
+        train(settings, follow=False)
+        ledger = Ledger(tmp_path, trainer.policy, trainer.branch)
+        newest = ledger.version(run).policy_version
+        ledger.close()
+        made = Path(newest.path)
+        assert adapter_facts(made) == AdapterFacts(tiny_model, 4, 6), "of the model that the branch began with, not of its parent"
+        checkpoint.verify(made, newest.checksum)
+        assert not (made / checkpoint.WEIGHTS).exists()

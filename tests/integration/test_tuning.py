@@ -1,0 +1,360 @@
+"""Training on files with real verl on a CPU: losses against values worked out by hand, resuming, learning, lineage from a real store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from export_world import World, chat, said, user
+from sampling import distribution
+from tuning_world import EXAMPLES, PAIRS, settings, tuned, write_rows
+
+from examples.two_tools.model import CITIES, TOOLS
+from spangrad.settings import Settings, StoreSettings, TuningSettings
+from spangrad.weights import checksum_directory, tokenizer_hash
+from trainer.examples import Limits, digest_of, read_examples
+from trainer.ledger import Ledger
+from trainer.rendering import Renderer, Tokens
+from trainer.tuner import Tuner
+from trainer.tuning import tune
+from trainer.tuning_files import find_sources
+from trainer.workers import LocalWorkers
+from transition_builder.export.formats import export
+from transition_builder.export.reading import Wanted
+
+RIGHT = {"paris": "weather", "oslo": "weather", "rome": "clock", "lima": "clock"}
+"""Which tool serves which city."""
+
+
+class Tuned:
+    """A tuner whose optimiser steps nothing: gradients stay to be looked at."""
+
+    def __init__(self, model: Path, method: Any, **changes: Any) -> None:
+        chosen = settings(model, model, **{"learning_rate": 1e-3, **changes})
+        self.tuner = Tuner(model, chosen, method, 10)
+        self.gradients: dict[str, np.ndarray] = {}
+        inner = self.tuner._workers._rank._models["policy"].engine
+
+        def look() -> float:
+            for name, value in inner.module.named_parameters():
+                whole = value.grad.full_tensor() if hasattr(value.grad, "full_tensor") else value.grad
+                self.gradients[name] = whole.detach().numpy().copy()
+            return float(np.sqrt(sum(float((one**2).sum()) for one in self.gradients.values())))
+
+        inner.optimizer_step = look
+
+
+def by_hand(model: Path, sequences: Sequence[Tokens], loss_of: Any) -> tuple[float, dict[str, np.ndarray]]:
+    """A loss of each sequence's logprobs, by transformers alone: no padding, no packing, one sequence at a time. And its gradients."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    logprobs = []
+    for one in sequences:
+        logits = policy(torch.tensor([one.ids])).logits[0, :-1]
+        chosen = logits.log_softmax(-1)[torch.arange(len(one.ids) - 1), torch.tensor(one.ids[1:])]
+        logprobs.append(chosen[torch.tensor(one.mask[1:], dtype=torch.bool)])
+    loss = loss_of(logprobs)
+    loss.backward()
+    return loss.item(), {name: value.grad.numpy() for name, value in policy.named_parameters()}
+
+
+def agree(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, atol=2e-6, rtol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("device", [16384, 19], ids=["one micro-batch", "several"])
+def test_the_supervised_loss_and_its_gradient_are_the_mean_over_trained_tokens(device: int, tiny_model: Path):
+    import torch
+
+    made = Tuned(tiny_model, "sft", trainer={"max_tokens_per_device": device})
+    told = made.tuner.step(EXAMPLES)
+    loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in EXAMPLES], lambda found: -torch.cat(found).mean())
+    assert told["loss"] == pytest.approx(loss, abs=1e-6)
+    assert told["tokens"] == 9
+    agree(made.gradients, gradients)
+    assert made.tuner.measure(EXAMPLES, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
+
+
+@pytest.mark.parametrize(("beta", "smoothing", "device"), [(0.1, 0.0, 16384), (0.5, 0.2, 30)])
+def test_the_preference_loss_and_its_gradient_are_the_papers(beta: float, smoothing: float, device: int, tiny_model: Path):
+    """Equation 7 of https://arxiv.org/abs/2305.18290, with the smoothing of https://ericmitchell.ai/cdpo.pdf, equation 3, by hand."""
+    import torch
+
+    made = Tuned(tiny_model, "dpo", beta=beta, label_smoothing=smoothing, trainer={"max_tokens_per_device": device})
+    reference = np.array([-3.0, -9.5, -4.0, -2.5, -6.0, -1.0], np.float32)
+    told = made.tuner.step(PAIRS, reference)
+    sequences = [one for pair in PAIRS for one in pair.sequences]
+    margins: list[float] = []
+
+    def loss_of(found: list[torch.Tensor]) -> torch.Tensor:
+        losses = []
+        for at in range(0, len(found), 2):
+            margin = beta * ((found[at].sum() - reference[at].item()) - (found[at + 1].sum() - reference[at + 1].item()))
+            margins.append(margin.item())
+            right = 1 / (1 + torch.exp(-margin))
+            losses.append(-(1 - smoothing) * torch.log(right) - smoothing * torch.log(1 - right))
+        return sum(losses) / len(losses)  # type: ignore[return-value]
+
+    loss, gradients = by_hand(tiny_model, sequences, loss_of)
+    assert told["loss"] == pytest.approx(loss, abs=1e-5)
+    assert told["preference_margin"] == pytest.approx(np.mean(margins), abs=1e-5)
+    assert told["preference_accuracy"] == pytest.approx(np.mean([one > 0 for one in margins]))
+    assert 0 < told["preference_accuracy"] < 1
+    assert told["chosen_reward"] - told["rejected_reward"] == pytest.approx(told["preference_margin"], abs=1e-5)
+    agree(made.gradients, gradients)
+    held = made.tuner.measure(PAIRS, reference)
+    assert {name: told[name] for name in held} == pytest.approx(held, abs=1e-5), "held out pairs are measured by the same loss"
+
+
+def test_the_reference_is_the_policy_at_the_start(tiny_model: Path):
+    made = Tuned(tiny_model, "dpo").tuner
+    sums = made.logprobs(PAIRS)
+    expected = [
+        sum(float(distribution(tiny_model, one.ids[:at], 1.0)[one.ids[at]]) for at, trained in enumerate(one.mask) if trained)
+        for pair in PAIRS
+        for one in pair.sequences
+    ]
+    assert sums.tolist() == pytest.approx(expected, abs=1e-4)
+    told = made.step(PAIRS, sums)
+    assert told["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert told["preference_margin"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_no_op_rows_change_nothing(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of several ranks, whose rows must be as many, the loss is that of one, times their number: verl takes the mean over ranks."""
+    examples = EXAMPLES if method == "sft" else PAIRS
+    alone, ranks = Tuned(tiny_model, method), Tuned(tiny_model, method)
+    reference = None if method == "sft" else alone.tuner.logprobs(examples)
+    ranks.tuner._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
+    monkeypatch.setattr(LocalWorkers, "size", 4)
+    assert len(ranks.tuner._rows(examples, reference)["input_ids"].offsets()) - 1 == (4 if method == "sft" else 8)
+    found = [one.tuner.step(examples, reference) for one in (alone, ranks)]
+    assert found[1]["loss"] == pytest.approx(4 * found[0]["loss"], rel=1e-6)
+    agree({name: value / 4 for name, value in ranks.gradients.items()}, alone.gradients)
+
+
+def replies(count: int) -> list[dict[str, Any]]:
+    """Rows of messages: what to say to whom."""
+    cities = [CITIES[at % 4] for at in range(count)]
+    return [{"messages": [user(f"say {city}"), said(f"{RIGHT[city]} {city}")]} for city in cities]
+
+
+class StoppedError(Exception):
+    """Thrown into a run, as a crash would be."""
+
+
+class Breaker:
+    """StoppedError a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def planned(self, plan: Any) -> None: ...
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.step:
+            raise StoppedError
+
+    def committed(self, version: Any) -> None: ...
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_run_that_was_stopped_ends_with_the_same_weights(method: Any, tiny_model: Path, tmp_path: Path):
+    rows = replies(8)
+    pairs = [{"chosen": row["messages"], "rejected": [row["messages"][0], said("error")]} for row in rows]
+    file = write_rows(tmp_path / "rows.jsonl", rows if method == "sft" else pairs)
+    ends: list[str] = []
+    for name, step in (("whole", 0), ("stopped", 4)):
+        chosen = settings(tiny_model, tmp_path / name, epochs=3, batch_size=4, learning_rate=1e-3, warmup=0.3, held_out=0.2)
+        if step:
+            with pytest.raises(StoppedError):
+                tune(chosen, method, [file], observer=Breaker(step))
+        last = tuned(chosen, file, method=method).versions[-1]
+        assert last.metrics["tuning_step"] == 6
+        ends.append(last.policy_version.checksum)
+        assert checksum_directory(Path(last.policy_version.path)) == ends[-1]
+    assert ends[0] == ends[1], "bit by bit"
+
+
+def test_adapters_are_trained_alone_and_merged(tiny_model: Path, tmp_path: Path):
+    from safetensors.numpy import load_file
+
+    file = write_rows(tmp_path / "rows.jsonl", replies(16))
+    chosen = settings(tiny_model, tmp_path / "p", epochs=2, batch_size=8, learning_rate=1e-2, trainer={"lora_rank": 4})
+    with pytest.raises(StoppedError):
+        tune(chosen, "sft", [file], observer=Breaker(3))
+    last = tuned(chosen, file).versions[-1]
+    before, after = (load_file(Path(one) / "model.safetensors") for one in (tiny_model, last.policy_version.path))
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert changed
+    assert all("_proj" in name for name in changed), "embeddings and head have no adapters"
+
+
+class Traces:
+    """The two-tools example's rollouts of one turn, in a store: of each group one that called the right tool and one that did not."""
+
+    def __init__(self, store: StoreSettings, model: Path, name: str, groups: int) -> None:
+        self.world, self.model, self.name = World(store, name), model, name
+        render = Renderer(model)
+        for at in range(groups):
+            city = CITIES[at % 4]
+            wrong = next(tool for tool in TOOLS if tool != RIGHT[city])
+            for rollout, tool, reward in ((f"good-{at}", RIGHT[city], 1.0), (f"bad-{at}", wrong, -0.2)):
+                request, answer = chat([user(f"say {city}")], f"{tool} {city}")
+                (made,) = render.conversation([user(f"say {city}"), said(f"{tool} {city}")], [False, True], None)
+                ids = made.ids[:7], made.ids[7:]
+                facts = {"Policy": name, "TokenizerHash": tokenizer_hash(model), "Logprobs": [-0.5] * len(ids[1])}
+                self.world.call(rollout, request, answer, ids=ids, reward=reward, group=f"g{at}", task=city, **facts)
+        self.world.commit()
+
+    def export(self, form: str, out: Path, **wanted: Any) -> Path:
+        export(self.world.client, self.world.store.url, form, Wanted(self.name, **wanted), out)
+        return out
+
+
+def success(model: Path) -> float:
+    """The chance that the first reply names the right tool and the city, and ends."""
+    render, found = Renderer(model), []
+    for city, tool in RIGHT.items():
+        (made,) = render.conversation([user(f"say {city}"), said(f"{tool} {city}")], [False, True], None)
+        found.append(np.exp(sum(float(distribution(model, made.ids[:at], 1.0)[made.ids[at]]) for at in range(7, 10))))
+    return float(np.mean(found))
+
+
+@pytest.fixture(scope="module")
+def traces(store: StoreSettings, tiny_model: Path) -> Traces:
+    return Traces(store, tiny_model, "tuning-traces", 40)
+
+
+def run_settings(traces: Traces, directory: Path, **changes: Any) -> Settings:
+    trainer = {"policy": traces.name, "branch": directory.name, **changes.pop("trainer", {})}
+    return settings(traces.model, directory, traces.world.store, **{"held_out": 0.1, "batch_size": 9, **changes}, trainer=trainer)
+
+
+def test_exported_replies_that_succeeded_teach_to_succeed(traces: Traces, tmp_path: Path):
+    file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
+    done = tuned(run_settings(traces, tmp_path / "sft", epochs=10, learning_rate=3e-3), file)
+    found = done.plan.examples
+    assert (len(found.trained), len(found.held_out), found.with_ids, found.rendered) == (36, 4, 40, 0)
+    before, after = success(traces.model), success(Path(done.versions[-1].policy_version.path))
+    assert before < 0.2
+    assert after > 0.6
+    first, last = done.versions[0].metrics, done.versions[-1].metrics
+    assert last["held_out_loss"] < first["held_out_loss"] < first["held_out_loss_before"]
+
+
+def test_all_forms_of_an_export_give_the_same_examples(traces: Traces, tmp_path: Path):
+    limits = Limits.of(traces.model, tokenizer_hash(traces.model), TuningSettings(), 1000)
+    found = {}
+    for form in ("sft-tokens", "parquet", "huggingface", "sft", "verl-sft"):
+        sources = find_sources([traces.export(form, tmp_path / form, min_return=0.5)])
+        found[form] = read_examples(sources, "sft", Renderer(traces.model), limits, TuningSettings(held_out=0.1))
+    assert len({digest_of([*one.trained, *one.held_out]) for one in found.values()}) == 1
+    assert {form: (one.with_ids, one.rendered) for form, one in found.items()} == {
+        **dict.fromkeys(("sft-tokens", "parquet", "huggingface"), (40, 0)),
+        **dict.fromkeys(("sft", "verl-sft"), (0, 40)),
+    }
+    origins = [[one.origins for one in made.trained] for made in found.values()]
+    assert all(one == origins[0] for one in origins), "each names the rollouts, their specification and revision"
+
+
+def test_exported_preferences_raise_the_chosens_margin(traces: Traces, tmp_path: Path):
+    file = traces.export("preferences", tmp_path / "pairs.jsonl")
+    done = tuned(run_settings(traces, tmp_path / "dpo", epochs=6, learning_rate=2e-3), file, method="dpo")
+    assert (len(done.plan.examples.trained), done.plan.examples.with_ids) == (36, 40)
+    told = [one.metrics for one in done.versions]
+    assert told[0]["held_out_loss_before"] == pytest.approx(np.log(2), abs=1e-6)
+    assert told[0]["held_out_preference_margin"] < told[-1]["held_out_preference_margin"]
+    assert told[-1]["held_out_preference_margin"] > 0.5
+    assert told[-1]["held_out_preference_accuracy"] == 1
+    assert success(Path(done.versions[-1].policy_version.path)) > 1.5 * success(traces.model)
+
+
+def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Path):
+    from commands import lineage_read
+    from commands.lineage_text import of_version
+
+    file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
+    chosen = run_settings(traces, tmp_path / "lineage", epochs=1, held_out=0.0)
+    version = tuned(chosen, file).versions[-1]
+    found = lineage_read.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
+    first = found.ancestors[0]
+    (source,) = {one.source for one in tuned(chosen, file).plan.examples.trained}
+    assert first.files == [lineage_read.TrainedFile("sft", 5, 5, "best.jsonl", source.checksum, file.stat().st_size, 40)]
+    assert first.batch_rollouts is not None
+    assert [(one.rollout, one.group) for one in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]
+    assert {len(one.spans) for one in first.batch_rollouts} == {1}
+    assert len(first.batch_rollouts) == 40
+    text = of_version(found)
+    made = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run tuning-traces (train)"
+    assert text[0] == f"{traces.name}@{version.version} on branch lineage, committed, from {traces.name}@0, batch {first.batch}: {made}"
+    assert text[2] == f"  file best.jsonl, sha256 {source.checksum}, {file.stat().st_size} bytes: 40 examples"
+    span = first.batch_rollouts[0].spans[0]
+    back = lineage_read.of_span(traces.world.client, span.trace, span.span)
+    assert version.version in [one.version for one in back.versions]
+
+
+def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(store: StoreSettings, tiny_model: Path, tmp_path: Path):
+    from store_world import SPEC
+    from store_world import World as Built
+
+    from trainer.loop import train
+
+    own = {"run_id": "tuned-run", "policy": "policy", "branch": "tuned-run", "groups_per_batch": 1, "max_staleness": 5}
+    chosen = settings(tiny_model, tmp_path / "p", store, epochs=1, trainer=own)
+    world = Built(chosen, tiny_model)
+    world.group("g", [1.0, 0.0])
+    about = {"run": "tuned-run", "mode": "train", "group": "g", "rollout": "g-0", "attempt": 0, "build_spec": SPEC, "revision": 0}
+    rows = [{"messages": one["messages"], "meta": about} for one in replies(1)]
+    tuned(chosen, write_rows(tmp_path / "rows.jsonl", rows))
+    train(chosen, follow=False)
+    ledger = Ledger(chosen.trainer.directory, "policy", "tuned-run")
+    assert ledger.committed_versions() == [0, 1], "the group has trained this branch"
+    asked = chosen.model_copy(update={"trainer": chosen.trainer.model_copy(update={"retrain_tuned": True})})
+    train(asked, follow=False)
+    newest = ledger.version(2).policy_version
+    assert (newest.parent, [one.rollout_id for one in ledger.batch(newest.batch_id or "")]) == (1, ["g-0", "g-1"])
+    train(asked, follow=False)
+    assert ledger.committed_versions() == [0, 1, 2], "once"
+    kinds = "SELECT Version, RolloutId FROM otel.v_batches WHERE Branch = %(run)s ORDER BY Version, RolloutId"
+    assert world.rows(kinds) == [(1, "g-0"), (2, "g-0"), (2, "g-1")]
+
+
+def test_the_command_says_what_it_did(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    from commands.tune import tune as command
+
+    rows = [*replies(9), {"messages": [user("say rome")]}, {"messages": [user("say rome"), said("clock rome")], "score": 1}]
+    file = write_rows(tmp_path / "own.jsonl", rows)
+    caplog.set_level(logging.INFO)
+    places = [f"trainer.directory={tmp_path / 'p'}", "store.url=http://127.0.0.1:9"]
+    command("sft", file, model=tiny_model, publish=False, epochs=2, held_out=0.0, set_=places)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:5]] == [
+        ["rows", "trained", "10"],
+        ["rows", "held", "out", "0"],
+        ["rows", "left", "out,", "no_reply", "1"],
+        ["rows", "in", "all", "11"],
+    ]
+    assert lines[5:7] == [
+        "10 tokenised by the policy's own tokenizer and chat template, the loss on the assistant's replies only",
+        "columns that were not read: score",
+    ]
+    assert [line.partition(" ")[0] + line.partition(":")[1] for line in lines[7:9]] == ["version:", "version:"]
+    assert lines[9] == "policy@0 -> policy@2. `spangrad lineage policy@2` names what it was trained on."
+    assert "sft of policy@0 on 10 rows (0 held out): to step 2" in caplog.text
+    assert "the ledger is not copied to the store now" in caplog.text
+    command("sft", file, model=tiny_model, publish=False, epochs=2, held_out=0.0, set_=places)
+    said_then = capsys.readouterr().out.splitlines()[-1]
+    assert said_then == "nothing to do: these files were trained with these settings, up to step 2. --again trains them once more."

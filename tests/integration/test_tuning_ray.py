@@ -1,0 +1,44 @@
+"""Training on files with two workers under Ray, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tuning_world import EXAMPLES, PAIRS, settings
+
+from trainer.tuner import Tuner
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_two_workers_train_as_one_and_go_on_from_each_others_state(method: Any, tiny_model: Path, tmp_path: Path):
+    """Three examples: the second worker has a no-op row, or pair, and pairs stay whole."""
+    examples = EXAMPLES if method == "sft" else PAIRS
+    found: dict[int, list[dict[str, float]]] = {}
+    weights: dict[int, dict[str, np.ndarray]] = {}
+    for workers in (0, 2):
+        chosen = settings(tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2, trainer={"workers": workers, "max_tokens_per_device": 40})
+        tuner = Tuner(tiny_model, chosen, method, 10)
+        tuner.reference = tuner.logprobs(examples)
+        found[workers] = [tuner.step(examples, tuner.reference), tuner.step(examples, tuner.reference)]
+        place = tmp_path / str(workers)
+        place.mkdir()
+        tuner.save_weights(place)
+        tuner.save_state(place)
+        weights[workers] = load_file(place / "model.safetensors")
+        found[workers].append(tuner.measure(examples, tuner.reference))
+        tuner.close()
+    for one, other in zip(found[0], found[2], strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    # AdamW's first steps are the gradient's sign: a last bit may turn where the gradient is all but 0.
+    assert max(float(np.abs(weights[0][name] - weights[2][name]).max()) for name in weights[0]) < 1e-4
+    chosen = settings(tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2)
+    alone = Tuner(tiny_model, chosen, method, 10)
+    alone.load_state(tmp_path / "2")
+    assert alone.reference is not None
+    assert alone.reference.tolist() == pytest.approx(alone.logprobs(examples).tolist(), abs=1e-4)

@@ -1,0 +1,40 @@
+"""A worker in a process of its own, for tests that kill it: leases, waits a moment, completes; poison it fails.
+
+In: the queue's URL, a file. Out: a line `ROLLOUT ATTEMPT` in the file for each completion that was accepted, once that was acknowledged.
+Invariant: it ends by being killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+from runner.queue.client import QueueClient
+from runner.queue.wire import Completion, Failure, Lease
+from spangrad.leases import this_process
+from spangrad.types import AttemptFailure
+
+
+async def attempt(client: QueueClient, lease: Lease, file: Path) -> None:
+    await asyncio.sleep(random.random() * 0.02)
+    if lease.task_input() == "poison":
+        await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH, detail="poison")])
+        return
+    told = Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": 1.0}, calls=1, seconds=0.01)
+    (result,) = await client.complete([told])
+    if result.refused is None:
+        with file.open("a") as out:
+            out.write(f"{lease.rollout_id} {lease.attempt}\n")
+
+
+async def main(url: str, file: Path) -> None:
+    async with QueueClient(url) as client:
+        while True:
+            leases = await client.lease("run", this_process(), 8, wait_seconds=1)
+            await asyncio.gather(*[attempt(client, lease, file) for lease in leases])
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

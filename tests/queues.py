@@ -1,0 +1,83 @@
+"""Queues for tests: served in this process, or in one that can be killed.
+
+In: a database. Out: a running queue and a client of it. Invariant: it never outlives the block.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from runner.queue import server
+from runner.queue.client import QueueClient, new_rollout
+from runner.queue.service import Service
+from runner.queue.wire import NewRollout
+from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.settings import RunnerSettings
+
+
+def queue_settings(db: str, **changes: object) -> RunnerSettings:
+    """Settings of a queue on a free port."""
+    (port,) = free_ports(1)
+    address = {"queue_port": port, "queue_url": f"http://127.0.0.1:{port}", "queue_db": SecretStr(db)}
+    return RunnerSettings(**{**address, **changes})  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def serving(settings: RunnerSettings, patience_seconds: float = 5) -> AsyncGenerator[tuple[QueueClient, Service]]:
+    """A queue in this process, and a client of it."""
+    async with server.running(settings) as service, QueueClient.of(settings, patience_seconds=patience_seconds) as client:
+        yield client, service
+
+
+def queue_process(settings: RunnerSettings, log: Path, env: dict[str, str] | None = None) -> Child:
+    """`spangrad queue`, ready; whoever starts it stops it."""
+    values = {
+        "runner.queue_port": settings.queue_port,
+        "runner.queue_db": settings.queue_db.get_secret_value(),
+        "runner.queue_lease_seconds": settings.queue_lease_seconds,
+        "runner.timeout_seconds": settings.timeout_seconds,
+        "runner.max_attempts": settings.max_attempts,
+    }
+    words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+    child = Child("spangrad queue", own_command("queue", *words), log, env, inherit_settings=False)
+    try:
+        wait_until(lambda: answers(f"{settings.queue_url}/readyz"), 60, "the queue", [child], poll_seconds=0.02)
+    except BaseException:
+        child.stop()
+        raise
+    return child
+
+
+@contextmanager
+def queue_server(settings: RunnerSettings, log: Path, env: dict[str, str] | None = None) -> Generator[Child]:
+    """`spangrad queue` in a process of its own."""
+    child = queue_process(settings, log, env)
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def some(count: int, prefix: str = "r", group_size: int = 1, **facts: object) -> list[NewRollout]:
+    """Rollouts with names: r0, r1, ...; so many a group."""
+    return [
+        new_rollout(
+            f"task {i}", {"question": i}, f"{prefix} group {i // group_size}", rollout_id=f"{prefix}{i}", group_size=group_size, **facts
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a database for a queue, on either kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/queue.db"
+    schema: Callable[[str], str] = request.getfixturevalue("postgres")
+    return schema(f"t{uuid.uuid4().hex}")

@@ -1,0 +1,34 @@
+"""The dispatch benchmark's own honesty: checks that see what is lost or done twice, and ratios that compare like with like."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.dispatch import Measured, check, report
+
+NAMES = ["a", "b", "c"]
+GOOD = {"lost": 0, "double": 0, "foreign": 0, "refused": 0}
+
+
+@pytest.mark.parametrize(
+    ("handled", "succeeded", "refused", "wrong"),
+    [
+        (NAMES, NAMES, 0, {}),
+        (NAMES[1:], NAMES, 0, {"lost": 1}),
+        (NAMES, NAMES[1:], 0, {"lost": 1}),
+        ([*NAMES, "a"], NAMES, 0, {"double": 1}),
+        (NAMES, [*NAMES, "a", "a"], 0, {"double": 2}),
+        ([*NAMES, "x"], [*NAMES, "x"], 0, {"foreign": 1}),
+        (NAMES, NAMES, 2, {"refused": 2}),
+    ],
+)
+def test_what_went_wrong_is_counted(handled: list[str], succeeded: list[str], refused: int, wrong: dict[str, int]) -> None:
+    assert check(NAMES, handled, succeeded, refused) == {**GOOD, **wrong}
+
+
+def test_the_ratio_is_to_the_fastest_way_of_the_peer() -> None:
+    rates = {"ours": 3000.0, "ours_singly": 300.0, "peer_runner": 30.0, "peer_store": 150.0}
+    told = report({name: Measured({"rollouts_per_s": rate}, {"lost": len(name)}) for name, rate in rates.items()})
+    assert told["ratio"] == {"rollouts_per_s": 20.0, "rollouts_per_s_singly": 10.0}
+    assert told["checked"] == {"lost": 4, "singly_lost": 11, "peer_runner_lost": 11, "peer_store_lost": 10}
+    assert report({"ours": Measured({"rollouts_per_s": 1.0}, {})})["ratio"] == {}

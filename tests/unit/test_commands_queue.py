@@ -1,0 +1,87 @@
+"""`spangrad queue`: what its commands print of a queue in this process, what they change, what they say when they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+from queues import queue_settings, serving, some
+
+from commands import queue as command
+from runner.queue.wire import Completion, Failure
+from spangrad.errors import QueueError, SettingsError
+from spangrad.processes import free_ports
+from spangrad.types import AttemptFailure
+
+
+def words(out: str) -> list[list[str]]:
+    """The words of each line; columns are two or more spaces apart."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in out.splitlines() if line.strip()]
+
+
+async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
+    where = [f"runner.queue_url={settings.queue_url}"]
+
+    async def told(function: Any, *arguments: Any, **options: Any) -> str:
+        await asyncio.to_thread(function, *arguments, **options, set_=where)
+        return capsys.readouterr().out
+
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", some(5, group_size=2))
+        good, bad, _ = await client.lease("run", "a worker", 3)
+        await client.complete([Completion(rollout_id=good.rollout_id, attempt=0, rewards={"reward": 0.5}, calls=3, seconds=1.25)])
+        await client.fail([Failure(rollout_id=bad.rollout_id, attempt=0, reason=AttemptFailure.EXIT_CODE, detail="exit code 3")])
+        assert words(await told(command._list)) == snapshot(
+            [["run", "queued", "running", "succeeded", "dead", "cancelled"], ["run", "2", "1", "1", "1", "0"]]
+        )
+        assert words(await told(command._list, run="run", group="r group 0")) == snapshot(
+            [
+                ["rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"],
+                ["r0", "run", "r group 0", "task 0", "train", "succeeded", "1", "succeeded"],
+                ["r1", "run", "r group 0", "task 1", "train", "dead", "1", "exit_code exit code 3"],
+            ]
+        )
+        assert words(await told(command._dead)) == snapshot(
+            [
+                ["rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"],
+                ["r1", "run", "r group 0", "task 1", "train", "dead", "1", "exit_code exit code 3"],
+            ]
+        )
+        shown = (await told(command._show, "r0")).splitlines()
+        assert [*shown[:3], shown[-1].split("  ")[0], shown[-1].split("UTC")[1].split()] == snapshot(
+            [
+                "rollout   r0 of run run (train)",
+                "task      task 0, group r group 0 of 2, priority 0",
+                "state     succeeded, 0 attempts left, 300 s each",
+                "0",
+                ["1.2", "succeeded", "3", "reward=0.5"],
+            ]
+        )
+        assert await told(command._cancel, run="run", group="r group 1") == snapshot("cancelled: 1 that were queued, 1 that were running\n")
+        assert await told(command._retry, "r1") == snapshot("queued again: 1\n")
+        with pytest.raises(QueueError, match=r"refuses GET /v1/rollouts/nobody \(404\): the queue has no rollout nobody\."):
+            await told(command._show, "nobody")
+        with pytest.raises(SettingsError, match=r"--state 'odd' is none\. A rollout is queued, running, succeeded, dead, cancelled\."):
+            await told(command._list, state="odd")
+
+
+def test_what_is_meant_must_be_said() -> None:
+    for arguments in ([], ["r1", "--run", "run"], ["r1", "--group", "g"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "spangrad", "queue", "cancel", *arguments], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("spangrad: "), done.stderr
+
+
+def test_a_queue_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_PATIENCE_SECONDS", 0)
+    (port,) = free_ports(1)
+    with pytest.raises(QueueError, match=rf"no queue answers at http://127.0.0.1:{port} .* Start it with `spangrad queue`"):
+        command._list(set_=[f"runner.queue_port={port}"])

@@ -1,0 +1,135 @@
+"""Adapters into a fake engine: the order of steps, what is refused before the engine is touched, and what each failure leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import random_adapter
+from fake_engine import FakeEngine
+from safetensors.numpy import save_file
+from unit_gateway import Stage, staged
+
+from spangrad.weights import checksum_directory
+
+STEPS = [
+    "/pause",
+    "/reset_prefix_cache",
+    "spangrad_checksum",
+    "load_lora_adapter",
+    "spangrad_checksum",
+    "/update_weight_version",
+    "/resume",
+    "probe",
+]
+"""The first checksum is the base's."""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    directory = tmp_path / "base"
+    directory.mkdir()
+    save_file({"layers.0.q_proj.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return random_adapter(base, tmp_path / "v1", seed=1)
+
+
+def engine_of(base: Path, rank: int = 4) -> FakeEngine:
+    checksum = checksum_directory(base)
+    return FakeEngine(lora_rank=rank, checksum=checksum, base_checksum=checksum, model=str(base))
+
+
+async def publish(stage: Stage, path: Path, version: int = 1) -> tuple[int, Any]:
+    body = {"version": version, "path": str(path), "checksum": checksum_directory(path)}
+    async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def roll_back(stage: Stage) -> int:
+    async with stage.client.post("/admin/policies/policy/rollback", json={}) as answer:
+        return (await answer.json())["version"]
+
+
+def loaded(stage: Stage) -> list[Any]:
+    return [json.loads(body) for body in stage.engine.bodies]
+
+
+async def test_an_adapter_takes_the_place_of_the_one_before_and_the_way_back_ends_at_the_bare_base(base: Path, adapter: Path) -> None:
+    async with staged(engine_of(base)) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, made = await publish(stage, adapter)
+        assert (status, made["checksum"], made["backends"]) == (200, checksum_directory(adapter), {"policy-0": "serving"})
+        assert list(made["stages"]["policy-0"]) == ["pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
+        assert stage.engine.orders == STEPS
+        second = random_adapter(base, adapter.with_name("v2"), seed=2)
+        assert (await publish(stage, second, 2))[0] == 200
+        assert [await roll_back(stage), await roll_back(stage)] == [1, 0]
+        paths = [str(adapter), str(second), str(adapter), "the bare adapter"]
+        assert loaded(stage) == [{"lora_name": "policy", "lora_path": path, "load_inplace": True} for path in paths]
+        assert (stage.engine.version, stage.engine.checksum) == (0, checksum_directory(base))
+
+
+async def test_what_an_engine_cannot_take_is_refused_before_it_is_touched(base: Path, adapter: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file({"layers.0.q_proj.weight": np.ones((2, 3), np.float32)}, whole / "model.safetensors")
+    foreign = random_adapter(whole, tmp_path / "foreign", seed=3)
+    async with staged(engine_of(base, rank=2)) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, said = await publish(stage, adapter)
+        assert (status, "adapter of rank 4, and the engine at" in said["error"]["message"]) == (409, True)
+        assert said["error"]["message"].endswith("takes ranks up to 2. Start it with engine.lora_rank = 4.")
+        assert stage.engine.orders == []
+    async with staged(FakeEngine(checksum=checksum_directory(base))) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, said = await publish(stage, adapter)
+        assert (status, "takes none. Start it with engine.lora_rank = 4 or more" in said["error"]["message"]) == (409, True)
+        assert stage.engine.orders == []
+    async with staged(engine_of(base)) as stage:
+        await stage.readiness("serving")
+        for other in (foreign, whole):
+            stage.engine.orders.clear()
+            status, said = await publish(stage, other)
+            assert (status, "Start the engine with that model. The engine is serving." in said["error"]["message"]) == (502, True)
+            assert "load_lora_adapter" not in stage.engine.orders
+            assert (stage.engine.version, stage.engine.paused, (await stage.chat())[0]) == (0, False, 200)
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+async def test_an_adapter_that_cannot_be_read_leaves_the_old_version_or_nothing_unknown(base: Path, adapter: Path, spoils: bool) -> None:
+    async with staged(engine_of(base)) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, adapter))[0] == 200
+        stage.engine.refuses, stage.engine.spoils = "load_lora_adapter", spoils
+        status, said = await publish(stage, random_adapter(base, adapter.with_name("v2"), seed=2), 2)
+        assert (status, "publication of version 2 failed at adapter" in said["error"]["message"]) == (502, True)
+        assert said["error"]["message"].endswith("The engine is down." if spoils else "The engine is serving.")
+        assert (await stage.chat())[0] == (503 if spoils else 200)
+        assert stage.engine.version == 1
+        stage.engine.refuses = ""
+        assert (await publish(stage, adapter.with_name("v2"), 2))[0] == 200
+        assert (await stage.chat())[0] == 200
+
+
+async def test_an_engine_that_was_restarted_gets_its_adapter_again(base: Path, adapter: Path) -> None:
+    async with staged(engine_of(base)) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, adapter))[0] == 200
+        stage.engine.version, stage.engine.checksum, stage.engine.model = 0, checksum_directory(base), str(base)
+        async with asyncio.timeout(10):
+            while stage.engine.version == 0:  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.02)
+        await stage.readiness("serving")
+        assert stage.engine.checksum == checksum_directory(adapter)
+        assert [one["lora_path"] for one in loaded(stage)] == [str(adapter)] * 2

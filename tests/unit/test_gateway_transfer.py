@@ -1,0 +1,120 @@
+"""Weights from a real sender into a fake engine: who orders what, what is refused before it is touched, and what needs the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from safetensors.numpy import save_file
+from unit_gateway import Stage, staged
+
+from spangrad.settings import TrainerSettings
+from spangrad.weights import checksum_directory
+from trainer.sender import Sender
+
+WEIGHTS = {"a": np.arange(6, dtype=np.float32) / 3, "b": np.float32([1e30, -0.1])}
+BEFORE = ["/pause", "/reset_prefix_cache"]
+MEETING = ["/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"]
+SENDING = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+AFTER = ["spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    made = Sender(TrainerSettings())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> tuple[Path, str]:
+    """Where a version lies, and its checksum; its files are gone."""
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    checksum = checksum_directory(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    return tmp_path, checksum
+
+
+async def publish(stage: Stage, sender: Sender, version: tuple[Path, str], number: int = 1, **weights: Any) -> tuple[int, Any]:
+    path, checksum = version
+    with sender.offering(lambda: iter({**WEIGHTS, **weights}.items())) as said:
+        body = {"version": number, "path": str(path), "checksum": checksum, "sender": said}
+        async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
+            return answer.status, await answer.json()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_the_gateway_orders_and_the_trainer_sends(sender: Sender, version: tuple[Path, str], dtype: str) -> None:
+    async with staged(FakeEngine(transfer="http", checksum=f"{dtype}:{0:016x}")) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, made = await publish(stage, sender, version)
+        assert (status, made["version"], made["checksum"]) == (200, 1, version[1])
+        assert list(made["stages"]["policy-0"]) == ["pause", "transfer", "checksum", "update_weight_version", "resume", "probe"]
+        assert stage.engine.orders == [*BEFORE, *MEETING, *SENDING, *AFTER]
+        stage.engine.orders.clear()
+        assert (await publish(stage, sender, version, 2))[0] == 200
+        assert stage.engine.orders == [*BEFORE, *SENDING, *AFTER], "they have met already"
+
+
+async def test_what_cannot_be_sent_is_refused_before_the_engine_is_touched(sender: Sender, version: tuple[Path, str]) -> None:
+    async with staged(FakeEngine()) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, said = await publish(stage, sender, version)
+        assert (status, "takes no weights from a trainer. Start it with engine.transfer = http" in said["error"]["message"]) == (409, True)
+        assert stage.engine.orders == []
+    async with staged(FakeEngine(transfer="http", checksum=f"bfloat16:{0:016x}")) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        status, said = await publish(stage, sender, version, b=np.float32([1, 2]))
+        assert (status, "the trainer has weights with checksum" in said["error"]["message"]) == (409, True)
+        assert stage.engine.orders == []
+    for engine, reason in (
+        (FakeEngine(transfer="http", workers=2), "has 2 workers; the weights of one only can be compared"),
+        (FakeEngine(transfer="nccl"), "the trainer's process sees no GPU"),
+    ):
+        async with staged(engine) as stage:
+            await stage.readiness("serving")
+            stage.engine.orders.clear()
+            status, said = await publish(stage, sender, version)
+            assert (status, reason in said["error"]["message"], said["error"]["message"][-22:]) == (502, True, "The engine is serving.")
+            assert stage.engine.orders == [*BEFORE, "/resume"]
+            assert (await stage.chat())[0] == 200
+
+
+@pytest.mark.parametrize("order", [*MEETING, *SENDING])
+async def test_an_order_that_fails_leaves_the_old_version_or_takes_the_engine_out(
+    sender: Sender, version: tuple[Path, str], order: str
+) -> None:
+    async with staged(FakeEngine(transfer="http", refuses=order)) as stage:
+        await stage.readiness("serving")
+        status, said = await publish(stage, sender, version)
+        begun = order in SENDING
+        assert (status, said["error"]["message"].endswith("The engine is down." if begun else "The engine is serving.")) == (502, True)
+        assert (await stage.chat())[0] == (503 if begun else 200)
+        stage.engine.refuses = ""
+        stage.engine.orders.clear()
+        assert (await publish(stage, sender, version))[0] == 200
+        assert stage.engine.orders[-len(MEETING + SENDING + AFTER) :] == [*MEETING, *SENDING, *AFTER], "what failed is made anew"
+        assert (await stage.chat())[0] == 200
+
+
+async def test_a_way_back_reads_files(sender: Sender, version: tuple[Path, str], tmp_path: Path) -> None:
+    async with staged(FakeEngine(transfer="http")) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, sender, version))[0] == 200
+        second = tmp_path / "second"
+        second.mkdir()
+        save_file({**WEIGHTS, "a": WEIGHTS["b"]}, second / "model.safetensors")
+        assert (await publish(stage, sender, (second, checksum_directory(second)), 2, a=WEIGHTS["b"]))[0] == 200
+        save_file(WEIGHTS, tmp_path / "model.safetensors")
+        stage.engine.orders.clear()
+        async with stage.client.post("/admin/policies/policy/rollback", json={}) as answer:
+            assert (await answer.json())["version"] == 1
+        assert "reload_weights" in stage.engine.orders
+        assert stage.engine.checksum == version[1]

@@ -1,0 +1,59 @@
+"""The trainer's demand at the real queue: a source that enqueues as many groups as are wanted keeps the trainer fed, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from queues import queue_server, queue_settings, some
+from trainer_world import FakeSource, committed, settings, wired, write_base
+
+from runner.queue.client import QueueClient
+from spangrad.demand import Stated, read
+from spangrad.settings import RunnerSettings
+from trainer.eligibility import ExpiryReason
+
+
+class Answered(FakeSource):
+    """A task source of the run: enqueues groups until as many are as are wanted; its rollouts are run at once."""
+
+    def __init__(self, runner: RunnerSettings) -> None:
+        super().__init__([])
+        self.runner = runner
+        self.equal: dict[str, Any] = {}
+        self.levels: list[int] = []
+
+    def ready(self) -> Any:
+        there = read(self.runner, "run")
+        self.levels.append(there.groups)
+        new = [f"g{number:02}" for number in range(there.enqueued, there.groups)]
+        asyncio.run(self.enqueue(new))
+        for name in new:
+            self.names.append(name)
+            self.changes[name] = self.equal | ({"Rewards.Value": [1.0]} if int(name[1:]) % 3 == 2 else {})
+        return super().ready()
+
+    async def enqueue(self, groups: list[str]) -> None:
+        async with QueueClient.of(self.runner) as client:
+            for name in groups:
+                await client.enqueue("run", some(2, name, group_size=2))
+
+
+def test_a_source_that_follows_the_demand_keeps_the_trainer_fed(tmp_path: Path) -> None:
+    runner = queue_settings(f"sqlite:///{tmp_path / 'queue.db'}")
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", skip_equal_groups=True, max_staleness=0, max_steps=3)
+    chosen = chosen.model_copy(update={"runner": runner})
+    with queue_server(runner, tmp_path / "log"):
+        source = Answered(runner)
+        trainer = wired(chosen, source)
+        frontier = trainer.ledger.frontier()
+        assert frontier
+        source.version = lambda: trainer.ledger.committed_versions()[-1]
+        source.equal = {"TokenizerHash": frontier.tokenizer_hash}
+        trainer.run(follow=True)
+        aside = trainer.ledger.expired()
+        assert set(aside.values()) == {ExpiryReason.EQUAL}
+        assert len(committed(trainer)) == 4
+        assert source.levels == sorted(source.levels)
+        assert read(runner, "run") == Stated(6 + len(aside), 6 + len(aside))

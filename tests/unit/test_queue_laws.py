@@ -1,0 +1,274 @@
+"""The queue's laws in transactions: what may become of rollouts, in whatever order things are told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from queues import queue_db, some
+from sqlalchemy import event
+
+from runner.queue import rows
+from runner.queue.endings import Ending, Endings, over
+from runner.queue.rows import Defaults, Moment
+from runner.queue.tables import ATTEMPTS, METADATA, ROLLOUTS, QueueDatabase
+from runner.queue.wire import Ask, State, Which
+from spangrad.database import Database, Owner
+from spangrad.errors import QueueError
+from spangrad.types import AttemptFailure
+
+__all__ = ["queue_db"]
+
+DEFAULTS = Defaults(timeout_seconds=300, max_attempts=2, lease_seconds=30)
+NOW = Moment("boot", 1000.0, 1.7e9)
+REASONS = st.sampled_from([AttemptFailure.CRASH, AttemptFailure.LOST, AttemptFailure.RELEASED, AttemptFailure.TIMEOUT])
+
+
+class Story(RuleBasedStateMachine):
+    """Anything may be told at any time, early, late and twice; the rows stay true, and a rollout succeeds once."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.database = Database(sa.make_url("sqlite://"), METADATA, Owner("it", "it", QueueError, "it.", 0))
+        with self.database.transaction() as transaction:
+            self.endings = Endings(transaction)
+        self.count = 0
+        self.attempts: set[tuple[str, int]] = set()
+        """That were handed out."""
+        self.taken: dict[tuple[str, int], Ending] = {}
+        """The ending of each attempt that was accepted."""
+
+    def teardown(self) -> None:
+        if hasattr(self, "database"):
+            self.database.close()
+
+    @rule(count=st.integers(1, 4), priority=st.integers(-1, 1), attempts=st.integers(1, 3))
+    def enqueue(self, count: int, priority: int, attempts: int) -> None:
+        new = some(count, f"{self.count}-", group_size=2, priority=priority, max_attempts=attempts)
+        self.count += 1
+        ids = [one.rollout_id or "" for one in new]
+        with self.database.transaction() as transaction:
+            assert rows.enqueue(transaction, self.database, "run", new, ids, DEFAULTS) == 0
+            assert rows.enqueue(transaction, self.database, "run", new, ids, DEFAULTS) == count, "twice is once"
+
+    @rule(count=st.integers(1, 5))
+    def hand_out(self, count: int) -> None:
+        with self.database.transaction() as transaction:
+            waiting = self.rows(transaction, State.QUEUED)
+            leases = rows.hand_out(transaction, Ask(run_id="run", worker="w", count=count), 30, NOW)
+            assert rows.hand_out(transaction, Ask(run_id="other run", worker="w", count=count), 30, NOW) == []
+        expected = sorted(waiting, key=lambda row: (-row.priority, row.seq))[:count]
+        assert [(one.rollout_id, one.attempt) for one in leases] == [(row.rollout_id, row.attempt + 1) for row in expected]
+        assert [one.last for one in leases] == [row.attempts_left == 1 for row in expected]
+        self.attempts |= {(one.rollout_id, one.attempt) for one in leases}
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), reason=st.none() | REASONS, retry=st.booleans(), times=st.integers(1, 2))
+    def end(self, data: st.DataObject, reason: AttemptFailure | None, retry: bool, times: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.attempts)))
+        ending = Ending(*key, reason, f"{reason}", {"reward": 1.0} if reason is None else None, 3, 0.5, retry)
+        with self.database.transaction() as transaction:
+            before = {row.rollout_id: row for row in self.rows(transaction)}[key[0]]
+            results = self.endings.end(transaction, [ending] * times, NOW.wall)
+            told = [over(transaction, [key])]
+        accepted = before.state == State.RUNNING and before.attempt == key[1]
+        if accepted:
+            first = self.taken[key] = ending
+        first = self.taken.get(key)
+        same = (first and replace(first, retry=retry)) == ending or (
+            key in self.taken and reason in {AttemptFailure.LOST, AttemptFailure.RELEASED} and self.taken[key].reason is reason
+        )
+        assert {result.refused is None for result in results} == {accepted or same}
+        assert len({result.state for result in results}) == 1, "a repeat is answered as the first was"
+        assert len(told[0]) == 1, "its worker learns that it is over"
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        group = data.draw(st.sampled_from([f"{number}- group 0" for number in range(self.count)]))
+        with self.database.transaction() as transaction:
+            open_rows = [row for row in self.rows(transaction, State.QUEUED, State.RUNNING) if row.group_id == group]
+            cancelled, held = self.endings.cancel(transaction, Which(run_id="run", group_id=group), NOW.wall)
+        running = {(row.rollout_id, row.attempt) for row in open_rows if row.state == State.RUNNING}
+        assert (cancelled.queued, cancelled.running, set(held)) == (len(open_rows) - len(running), len(running), running)
+        for key in running:
+            self.taken[key] = Ending(*key, AttemptFailure.CANCELLED, "the rollout was cancelled")
+
+    @rule()
+    def retry(self) -> None:
+        with self.database.transaction() as transaction:
+            dead = {row.rollout_id for row in self.rows(transaction, State.DEAD)}
+            assert self.endings.retry(transaction, Which(run_id="run")) == len(dead)
+            assert {row.rollout_id for row in self.rows(transaction, State.QUEUED)} >= dead
+
+    @invariant()
+    def rows_are_true(self) -> None:
+        if not hasattr(self, "database"):
+            return
+        with self.database.reading() as connection:
+            found = self.rows(connection)
+            told = connection.execute(sa.select(ATTEMPTS)).all()
+        ended = {(row.rollout_id, row.attempt): row for row in told}
+        for row in found:
+            running = row.state == State.RUNNING
+            numbers = sorted(number for name, number in ended if name == row.rollout_id)
+            assert numbers == list(range(row.attempt + (not running))), "each attempt but the one under way has ended, once"
+            assert (row.worker is not None) == running
+            good = [number for number in numbers if ended[row.rollout_id, number].reason is None]
+            assert len(good) == (row.state == State.SUCCEEDED), "it succeeded once, or not at all"
+            assert 0 <= row.attempts_left <= row.max_attempts
+            assert (row.ended is None) == (row.state in {State.QUEUED, State.RUNNING})
+        ends = [row.ended for row in found if row.ended is not None]
+        assert len(set(ends)) == len(ends), "each end has a place of its own"
+        assert {key: row.reason for key, row in ended.items()} == {key: ending.reason for key, ending in self.taken.items()}
+
+    def rows(self, connection: sa.Connection, *states: State) -> list[Any]:
+        query = sa.select(ROLLOUTS)
+        return list(connection.execute(query.where(ROLLOUTS.c.state.in_(states)) if states else query))
+
+
+TestStory = Story.TestCase
+TestStory.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestHandOut:
+    """One statement, and as much work for a long queue as for a short one."""
+
+    @pytest.fixture
+    def database(self, queue_db: str) -> Iterator[QueueDatabase]:
+        database = QueueDatabase(queue_db)
+        yield database
+        database.close()
+
+    def test_it_is_one_statement_that_reads_the_index(self, database: QueueDatabase) -> None:
+        fill(database, 100_000)
+        with database.transaction() as transaction:
+            with self.statements(database) as seen:
+                leases = rows.hand_out(transaction, Ask(run_id="run 7", worker="w", count=20), 30, NOW)
+            ((statement, parameters),) = seen
+            explain = "EXPLAIN QUERY PLAN" if database.is_sqlite else "EXPLAIN"
+            plan = "\n".join(str(row[-1]) for row in transaction.exec_driver_sql(f"{explain} {statement}", parameters))
+        assert "rollouts_by_state" in plan
+        assert "Seq Scan" not in plan
+        assert "SCAN rollouts" not in plan
+        assert "B-TREE" not in plan, "nothing is sorted"
+        by_priority = [(one.priority, int(one.rollout_id)) for one in leases]
+        assert by_priority == sorted(by_priority, key=lambda pair: (-pair[0], pair[1]))
+        assert (len(leases), {one.priority for one in leases}) == (20, {9})
+
+    def test_its_work_does_not_grow_with_the_queue(self, database: QueueDatabase) -> None:
+        if not database.is_sqlite:
+            pytest.skip("SQLite counts its steps")
+        steps = []
+        for count in (1000, 99_000):
+            fill(database, count)
+            with database.transaction() as transaction:
+                driver = transaction.connection.driver_connection
+                assert driver
+                counted = 0
+
+                def step() -> int:
+                    nonlocal counted
+                    counted += 1
+                    return 0
+
+                driver.set_progress_handler(step, 1)
+                rows.hand_out(transaction, Ask(run_id="run 7", worker="w", count=20), 30, NOW)
+                driver.set_progress_handler(None, 1)
+                steps.append(counted)
+        assert steps[1] <= steps[0] * 1.1, steps
+
+    @contextmanager
+    def statements(self, database: QueueDatabase) -> Iterator[list[tuple[str, Any]]]:
+        """What the driver is asked to do, with the values of its parameters."""
+        seen: list[tuple[str, Any]] = []
+
+        def note(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+            seen.append((statement, parameters))
+
+        event.listen(database.engine, "before_cursor_execute", note)
+        try:
+            yield seen
+        finally:
+            event.remove(database.engine, "before_cursor_execute", note)
+
+
+def fill(database: QueueDatabase, count: int) -> None:
+    """Put so many queued rollouts of ten runs into it, without the queue's help."""
+    numbers = (
+        f"WITH RECURSIVE t(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM t WHERE i < {count - 1}) SELECT i FROM t"
+        if database.is_sqlite
+        else f"SELECT i FROM generate_series(0, {count - 1}) AS t(i)"
+    )
+    with database.transaction() as transaction:
+        begun = transaction.execute(sa.select(sa.func.coalesce(sa.func.max(ROLLOUTS.c.seq), 0))).scalar_one()
+        transaction.exec_driver_sql(
+            "INSERT INTO rollouts (rollout_id, run_id, task_id, input, mode, group_id, group_size, priority, timeout_seconds, "
+            f"max_attempts, attempts_left, state, attempt) SELECT CAST(i + {begun} AS VARCHAR), 'run ' || CAST(i - i / 10 * 10 AS VARCHAR),"
+            f" 't', '1', 'train', CAST(i / 8 AS VARCHAR), 8, i / 10 - i / 100 * 10, 60, 2, 2, 'queued', -1 FROM ({numbers}) AS numbers"
+        )
+
+
+def test_the_order_of_ends_is_the_order_in_which_they_were_told(queue_db: str) -> None:
+    database = QueueDatabase(queue_db)
+    names = [f"r{i}" for i in range(30)]
+    told = random.Random(0).sample(names, 30)
+    with database.transaction() as transaction:
+        rows.enqueue(transaction, database, "run", some(30), names, DEFAULTS)
+        endings = Endings(transaction)
+        rows.hand_out(transaction, Ask(run_id="run", worker="w", count=30), 30, NOW)
+        for name in told[:10]:
+            endings.end(transaction, [Ending(name, 0, None)], NOW.wall)
+        endings.cancel(transaction, Which(rollout_ids=told[10:20]), NOW.wall)
+        later = Endings(transaction)  # as a server that is started again does
+        later.end(transaction, [Ending(name, 0, AttemptFailure.CRASH, retry=False) for name in told[20:]], NOW.wall)
+        found, cursor = rows.ended(transaction, "run", 0, 15)
+        rest, end = rows.ended(transaction, "run", cursor, 100)
+    shown = [one.rollout_id for one in [*found, *rest]]
+    assert (shown[:10], sorted(shown[10:20]), shown[20:]) == (told[:10], sorted(told[10:20]), told[20:])
+    assert len(found) == 15
+    assert end == rest[-1].cursor
+    database.close()
+
+
+def test_what_is_committed_is_on_the_disk(tmp_path: Path) -> None:
+    database = QueueDatabase(f"sqlite:///{tmp_path}/queue.db")
+    with database.reading() as connection:
+        pragmas = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("journal_mode", "synchronous")}
+    database.close()
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2}, "FULL: each commit waits for the log's fsync"
+
+
+def test_a_database_has_one_server(queue_db: str) -> None:
+    first = QueueDatabase(queue_db)
+    with pytest.raises(QueueError, match=r"another `spangrad queue` serves from runner.queue_db = \S+ Ask that one"):
+        QueueDatabase(queue_db)
+    first.close()
+    QueueDatabase(queue_db).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        (
+            "mysql://host/name",
+            "runner.queue_db names 'mysql', which the queue's database does not know. Give sqlite:///FILE or postgresql://",
+        ),
+        ("nonsense", "runner.queue_db is no URL of a database."),
+        ("postgresql://me:secret@127.0.0.1:9/x", r"the queue's database postgresql\+psycopg://me:\*\*\*@127.0.0.1:9/x failed"),
+        ("sqlite:////proc/nowhere/x.db", "cannot be written"),
+    ],
+)
+def test_a_database_that_is_none_is_said_in_a_sentence(url: str, sentence: str) -> None:
+    with pytest.raises(QueueError, match=sentence) as caught:
+        QueueDatabase(url)
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,554 @@
+"""The queue over HTTP: leases and their ends, cancellation, dead letters, demand, refusals; on both databases."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from inline_snapshot import snapshot
+from pydantic import SecretStr
+from queues import queue_db, queue_settings, serving, some
+from running_postgres import running_postgres
+
+from runner.queue.client import Beating, PlainQueue, QueueClient
+from runner.queue.server import serve
+from runner.queue.tables import QueueDatabase
+from runner.queue.wire import Cancelled, Completion, Demand, Failure, Held, Lease, Result, State, Wanted, Which
+from spangrad.database import Database
+from spangrad.errors import QueueError, SpangradError
+from spangrad.types import AttemptFailure, Mode
+
+__all__ = ["queue_db"]
+
+CRASH = AttemptFailure.CRASH
+
+
+def done(lease: Lease | Held, **facts: Any) -> Completion:
+    return Completion(
+        **{"rollout_id": lease.rollout_id, "attempt": lease.attempt, "rewards": {"reward": 1.0}, "calls": 2, "seconds": 0.5, **facts}
+    )
+
+
+def failed(lease: Lease, reason: AttemptFailure = CRASH, **facts: Any) -> Failure:
+    return Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, **facts)
+
+
+async def until(true: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not await true():
+        assert time.monotonic() < end, "it did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def state(client: QueueClient, name: str) -> State:
+    return (await client.rollout(name)).state
+
+
+async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, service):
+        assert await client.enqueue("run", some(2, priority=3)) == ["r0", "r1"]
+        (lease,) = await client.lease("run", "worker one")
+        assert msgspec.structs.asdict(lease) | {"input": lease.task_input()} == snapshot(
+            {
+                "run_id": "run",
+                "rollout_id": "r0",
+                "attempt": 0,
+                "last": False,
+                "task_id": "task 0",
+                "input": {"question": 0},
+                "mode": "train",
+                "group_id": "r group 0",
+                "group_size": 1,
+                "priority": 3,
+                "timeout_seconds": 300.0,
+                "lease_seconds": 30.0,
+            }
+        )
+        assert await client.beat([lease]) == []
+        assert await client.fail([failed(lease, detail="it fell", seconds=0.25)]) == [
+            Result(rollout_id="r0", attempt=0, state=State.QUEUED)
+        ]
+        again, other = await client.lease("run", "worker two", 5)
+        assert [(one.rollout_id, one.attempt, one.last) for one in (again, other)] == [("r0", 1, True), ("r1", 0, False)]
+        for _ in range(2):
+            assert await client.complete([done(again)]) == [Result(rollout_id="r0", attempt=1, state=State.SUCCEEDED)]
+        told = msgspec.to_builtins(await client.rollout("r0"))
+        for attempt in told["attempts"]:
+            assert attempt.pop("ended_at") >= attempt.pop("began_at")
+        assert told == snapshot(
+            {
+                "run_id": "run",
+                "rollout_id": "r0",
+                "task_id": "task 0",
+                "mode": "train",
+                "group_id": "r group 0",
+                "group_size": 1,
+                "priority": 3,
+                "state": "succeeded",
+                "attempts_left": 0,
+                "timeout_seconds": 300.0,
+                "worker": None,
+                "cursor": 1,
+                "attempts": [
+                    {
+                        "attempt": 0,
+                        "worker": "worker one",
+                        "reason": "crash",
+                        "detail": "it fell",
+                        "rewards": None,
+                        "calls": None,
+                        "seconds": 0.25,
+                    },
+                    {
+                        "attempt": 1,
+                        "worker": "worker two",
+                        "reason": None,
+                        "detail": "",
+                        "rewards": {"reward": 1.0},
+                        "calls": 2,
+                        "seconds": 0.5,
+                    },
+                ],
+            }
+        )
+        assert (await client.run("run")).states == {State.RUNNING: 1, State.SUCCEEDED: 1}
+        assert service.ended == {"crash": 1, "succeeded": 1}
+
+
+async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db, queue_lease_seconds=0.3)) as (client, _):
+        await client.enqueue("run", some(1))
+        (slow,) = await client.lease("run", "slow")
+        await until(lambda: is_state(client, "r0", State.QUEUED))
+        (late,) = await client.complete([done(slow)])
+        assert late == snapshot(
+            Result(
+                rollout_id="r0",
+                attempt=0,
+                state=State.QUEUED,
+                refused="attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s). "
+                "What is told of it now counts for nothing.",
+                ended=AttemptFailure.LOST,
+            )
+        )
+        (quick,) = await client.lease("run", "quick")
+        assert (await client.complete([done(quick, rewards={"reward": 0.5})]))[0].refused is None
+        (late,) = await client.complete([done(slow)])
+        assert late.refused == snapshot(
+            "attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s); attempt 1 is succeeded. "
+            "What is told of it now counts for nothing."
+        )
+        (other,) = await client.complete([done(quick, rewards={"reward": 0.25})])
+        assert other.refused == snapshot("attempt 1 of rollout r0 is over: it succeeded. What is told of it now counts for nothing.")
+        assert [one.rewards for one in (await client.rollout("r0")).attempts] == [None, {"reward": 0.5}]
+        (unknown, early) = await client.complete([done(Held(rollout_id="x", attempt=0)), done(Held(rollout_id="r0", attempt=7))])
+        assert (unknown.refused, early.refused) == snapshot(
+            (
+                "the queue has no rollout x. Lease one before you end it.",
+                "attempt 7 of rollout r0 has not been handed out: the newest is 1. Lease one before you end it.",
+            )
+        )
+
+
+async def is_state(client: QueueClient, name: str, wanted: State) -> bool:
+    return await state(client, name) == wanted
+
+
+async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=1.0)) as (client, _):
+        await client.enqueue("run", some(3))
+        leases = await client.lease("run", "worker", 3)
+        over: dict[str, Result] = {}
+        async with Beating(client, lambda lease, result: over.update({lease.rollout_id: result})) as beating:
+            beating.keep(leases)
+            end = time.monotonic() + 2.2
+            while time.monotonic() < end:  # more than twice as long as a lease
+                assert (await client.run("run")).states == {State.RUNNING: 3}
+                await asyncio.sleep(0.02)
+            assert await client.cancel(Which(rollout_ids=["r1"])) == Cancelled(queued=0, running=1)
+            await until(lambda: _true(over))
+            assert {name: (one.ended, one.state) for name, one in over.items()} == {"r1": (AttemptFailure.CANCELLED, State.CANCELLED)}
+            beating.drop(leases[2])
+            await until(lambda: is_state(client, "r2", State.QUEUED))
+            assert await state(client, "r0") == State.RUNNING
+            (refused,) = await client.complete([done(leases[1])])
+            assert refused.refused
+            assert "cancelled" in refused.refused
+        assert (await client.complete([done(leases[0])]))[0].refused is None
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_db: str) -> None:
+    settings = queue_settings(queue_db, queue_lease_seconds=0.3)
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", some(2))
+        long, short = await client.lease("run", "worker", 2)
+        assert await client.extend([long], 600) == []
+        await until(lambda: is_state(client, "r1", State.QUEUED))
+        assert [one.ended for one in await client.extend([long, short], 500)] == [AttemptFailure.LOST]
+    async with serving(settings) as (client, service):
+        assert (await state(client, "r0"), service.in_flight) == (State.RUNNING, 1)
+        assert [one.lease_seconds for one in service.attempts()] == [500]
+        assert (await client.complete([done(long)]))[0].refused is None
+
+
+async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_attempts_have_run(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.5)
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", [*some(1, "short", timeout_seconds=1.0), *some(1, "long")])
+        leases = await client.lease("run", "worker", 2)
+        began = time.monotonic()
+    await asyncio.sleep(0.8)  # longer than a lease: nobody could renew it
+    async with serving(settings) as (client, service):
+        assert service.in_flight == 2
+        async with Beating(client, lambda lease, result: None) as beating:
+            beating.keep(leases)
+            await until(lambda: is_state(client, "short0", State.QUEUED))
+            ran = time.monotonic() - began
+        assert 1.5 <= ran < 2.2, "its timeout and a lease's time, counted from the hand-out"
+        (ended,) = (await client.rollout("short0")).attempts
+        assert (ended.reason, ended.detail) == (AttemptFailure.TIMEOUT, "it ran for more than 1 s, and its worker did not end it")
+        assert await state(client, "long0") == State.RUNNING
+
+
+async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.5)) as (client, service):
+        await client.enqueue("run", some(1))
+        (lease,) = await client.lease("run", "worker")
+        time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
+        looks = service.looks
+        await until(lambda: _true(service.looks > looks))
+        assert await client.beat([lease]) == []
+        await until(lambda: is_state(client, "r0", State.QUEUED))
+
+
+async def test_time_in_the_queue_does_not_count(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.2)) as (client, _):
+        await client.enqueue("run", some(1, timeout_seconds=0.1))
+        await asyncio.sleep(0.6)
+        (lease,) = await client.lease("run", "worker")
+        assert (await client.complete([done(lease)]))[0].refused is None
+
+
+async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _):
+        await client.enqueue("run", some(3, max_attempts=2))
+        for number in range(2):
+            leases = await client.lease("run", "worker", 3)
+            assert {one.attempt for one in leases} == {number}
+            await client.fail([failed(one, detail=f"poison {number}") for one in leases])
+        assert await client.lease("run", "worker", 3) == []
+        dead = (await client.rollouts(run_id="run", state=State.DEAD)).rollouts
+        assert [(one.rollout_id, one.attempts[0].detail) for one in dead] == [(f"r{i}", "poison 1") for i in range(3)]
+        assert await client.retry(Which(rollout_ids=["r1", "nobody"])) == 1
+        (lease,) = await client.lease("run", "worker", 3)
+        assert (lease.rollout_id, lease.attempt, lease.last) == ("r1", 2, False)
+        (result,) = await client.fail([failed(lease, retry=False)])
+        assert result.state == State.DEAD, "no other attempt would do better"
+        assert await client.retry(Which(run_id="run")) == 3
+
+
+async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db, max_attempts=1)) as (client, _):
+        await client.enqueue("run", some(1))
+        for number in range(3):
+            (lease,) = await client.lease("run", "worker")
+            assert (lease.attempt, lease.last) == (number, True)
+            (result,) = await client.release([lease], "draining")
+            assert (result.state, result.refused) == (State.QUEUED, None)
+
+
+async def test_a_thousand_attempts_in_flight_are_cancelled(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, service):
+        await client.enqueue("run", some(1500, group_size=10))
+        await client.enqueue("other", some(2, "o"))
+        leases = [*await client.lease("run", "one", 600), *await client.lease("run", "two", 400)]
+        (kept,) = await client.lease("other", "one")
+        finished, *rest = leases
+        await client.complete([done(finished)])
+        assert await client.cancel(Which(run_id="run", group_id="r group 0")) == Cancelled(queued=0, running=9)
+        assert await client.cancel(Which(run_id="run")) == Cancelled(queued=500, running=990)
+        over = await client.beat([*rest, kept])
+        assert {(one.rollout_id, one.attempt) for one in over} == {(one.rollout_id, one.attempt) for one in rest}
+        assert {one.ended for one in over} == {AttemptFailure.CANCELLED}
+        late = await client.complete([done(one) for one in rest])
+        assert {one.state for one in late if one.refused} == {State.CANCELLED}
+        assert len(late) == len([one for one in late if one.refused]) == 999
+        assert await client.lease("run", "one", 10) == []
+        assert {one.run_id: one.states for one in await client.runs()} == {
+            "other": {State.QUEUED: 1, State.RUNNING: 1},
+            "run": {State.SUCCEEDED: 1, State.CANCELLED: 1499},
+        }
+        assert service.in_flight == 1
+
+
+async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
+    settings = queue_settings(queue_db)
+    async with serving(settings) as (client, _):
+        assert await client.demand("run") == Demand(groups=0, enqueued=0, branches=[])
+        apart = [msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in some(16, group_size=8)]
+        await client.enqueue("run", apart[:8])
+        await client.enqueue("run", [*some(16, group_size=8), *some(4, "held out", mode="validate"), *apart])
+        main = Wanted(policy="policy", branch="main", groups=12, oldest_version=3)
+        for _ in range(2):
+            assert await client.want("run", main) == Demand(groups=12, enqueued=2, branches=[main])
+        older = Wanted(policy="policy", branch="main", groups=11, oldest_version=2)
+        assert (await client.want("run", older)).branches == [main], "older news"
+        other = Wanted(policy="policy", branch="brevity", groups=20)
+        await client.want("another run", Wanted(policy="policy", branch="main", groups=99))
+        assert await client.want("run", other) == Demand(groups=20, enqueued=2, branches=[other, main])
+    async with serving(settings) as (client, _):
+        await client.cancel(Which(rollout_ids=["r3"]))
+        assert await client.demand("run") == Demand(groups=20, enqueued=1, branches=[other, main]), "that group will never be whole"
+
+
+async def test_a_run_with_an_odd_name_is_one_segment(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
+        for name in ("a/b c?d#é", "%2F"):
+            await client.enqueue(name, some(1, name))
+            wanted = Wanted(policy="p", branch="b", groups=1)
+            assert await client.want(name, wanted) == await client.demand(name) == Demand(groups=1, enqueued=1, branches=[wanted])
+            assert (await client.run(name)).states == {State.QUEUED: 1}
+            assert (await client.rollout(f"{name}0")).run_id == name
+
+
+async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+        worker = asyncio.create_task(client.lease("run", "worker", 2, wait_seconds=30))
+        watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
+        await until(lambda: _true(len(service.waiting) == 1))
+        began = time.monotonic()
+        await client.enqueue("run", some(1))
+        (lease,) = await worker
+        assert not watcher.done()
+        await client.complete([done(lease)])
+        found = await watcher
+        assert (await client.run("run")).cursor == found.cursor > 0
+        assert ([one.rollout_id for one in found.rollouts], time.monotonic() - began < 10) == (["r0"], True)
+        assert (await client.ended("run", after=found.cursor)).rollouts == []
+        assert await client.lease("run", "worker", wait_seconds=0.05) == []
+
+
+async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=3600)) as (client, _):
+        await client.enqueue("run", some(2))
+        command = [sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2]}
+        child = await asyncio.create_subprocess_exec(*command, **pipes)
+        assert child.stdout
+        (lease,) = await client.lease("run", (await child.stdout.readline()).decode().strip())
+        (other,) = await client.lease("run", "somewhere else")
+        assert await client.beat([lease, other]) == []
+        child.kill()
+        await child.wait()
+        await until(lambda: is_state(client, "r0", State.QUEUED))
+        assert await state(client, "r1") == State.RUNNING
+
+
+async def test_many_requests_share_a_transaction(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+        await asyncio.gather(*[client.enqueue("run", some(1, f"{i}-")) for i in range(200)])
+        leases = await asyncio.gather(*[client.lease("run", f"worker {i}") for i in range(200)])
+        assert len({one.rollout_id for (one,) in leases}) == 200, "none was handed out twice"
+        results = await asyncio.gather(*[client.complete([done(one)]) for (one,) in leases])
+        assert all(result.refused is None for (result,) in results)
+        assert service.writer.tally.requests == 600
+        assert service.writer.tally.transactions < 200
+
+
+async def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+        blocked, entered = threading.Event(), threading.Event()
+
+        def block(_: object) -> None:
+            entered.set()
+            assert blocked.wait(30)
+
+        def fall(_: object) -> None:
+            raise ZeroDivisionError
+
+        first = asyncio.create_task(service.writer.do(block))
+        await asyncio.to_thread(entered.wait, 30)
+        before = asyncio.create_task(client.enqueue("run", some(1, "a")))
+        await until(lambda: _true(service.writer.waiting == 1))
+        bad = asyncio.create_task(service.writer.do(fall))
+        await asyncio.sleep(0)
+        after = asyncio.create_task(client.enqueue("run", some(1, "b")))
+        await until(lambda: _true(service.writer.waiting == 3))
+        blocked.set()
+        await asyncio.gather(first, before, after)
+        with pytest.raises(ZeroDivisionError):
+            await bad
+        assert (await client.run("run")).states == {State.QUEUED: 2}
+
+
+async def test_a_queue_without_its_database_says_so_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db"), patience_seconds=0) as (client, service):
+        await client.enqueue("run", some(2))
+        (lease,) = await client.lease("run", "worker")
+
+        def away(_: Database) -> Any:
+            raise QueueError("the database is away.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "transaction", away)
+            with pytest.raises(QueueError, match=r"refuses POST /v1/leases/complete \(503\): the database is away\."):
+                await client.complete([done(lease)])
+        assert (await client.complete([done(lease)]))[0].refused is None
+        assert service.in_flight == 0
+
+
+async def test_an_id_of_another_run_is_refused(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _):
+        await client.enqueue("run", some(2))
+        with pytest.raises(QueueError, match=r"\(400\): .*rollout r\d belongs to run run already"):
+            await client.enqueue("other", [*some(2), *some(1, "new")])
+        assert [one.run_id for one in await client.runs()] == ["run"], "nothing of it was enqueued"
+
+
+@pytest.mark.slow
+async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
+    with running_postgres() as postgres:
+        settings = queue_settings(postgres.schema("queue"))
+        async with serving(settings, patience_seconds=0) as (client, service):
+            await client.enqueue("run", some(4))
+            first, second = await client.lease("run", "worker", 2)
+            await client.complete([done(first)])
+            postgres.crash()
+            with pytest.raises(QueueError, match=r"refuses POST /v1/leases/complete \(503\): the queue's database .* failed"):
+                await client.complete([done(second)])
+            assert await client.beat([second]) == [], "heartbeats need no database"
+            await asyncio.to_thread(postgres.start)
+            assert [one.refused for one in await client.complete([done(first), done(second)])] == [None, None]
+            await until(lambda: refuses(settings.queue_db.get_secret_value()))
+            assert (await client.run("run")).states == {State.QUEUED: 2, State.SUCCEEDED: 2}
+            assert service.in_flight == 0
+
+
+async def refuses(url: str) -> bool:
+    """Whether another server may not serve from there."""
+    try:
+        (await asyncio.to_thread(QueueDatabase, url)).close()
+    except QueueError as error:
+        return "another `spangrad queue` serves from" in str(error)
+    return False
+
+
+async def test_refusals_are_sentences(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_token=SecretStr("secret"))
+    async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
+
+        async def ask(method: str, path: str, body: str = "", token: str = "secret") -> tuple[int, str]:
+            async with session.request(method, path, data=body, headers={"Authorization": f"Bearer {token}"}) as answer:
+                return answer.status, (await answer.json())["error"]
+
+        assert [
+            await ask("GET", "/v1/runs", token="guess"),
+            await ask("GET", "/v1/nothing"),
+            await ask("DELETE", "/v1/rollouts"),
+            await ask("GET", "/v1/rollouts/nobody"),
+            await ask("GET", "/v1/rollouts?state=odd"),
+            await ask("GET", "/v1/rollouts?limit=-1"),
+            await ask("POST", "/v1/rollouts", "{"),
+            await ask("POST", "/v1/leases", '{"run_id": "run", "worker": "w", "count": 0}'),
+            await ask("POST", "/v1/leases", '{"run_id": "run", "worker": "w", "cuont": 1}'),
+            await ask("POST", "/v1/leases/fail", '{"failures": [{"rollout_id": "r", "attempt": 0, "reason": "mood"}]}'),
+            await ask("POST", "/v1/leases/complete", '{"completions": [{"rollout_id": "r", "attempt": 0, "rewards": {"reward": NaN}}]}'),
+            await ask("POST", "/v1/cancel", "{}"),
+            await ask("POST", "/v1/cancel", '{"rollout_ids": ["r"], "group_id": "g"}'),
+            await ask("PUT", "/v1/runs/run/demand", '{"policy": "p", "branch": "b", "groups": -1}'),
+        ] == snapshot(
+            [
+                (401, "this queue asks for its token: send `Authorization: Bearer` with runner.queue_token."),
+                (404, "GET /v1/nothing is not answered here. docs/queue.md lists what is."),
+                (405, "DELETE /v1/rollouts is not answered here. docs/queue.md lists what is."),
+                (404, "the queue has no rollout nobody."),
+                (400, "GET /v1/rollouts: 'odd' is not a valid State"),
+                (400, "GET /v1/rollouts: limit='-1' is no whole number."),
+                (400, "POST /v1/rollouts: Input data was truncated"),
+                (400, "POST /v1/leases: Expected `int` >= 1 - at `$.count`"),
+                (400, "POST /v1/leases: Object contains unknown field `cuont`"),
+                (400, "POST /v1/leases/fail: Invalid enum value 'mood' - at `$.failures[0].reason`"),
+                (400, "POST /v1/leases/complete: JSON is malformed: invalid character (byte 73)"),
+                (400, "name either rollout_ids, or run_id (and group_id)."),
+                (400, "group_id needs the run_id that it belongs to."),
+                (400, "PUT /v1/runs/run/demand: Expected `int` >= 0 - at `$.groups`"),
+            ]
+        )
+        async with session.get("/healthz") as answer:
+            assert (answer.status, await answer.text()) == (200, "ok\n"), "supervisors have no token"
+        async with session.get("/readyz", headers={"Authorization": "Bearer secret"}) as answer:
+            assert answer.status == 200
+        assert await client.runs() == []
+
+
+async def test_metrics_are_prometheus(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
+        await client.enqueue("run", some(4))
+        one, two, _ = await client.lease("run", "worker", 3)
+        await client.complete([done(one)])
+        await client.fail([failed(two)])
+        async with session.get("/metrics") as answer:
+            lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#") and "seconds" not in line]
+    assert lines == snapshot(
+        [
+            'spangrad_queue_rollouts{state="queued"} 2.0',
+            'spangrad_queue_rollouts{state="running"} 1.0',
+            'spangrad_queue_rollouts{state="succeeded"} 1.0',
+            'spangrad_queue_rollouts{state="dead"} 0.0',
+            'spangrad_queue_rollouts{state="cancelled"} 0.0',
+            'spangrad_queue_attempts_total{end="succeeded"} 1.0',
+            'spangrad_queue_attempts_total{end="crash"} 1.0',
+            "spangrad_queue_attempts_in_flight 1.0",
+            "spangrad_queue_transactions_total 4.0",
+            "spangrad_queue_requests_total 4.0",
+        ]
+    )
+
+
+def test_plain_code_needs_no_event_loop(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    ready, end = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        async with serving(settings):
+            ready.set()
+            await asyncio.to_thread(end.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        with PlainQueue(QueueClient.of(settings)) as queue:
+            queue.wait(queue.client.enqueue("run", some(1)))
+            (lease,) = queue.wait(queue.client.lease("run", "worker"))
+            assert queue.wait(queue.client.complete([done(lease)]))[0].state == State.SUCCEEDED
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_beyond_loopback_there_must_be_a_token(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_host="0.0.0.0")
+    with pytest.raises(SpangradError, match=r"'0\.0\.0\.0' would listen beyond this machine without a token"):
+        serve(settings)
+
+
+async def test_a_queue_that_is_away_is_named(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    async with QueueClient.of(settings, patience_seconds=0) as client:
+        with pytest.raises(QueueError, match=rf"no queue answers at {client.url} .* Start it with `spangrad queue`"):
+            await client.runs()

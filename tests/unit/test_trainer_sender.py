@@ -1,0 +1,104 @@
+"""The sender of weights: whom it answers, what it sends in which dtype, and for how long."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spangrad.errors import SettingsError
+from spangrad.processes import free_ports
+from spangrad.settings import TrainerSettings
+from spangrad.weights import checksum_arrays
+from trainer.sender import Sender
+
+WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
+ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    made = Sender(TrainerSettings())
+    yield made
+    made.close()
+
+
+def ask(sender: Sender, path: str, body: object, token: str | None = None) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {sender.token if token is None else token}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(sender.url + path, json.dumps(body).encode(), headers), timeout=10) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read()
+
+
+def test_weights_are_fetched_once_in_the_engines_dtype(sender: Sender):
+    with sender.offering(lambda: iter(WEIGHTS.items())) as said:
+        assert said == {"url": sender.url, "token": sender.token}
+        for dtype, size in (("float32", 4), ("bfloat16", 2)):
+            status, answer = ask(sender, "/transfers", {**ASKED, "dtype": dtype})
+            url = answer["update"].pop("url")
+            update = {"names": ["a", "b"], "dtype_names": [dtype] * 2, "shapes": [[2, 3], [2]]}
+            assert (status, answer) == (200, {"group": "http", "init": {}, "update": update})
+            data = fetched(url)
+            assert len(data) == 8 * size
+            if dtype == "float32":
+                assert data == b"".join(one.tobytes() for one in WEIGHTS.values())
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                fetched(url)
+            sums = {"checksum": checksum_arrays(WEIGHTS.values(), dtype), "whole": checksum_arrays(WEIGHTS.values(), "float32")}
+            assert ask(sender, "/checksum", {"dtype": dtype}) == (200, sums)
+        assert ask(sender, "/transfers", {**ASKED, "group": "http"})[1]["init"] is None
+        pending = ask(sender, "/transfers", ASKED)[1]["update"]["url"]
+    assert ask(sender, "/transfers", ASKED) == (409, "no version is being published.")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fetched(pending)
+
+
+def test_weights_are_read_from_the_trainer_only_when_somebody_asks(sender: Sender):
+    reads: list[int] = []
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        reads.append(1)
+        return iter(WEIGHTS.items())
+
+    with sender.offering(weights):
+        assert reads == []
+        ask(sender, "/transfers", ASKED)
+        ask(sender, "/transfers", ASKED)
+        assert reads == [1]
+
+
+def test_strangers_and_what_cannot_be_are_refused(sender: Sender):
+    with sender.offering(lambda: iter(WEIGHTS.items())):
+        assert ask(sender, "/transfers", ASKED, token="wrong") == (401, "another token is needed.")
+        assert ask(sender, "/checksum", {"dtype": "float16"})[0] == 409
+        assert ask(sender, "/transfers", {**ASKED, "over": "pigeon"}) == (409, "weights are sent over http or nccl, not 'pigeon'.")
+        assert ask(sender, "/transfers", {"over": "http"})[0] == 400
+        assert ask(sender, "/elsewhere", ASKED) == (409, "there is no /elsewhere.")
+
+
+def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: Sender, monkeypatch: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with sender.offering(lambda: iter(WEIGHTS.items())):
+        status, said = ask(sender, "/transfers", {**ASKED, "over": "nccl"})
+    assert (status, "sees no GPU. Give it one of its own" in said) == (409, True)
+
+
+def test_a_port_that_is_taken_is_told(sender: Sender):
+    taken = int(sender.url.rpartition(":")[2])
+    with pytest.raises(SettingsError, match=rf"trainer\.transfer_port = {taken}: nobody can listen there"):
+        Sender(TrainerSettings(transfer_port=taken))
+    (free,) = free_ports(1)
+    Sender(TrainerSettings(transfer_port=free)).close()

@@ -1,0 +1,256 @@
+"""Rows of files as token sequences: whose ids, where the loss is, and what is left out for which reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tuning_world import meta, tokens, write_policy, write_rows
+
+from spangrad.errors import TrainerError
+from spangrad.settings import TuningSettings
+from trainer.examples import Examples, Limits, Method, batches, digest_of, read_examples
+from trainer.rendering import Renderer, UnfitRowError
+from trainer.tuning_files import find_sources
+
+ASKED = [1, 4, 7, 11, 2, 1, 5]
+"""`say paris` by the user, and the template's generation prompt."""
+USER = {"role": "user", "content": "say paris"}
+RIGHT, WRONG = ({"role": "assistant", "content": f"{tool} paris"} for tool in ("weather", "clock"))
+NONE = TuningSettings(held_out=0.0)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy") / "model")
+
+
+def read(policy: Path, file: Path, method: Method = "sft", settings: TuningSettings = NONE, **options: Any) -> Examples:
+    limits = Limits.of(policy, "tok", settings, options.pop("device", 1000))
+    return read_examples(find_sources([file]), method, Renderer(policy), limits, settings, **options)
+
+
+def trained(found: Examples) -> list[list[tuple[list[int], list[int]]]]:
+    return [[(one.ids, one.mask) for one in example.sequences] for example in found.trained]
+
+
+def test_each_form_of_a_supervised_row(policy: Path, tmp_path: Path):
+    rows = [
+        {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},
+        {"PromptIds": [3, 4], "ResponseIds": [5, 6]},
+        {"messages": [USER, RIGHT]},
+        {"messages": [USER, {**WRONG, "weight": 0}, {"role": "tool", "content": "error"}, {**RIGHT, "weight": 1}, USER]},
+        {"messages": [USER, WRONG, {"role": "tool", "content": [{"type": "text", "text": "error"}]}, RIGHT], "score": 1},
+        {"prompt": "say paris", "completion": "weather paris"},
+        {"prompt": [USER], "completion": [RIGHT]},
+        {"messages": [WRONG, USER, RIGHT]},
+    ]
+    found = read(policy, write_rows(tmp_path / "rows.jsonl", rows))
+    again = [1, 6, 8, 2, 1, 5]
+    assert trained(found) == [
+        [([3, 4, 5], [0, 1, 1])],
+        [([3, 4, 5, 6], [0, 0, 1, 1])],
+        [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)],
+        [([*ASKED, 10, 11, 2, *again, 9, 11, 2], [0] * 16 + [1] * 3)],
+        [([*ASKED, 10, 11, 2, *again, 9, 11, 2], [0] * 7 + [1] * 3 + [0] * 6 + [1] * 3)],
+        [([7, 11, 9, 11, 2], [0, 0, 1, 1, 1])],
+        [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)],
+        [([1, 5, 10, 11, 2, *ASKED, 9, 11, 2], [0] * 12 + [1] * 3)],  # a greeting is no reply
+    ]
+    assert (found.rows, found.with_ids, found.rendered, dict(found.left_out), found.unread) == (8, 2, 6, {}, {"score"})
+
+
+def test_each_form_of_a_pair(policy: Path, tmp_path: Path):
+    ids = {"prompt_ids": [3, 4], "chosen_ids": [5, 6], "chosen_mask": [1, 1], "rejected_ids": [7], "rejected_mask": [1]}
+    texts = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}
+    rows = [
+        {**texts, **ids},
+        texts,
+        {"prompt": "say paris", "chosen": "weather", "rejected": "clock"},
+        {"input": {"messages": [USER]}, "preferred_output": [RIGHT], "non_preferred_output": [WRONG]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {**texts, **ids, "meta": {side: meta(side, tokenizers=["another"])["meta"] for side in ("chosen", "rejected")}},
+    ]
+    found = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo")
+    rendered = [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3), ([*ASKED, 10, 11, 2], [0] * 7 + [1] * 3)]
+    assert trained(found) == [
+        [([3, 4, 5, 6], [0, 0, 1, 1]), ([3, 4, 7], [0, 0, 1])],
+        rendered,
+        [([7, 11, 9, 2], [0, 0, 1, 1]), ([7, 11, 10, 2], [0, 0, 1, 1])],
+        rendered,
+        rendered,
+        rendered,  # ids of another tokenizer are no ids of this policy
+    ]
+    assert (found.with_ids, found.rendered, dict(found.left_out)) == (1, 5, {})
+    assert [one.rollout_id for one in found.trained[5].origins] == ["chosen", "rejected"]
+
+
+def test_what_cannot_be_trained_is_counted_with_its_reason(policy: Path, tmp_path: Path):
+    good = tokens(3, 4)
+    bad = {
+        "no_reply": [
+            {"messages": [USER]},
+            {"messages": [USER, {**RIGHT, "weight": 0}]},
+            {"input_ids": [3, 4], "loss_mask": [1, 0]},
+            {"input_ids": [], "loss_mask": []},
+            {"prompt": "say", "completion": ""},
+        ],
+        "too_long": [tokens(*[3] * 25)],
+        "unknown_token": [tokens(3, 15), tokens(-1, 3), {"input_ids": [3, "4"], "loss_mask": [0, 1]}],
+        "unknown_columns": [{"text": "weather"}, {"input_ids": [3, 4]}, {"prompt": "say", "chosen": "a", "rejected": "b"}],
+        "unknown_messages": [{"messages": ["say paris"]}, {"messages": [{"from": "human", "value": "say"}]}],
+        "mask_of_other_length": [{"input_ids": [3, 4, 5], "loss_mask": [0, 1]}],
+        "mask_not_0_or_1": [{"input_ids": [3, 4], "loss_mask": [0, 0.5]}],
+        "not_text": [{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, RIGHT]}],
+        "mode_not_trained": [{**good, **meta("r", mode="greedy")}],
+        "other_tokenizer": [{**good, **meta("r", tokenizers=["another"])}, {**good, **meta("r", tokenizers=["tok", "another"])}],
+    }
+    found = read(policy, write_rows(tmp_path / "rows.jsonl", [good, *(row for rows in bad.values() for row in rows)]))
+    assert dict(found.left_out) == {reason: len(rows) for reason, rows in bad.items()}
+    assert (len(found.trained), found.rows) == (1, 1 + sum(map(len, bad.values())))
+    assert found.unread == {"text"}
+
+
+def test_a_pair_must_be_a_pair(policy: Path, tmp_path: Path):
+    row = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}
+    rows = [
+        row,
+        {**row, "rejected": [RIGHT]},
+        {**row, "rejected": []},
+        {**row, "rejected": "clock"},
+        {"messages": [USER, RIGHT]},
+        {"prompt_ids": [3], "chosen_ids": [4] * 13, "chosen_mask": [1] * 13, "rejected_ids": [5] * 13, "rejected_mask": [1] * 13},
+    ]
+    found = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo", device=27)
+    assert dict(found.left_out) == {"chosen_is_rejected": 1, "no_reply": 1, "unknown_columns": 2, "too_long": 1}
+    assert len(found.trained) == 1
+
+
+def test_files_that_are_none(policy: Path, tmp_path: Path):
+    empty, broken, good = tmp_path / "empty.jsonl", tmp_path / "broken.jsonl", write_rows(tmp_path / "good.jsonl", [tokens(3, 4)])
+    empty.touch()
+    broken.write_text(json.dumps(tokens(3, 4)) + '\n{"input_ids": [3,\n')
+    faults = {
+        r"there is no file .*missing\.jsonl": [tmp_path / "missing.jsonl"],
+        r"empty\.jsonl is empty. Write it again": [empty],
+        r"broken\.jsonl, line 2, is no JSON .*Mend the file": [broken],
+        r"line 1, is no JSON object": [write_rows(tmp_path / "list.jsonl", [[1, 2]])],
+        r"copy\.jsonl holds the same as .*good\.jsonl": [good, write_rows(tmp_path / "copy.jsonl", [tokens(3, 4)])],
+        r"holds no file named": [policy.parent],
+        r"of 2 rows 1 no_reply, 1 unknown_columns\. sft reads these columns: input_ids and loss_mask": [
+            write_rows(tmp_path / "bad.jsonl", [{"text": "x"}, {"messages": [USER]}])
+        ],
+    }
+    for message, files in faults.items():
+        with pytest.raises(TrainerError, match=message):
+            read_examples(find_sources(files), "sft", Renderer(policy), Limits(15, 24, 100, "tok"), NONE)
+    damaged = tmp_path / "damaged.parquet"
+    pq.write_table(pa.table({"input_ids": [[3, 4]], "loss_mask": [[0, 1]]}), damaged)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    with pytest.raises(TrainerError, match=r"damaged\.parquet is damaged after row 0"):
+        read(policy, damaged)
+
+
+def test_parquet_and_directories_are_read_as_lines_are(policy: Path, tmp_path: Path):
+    rows = [{"messages": [USER, RIGHT], **meta("r1")}, {"messages": [USER, {"role": "assistant", "content": None}, RIGHT], **meta("r2")}]
+    shards = tmp_path / "hub" / "data"
+    shards.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), shards / "train.parquet")
+    found, lines = read(policy, tmp_path / "hub"), read(policy, write_rows(tmp_path / "rows.jsonl", rows))
+    assert trained(found) == trained(lines)
+    assert [one.origins for one in found.trained] == [one.origins for one in lines.trained]
+    assert digest_of(found.trained) == digest_of(lines.trained) != digest_of(found.trained[:1])
+
+
+def test_a_template_that_rewrites_the_past_gives_a_sequence_a_reply(policy: Path, tmp_path: Path):
+    model = write_policy(tmp_path / "model")
+    forgets = (
+        "{% for m in messages %}<|im_start|> {{ m.role }} "
+        "{{ 'error' if m.role == 'assistant' and not loop.last else m.content }} <|im_end|> {% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(forgets)
+    found = read(model, write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, WRONG, USER, RIGHT]}]))
+    assert trained(found) == [
+        [([*ASKED, 10, 11, 2], [0] * 7 + [1] * 3)],
+        [([*ASKED, 8, 2, *ASKED, 9, 11, 2], [0] * 16 + [1] * 3)],
+    ]
+    pair = {"prompt": [USER], "chosen": [WRONG, USER, RIGHT], "rejected": [RIGHT]}
+    with pytest.raises(TrainerError, match="1 reply_not_in_one_sequence"):
+        read(model, write_rows(tmp_path / "pairs.jsonl", [pair]), "dpo")
+
+
+def test_templates_that_cannot_be_used(policy: Path, tmp_path: Path):
+    for name, template, reason in (
+        ("refuses", "{{ raise_exception('no tools here') }}", "1 refused_by_chat_template"),
+        (
+            "other",
+            "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
+            "1 reply_not_after",
+        ),
+    ):
+        model = write_policy(tmp_path / name)
+        (model / "chat_template.jinja").write_text(template)
+        with pytest.raises(TrainerError, match=reason):
+            read(model, write_rows(tmp_path / f"{name}.jsonl", [{"messages": [USER, RIGHT]}]))
+    model = write_policy(tmp_path / "none")
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(TrainerError, match=r"has no chat template, and the rows hold messages"):
+        read(model, write_rows(tmp_path / "none.jsonl", [{"messages": [USER, RIGHT]}]))
+
+
+def test_tool_calls_reach_the_template_as_vllm_hands_them_over(tmp_path: Path):
+    model = write_policy(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %} {{ c.function.name }} {{ c.function.arguments.city }}"
+        "{% endfor %} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "rome"}'}}
+    made = Renderer(model).conversation([USER, {"role": "assistant", "content": None, "tool_calls": [call]}], [False, True], None)
+    assert [(one.ids, one.mask) for one in made] == [([4, 7, 11, 5, 9, 12], [0, 0, 0, 0, 1, 1])]
+    with pytest.raises(UnfitRowError, match="not_text"):
+        Renderer(model).conversation([{"role": "user", "content": 3}], [True], None)
+
+
+@given(
+    groups=st.lists(st.integers(0, 8), min_size=2, max_size=30),
+    modes=st.lists(st.sampled_from(["train", "validate", "production", "probe"]), min_size=30, max_size=30),
+    share=st.sampled_from([0.0, 0.3, 0.5]),
+)
+def test_every_row_is_trained_held_out_or_left_out(
+    groups: list[int], modes: list[str], share: float, policy: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    rows = [tokens(3 + at % 12, 4, **meta(f"r{at}", f"g{group}", mode=modes[at])) for at, group in enumerate(groups)]
+    file = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", [*rows, tokens(99, 3)])
+    settings = TuningSettings(held_out=share)
+    try:
+        found = read(policy, file, settings=settings)
+    except TrainerError:
+        assert all(mode in {"validate", "probe"} for mode in modes[: len(groups)]) or share
+        return
+    assert len(found.trained) + len(found.held_out) + found.left_out.total() == found.rows == len(rows) + 1
+    assert not {one.unit for one in found.trained} & {one.unit for one in found.held_out if one.origins[0].mode in {"train", "production"}}
+    assert not [one for one in found.trained if one.origins[0].mode in {"validate", "probe"}]
+    assert digest_of(found.trained) == digest_of(read(policy, file, settings=settings).trained), "the same files give the same examples"
+
+
+@given(count=st.integers(1, 40), size=st.integers(1, 12), epochs=st.integers(1, 3))
+def test_an_epoch_goes_through_every_example_once(count: int, size: int, epochs: int):
+    found = read_nothing(count)
+    steps = batches(found, TuningSettings(epochs=epochs, batch_size=size))
+    length = -(-count // size)
+    assert len(steps) == epochs * length
+    for epoch in range(epochs):
+        part = steps[epoch * length : (epoch + 1) * length]
+        assert sorted(at for step in part for at in step) == list(range(count))
+    assert steps == batches(found, TuningSettings(epochs=epochs, batch_size=size))
+
+
+def read_nothing(count: int) -> list[Any]:
+    return [None] * count
