@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SEED ?= 0
 COLLECTOR ?= embedded
 GATEWAY ?= on
-BENCH ?= ingest lookup gateway span_export build publish
+BENCH ?= ingest lookup gateway span_export build publish dispatch
 ARGS ?=
 
 export TORCH_INDEX

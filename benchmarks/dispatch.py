@@ -208,11 +208,13 @@ def peer(name: str, directory: Path, role: str, count: int, workers: int) -> Mea
 def report(measured: Mapping[str, Measured]) -> dict[str, Any]:
     """Figures of all, how many times ours is better, and what must be 0."""
     per_s = {name: one.figures["rollouts_per_s"] for name, one in measured.items()}
-    theirs = [value for name, value in per_s.items() if name.startswith("peer")]
+    cpu = {name: one.figures["server_cpu_us"] for name, one in measured.items()}
     ratio = {}
-    if theirs:
-        ratio["rollouts_per_s"] = round(per_s["ours"] / max(theirs), 2)
+    if "peer_runner" in measured:
+        ratio["rollouts_per_s"] = round(per_s["ours"] / max(per_s["peer_runner"], per_s["peer_store"]), 2)
         ratio["rollouts_per_s_singly"] = round(per_s["ours_singly"] / per_s["peer_runner"], 2)
+        ratio["server_cpu"] = round(min(cpu["peer_runner"], cpu["peer_store"]) / cpu["ours"], 2)
+        ratio["server_cpu_singly"] = round(cpu["peer_runner"] / cpu["ours_singly"], 2)
     prefixes = {"ours": "", "ours_singly": "singly_"}
     checked = {f"{prefixes.get(name, f'{name}_')}{what}": count for name, one in measured.items() for what, count in one.checked.items()}
     return {**{name: one.figures for name, one in measured.items()}, "ratio": ratio, "checked": checked}

@@ -5,10 +5,13 @@ In: a database. Out: a running queue and a client of it. Invariant: it never out
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -16,9 +19,10 @@ from pydantic import SecretStr
 from runner.queue import server
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.service import Service
-from runner.queue.wire import NewRollout
+from runner.queue.wire import Completion, Failure, Held, Lease, NewRollout, State
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import RunnerSettings
+from spangrad.types import AttemptFailure
 
 
 def queue_settings(db: str, **changes: object) -> RunnerSettings:
@@ -81,3 +85,32 @@ def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path}/queue.db"
     schema: Callable[[str], str] = request.getfixturevalue("postgres")
     return schema(f"t{uuid.uuid4().hex}")
+
+
+def done(lease: Lease | Held, **facts: Any) -> Completion:
+    return Completion(
+        **{"rollout_id": lease.rollout_id, "attempt": lease.attempt, "rewards": {"reward": 1.0}, "calls": 2, "seconds": 0.5, **facts}
+    )
+
+
+def failed(lease: Lease, reason: AttemptFailure = AttemptFailure.CRASH, **facts: Any) -> Failure:
+    return Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, **facts)
+
+
+async def until(true: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not await true():
+        assert time.monotonic() < end, "it did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def state(client: QueueClient, name: str) -> State:
+    return (await client.rollout(name)).state
+
+
+async def is_state(client: QueueClient, name: str, wanted: State) -> bool:
+    return await state(client, name) == wanted
+
+
+async def is_true(value: object) -> bool:
+    return bool(value)

@@ -152,7 +152,7 @@ PAIRS = [
     example(([*PROMPT, 10, 12], [*REPLY, 1, 1]), ([*PROMPT, 9], [*REPLY, 1])),
     example(([*PROMPT, 14], [*REPLY, 1]), ([*PROMPT, 13, 2], [*REPLY, 1, 1])),
 ]
-"""The second pair's replies, and the third's, are of other lengths."""
+"""Replies of several lengths; the first pair's rejected one has two turns."""
 
 
 ROWS = [tokens(one, 2, **meta(f"r{one}", f"g{one}")) for one in (3, 5, 7, 9)]

@@ -24,13 +24,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
 from spangrad.clickhouse import connect
-from spangrad.errors import SpangradError, StoreError, TrainerError
+from spangrad.errors import SettingsError, SpangradError, StoreError, TrainerError
 from spangrad.settings import Settings
 from trainer import checkpoint
 from trainer.examples import Example, Examples, Limits, batches, digest_of, read_examples
 from trainer.heartbeat import beating
 from trainer.ledger import Lease, Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.lora import model_of
 from trainer.mirror import Mirror
 from trainer.objective import Method
 from trainer.publisher import Publisher
@@ -134,6 +135,11 @@ def tune(
             on.
     """
     require_beginning(settings)
+    if settings.trainer.road == "adapter":
+        raise SettingsError(
+            "trainer.road = adapter hands out adapters alone, and `spangrad tune` makes whole models (adapters are merged into them). Set "
+            "trainer.road = disk, on a branch that has no adapters for versions."
+        )
     sources = find_sources(paths)
     shutdown = Shutdown()
     try:
@@ -199,6 +205,11 @@ class _Run:
                 "a run of its own with --again."
             )
         model = Path(head.policy_version.path)
+        if model_of(model) != model:
+            raise TrainerError(
+                f"version {head.version}, the head of branch {trainer.branch}, is an adapter, and `spangrad tune` goes on from whole "
+                "models. Begin a branch with a whole model (trainer.branch, trainer.model)."
+            )
         limits = Limits.of(model, head.tokenizer_hash, tuning, trainer.max_tokens_per_device)
         known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, run if done else None)
 

@@ -8,6 +8,7 @@ verl is imported with this module, so `trainer.process.choose_platform` comes fi
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from enum import StrEnum
@@ -30,6 +31,7 @@ from trainer.objective import Objective
 from trainer.process import check_device, join_group, quiet
 from trainer.verl_worker import training_worker
 
+_SEED = 0
 MESH = "train"
 """Verl's name of how rows are shared out among ranks."""
 
@@ -73,7 +75,7 @@ class Rank(Worker):
         """
         settings = self._settings
         check_device(settings, device)
-        with quiet():
+        with quiet(), _alike():
             self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank, objective=self._objective)
             if settings.kl_coef:
                 # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
@@ -179,6 +181,14 @@ class Rank(Worker):
 
     def _engine(self, role: Role) -> Any:
         return self._models[role].engine
+
+
+@contextlib.contextmanager
+def _alike() -> Iterator[None]:
+    """Draw the same random numbers in every process, whatever it did before: adapters and a critic's head begin with some."""
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(_SEED)
+        yield
 
 
 def _whole(state: Any) -> Any:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +13,18 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
-from queues import queue_db, queue_settings, serving, some
+from queues import done, failed, is_true, queue_db, queue_settings, serving, some, until
 from running_postgres import running_postgres
 
-from runner.queue.client import Beating, PlainQueue, QueueClient
+from runner.queue.client import PlainQueue, QueueClient
 from runner.queue.server import serve
 from runner.queue.tables import QueueDatabase
-from runner.queue.wire import Cancelled, Completion, Demand, Failure, Held, Lease, Result, State, Wanted, Which
+from runner.queue.wire import Demand, Result, State, Wanted, Which
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
-from spangrad.types import AttemptFailure, Mode
+from spangrad.types import Mode
 
 __all__ = ["queue_db"]
-
-CRASH = AttemptFailure.CRASH
-
-
-def done(lease: Lease | Held, **facts: Any) -> Completion:
-    return Completion(
-        **{"rollout_id": lease.rollout_id, "attempt": lease.attempt, "rewards": {"reward": 1.0}, "calls": 2, "seconds": 0.5, **facts}
-    )
-
-
-def failed(lease: Lease, reason: AttemptFailure = CRASH, **facts: Any) -> Failure:
-    return Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, **facts)
-
-
-async def until(true: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not await true():
-        assert time.monotonic() < end, "it did not come true in time"
-        await asyncio.sleep(0.01)
-
-
-async def state(client: QueueClient, name: str) -> State:
-    return (await client.rollout(name)).state
 
 
 async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
@@ -124,124 +98,6 @@ async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
         assert service.ended == {"crash": 1, "succeeded": 1}
 
 
-async def test_a_late_completion_is_refused_and_says_why(queue_db: str) -> None:
-    async with serving(queue_settings(queue_db, queue_lease_seconds=0.3)) as (client, _):
-        await client.enqueue("run", some(1))
-        (slow,) = await client.lease("run", "slow")
-        await until(lambda: is_state(client, "r0", State.QUEUED))
-        (late,) = await client.complete([done(slow)])
-        assert late == snapshot(
-            Result(
-                rollout_id="r0",
-                attempt=0,
-                state=State.QUEUED,
-                refused="attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s). "
-                "What is told of it now counts for nothing.",
-                ended=AttemptFailure.LOST,
-            )
-        )
-        (quick,) = await client.lease("run", "quick")
-        assert (await client.complete([done(quick, rewards={"reward": 0.5})]))[0].refused is None
-        (late,) = await client.complete([done(slow)])
-        assert late.refused == snapshot(
-            "attempt 0 of rollout r0 is over: it failed (lost: nothing was heard of slow for 0.3 s); attempt 1 is succeeded. "
-            "What is told of it now counts for nothing."
-        )
-        (other,) = await client.complete([done(quick, rewards={"reward": 0.25})])
-        assert other.refused == snapshot("attempt 1 of rollout r0 is over: it succeeded. What is told of it now counts for nothing.")
-        assert [one.rewards for one in (await client.rollout("r0")).attempts] == [None, {"reward": 0.5}]
-        (unknown, early) = await client.complete([done(Held(rollout_id="x", attempt=0)), done(Held(rollout_id="r0", attempt=7))])
-        assert (unknown.refused, early.refused) == snapshot(
-            (
-                "the queue has no rollout x. Lease one before you end it.",
-                "attempt 7 of rollout r0 has not been handed out: the newest is 1. Lease one before you end it.",
-            )
-        )
-
-
-async def is_state(client: QueueClient, name: str, wanted: State) -> bool:
-    return await state(client, name) == wanted
-
-
-async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=1.0)) as (client, _):
-        await client.enqueue("run", some(3))
-        leases = await client.lease("run", "worker", 3)
-        over: dict[str, Result] = {}
-        async with Beating(client, lambda lease, result: over.update({lease.rollout_id: result})) as beating:
-            beating.keep(leases)
-            end = time.monotonic() + 2.2
-            while time.monotonic() < end:  # more than twice as long as a lease
-                assert (await client.run("run")).states == {State.RUNNING: 3}
-                await asyncio.sleep(0.02)
-            assert await client.cancel(Which(rollout_ids=["r1"])) == Cancelled(queued=0, running=1)
-            await until(lambda: _true(over))
-            assert {name: (one.ended, one.state) for name, one in over.items()} == {"r1": (AttemptFailure.CANCELLED, State.CANCELLED)}
-            beating.drop(leases[2])
-            await until(lambda: is_state(client, "r2", State.QUEUED))
-            assert await state(client, "r0") == State.RUNNING
-            (refused,) = await client.complete([done(leases[1])])
-            assert refused.refused
-            assert "cancelled" in refused.refused
-        assert (await client.complete([done(leases[0])]))[0].refused is None
-
-
-async def _true(value: object) -> bool:
-    return bool(value)
-
-
-async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_db: str) -> None:
-    settings = queue_settings(queue_db, queue_lease_seconds=0.3)
-    async with serving(settings) as (client, _):
-        await client.enqueue("run", some(2))
-        long, short = await client.lease("run", "worker", 2)
-        assert await client.extend([long], 600) == []
-        await until(lambda: is_state(client, "r1", State.QUEUED))
-        assert [one.ended for one in await client.extend([long, short], 500)] == [AttemptFailure.LOST]
-    async with serving(settings) as (client, service):
-        assert (await state(client, "r0"), service.in_flight) == (State.RUNNING, 1)
-        assert [one.lease_seconds for one in service.attempts()] == [500]
-        assert (await client.complete([done(long)]))[0].refused is None
-
-
-async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_attempts_have_run(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.5)
-    async with serving(settings) as (client, _):
-        await client.enqueue("run", [*some(1, "short", timeout_seconds=1.0), *some(1, "long")])
-        leases = await client.lease("run", "worker", 2)
-        began = time.monotonic()
-    await asyncio.sleep(0.8)  # longer than a lease: nobody could renew it
-    async with serving(settings) as (client, service):
-        assert service.in_flight == 2
-        async with Beating(client, lambda lease, result: None) as beating:
-            beating.keep(leases)
-            await until(lambda: is_state(client, "short0", State.QUEUED))
-            ran = time.monotonic() - began
-        assert 1.5 <= ran < 2.2, "its timeout and a lease's time, counted from the hand-out"
-        (ended,) = (await client.rollout("short0")).attempts
-        assert (ended.reason, ended.detail) == (AttemptFailure.TIMEOUT, "it ran for more than 1 s, and its worker did not end it")
-        assert await state(client, "long0") == State.RUNNING
-
-
-async def test_a_server_that_was_held_up_itself_blames_no_worker(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.5)) as (client, service):
-        await client.enqueue("run", some(1))
-        (lease,) = await client.lease("run", "worker")
-        time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
-        looks = service.looks
-        await until(lambda: _true(service.looks > looks))
-        assert await client.beat([lease]) == []
-        await until(lambda: is_state(client, "r0", State.QUEUED))
-
-
-async def test_time_in_the_queue_does_not_count(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.2)) as (client, _):
-        await client.enqueue("run", some(1, timeout_seconds=0.1))
-        await asyncio.sleep(0.6)
-        (lease,) = await client.lease("run", "worker")
-        assert (await client.complete([done(lease)]))[0].refused is None
-
-
 async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _):
         await client.enqueue("run", some(3, max_attempts=2))
@@ -258,40 +114,6 @@ async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
         (result,) = await client.fail([failed(lease, retry=False)])
         assert result.state == State.DEAD, "no other attempt would do better"
         assert await client.retry(Which(run_id="run")) == 3
-
-
-async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
-    async with serving(queue_settings(queue_db, max_attempts=1)) as (client, _):
-        await client.enqueue("run", some(1))
-        for number in range(3):
-            (lease,) = await client.lease("run", "worker")
-            assert (lease.attempt, lease.last) == (number, True)
-            (result,) = await client.release([lease], "draining")
-            assert (result.state, result.refused) == (State.QUEUED, None)
-
-
-async def test_a_thousand_attempts_in_flight_are_cancelled(queue_db: str) -> None:
-    async with serving(queue_settings(queue_db)) as (client, service):
-        await client.enqueue("run", some(1500, group_size=10))
-        await client.enqueue("other", some(2, "o"))
-        leases = [*await client.lease("run", "one", 600), *await client.lease("run", "two", 400)]
-        (kept,) = await client.lease("other", "one")
-        finished, *rest = leases
-        await client.complete([done(finished)])
-        assert await client.cancel(Which(run_id="run", group_id="r group 0")) == Cancelled(queued=0, running=9)
-        assert await client.cancel(Which(run_id="run")) == Cancelled(queued=500, running=990)
-        over = await client.beat([*rest, kept])
-        assert {(one.rollout_id, one.attempt) for one in over} == {(one.rollout_id, one.attempt) for one in rest}
-        assert {one.ended for one in over} == {AttemptFailure.CANCELLED}
-        late = await client.complete([done(one) for one in rest])
-        assert {one.state for one in late if one.refused} == {State.CANCELLED}
-        assert len(late) == len([one for one in late if one.refused]) == 999
-        assert await client.lease("run", "one", 10) == []
-        assert {one.run_id: one.states for one in await client.runs()} == {
-            "other": {State.QUEUED: 1, State.RUNNING: 1},
-            "run": {State.SUCCEEDED: 1, State.CANCELLED: 1499},
-        }
-        assert service.in_flight == 1
 
 
 async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
@@ -328,7 +150,7 @@ async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) ->
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         worker = asyncio.create_task(client.lease("run", "worker", 2, wait_seconds=30))
         watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
-        await until(lambda: _true(len(service.waiting) == 1))
+        await until(lambda: is_true(len(service.waiting) == 1))
         began = time.monotonic()
         await client.enqueue("run", some(1))
         (lease,) = await worker
@@ -339,22 +161,6 @@ async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) ->
         assert ([one.rollout_id for one in found.rollouts], time.monotonic() - began < 10) == (["r0"], True)
         assert (await client.ended("run", after=found.cursor)).rollouts == []
         assert await client.lease("run", "worker", wait_seconds=0.05) == []
-
-
-async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=3600)) as (client, _):
-        await client.enqueue("run", some(2))
-        command = [sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2]}
-        child = await asyncio.create_subprocess_exec(*command, **pipes)
-        assert child.stdout
-        (lease,) = await client.lease("run", (await child.stdout.readline()).decode().strip())
-        (other,) = await client.lease("run", "somewhere else")
-        assert await client.beat([lease, other]) == []
-        child.kill()
-        await child.wait()
-        await until(lambda: is_state(client, "r0", State.QUEUED))
-        assert await state(client, "r1") == State.RUNNING
 
 
 async def test_many_requests_share_a_transaction(tmp_path: Path) -> None:
@@ -382,11 +188,11 @@ async def test_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
         first = asyncio.create_task(service.writer.do(block))
         await asyncio.to_thread(entered.wait, 30)
         before = asyncio.create_task(client.enqueue("run", some(1, "a")))
-        await until(lambda: _true(service.writer.waiting == 1))
+        await until(lambda: is_true(service.writer.waiting == 1))
         bad = asyncio.create_task(service.writer.do(fall))
         await asyncio.sleep(0)
         after = asyncio.create_task(client.enqueue("run", some(1, "b")))
-        await until(lambda: _true(service.writer.waiting == 3))
+        await until(lambda: is_true(service.writer.waiting == 3))
         blocked.set()
         await asyncio.gather(first, before, after)
         with pytest.raises(ZeroDivisionError):
