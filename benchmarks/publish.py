@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from commands.agents import read_tasks
 from commands.demo.services import CHECKOUT, Services, clean_directory, demo_settings, write_settings
-from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Runner
 from spangrad.clickhouse import connect
@@ -176,7 +176,7 @@ def measure(directory: Path, versions: int, group_size: int, seed: int, road: st
 async def _train(settings: Settings, services: Services, versions: int) -> None:
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=EXAMPLE)
     tasks, publisher = read_tasks(EXAMPLE / "tasks.jsonl"), Publisher(settings.gateway)
-    async with Runner(settings, agent, logs=services.directory / "logs") as runner:
+    async with Runner(settings, agent) as runner:
         for version in range(1, versions + 1):
             await runner.run(tasks, mode=Mode.TRAIN, group_size=settings.runner.group_size)
             end = time.monotonic() + STEP_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from trainer.ledger import Ledger
 
 _PIPE_WIDTH = 160
+_LOG_LINES = 20
+"""Shown of what an attempt printed."""
 
 rollout = App(name="rollout", help="Look at one rollout.")
 
@@ -48,8 +51,26 @@ def _show(
 
     from commands.rollout_tree import draw
 
-    record = _ask(id_, attempt, resolve(config, set_))
-    Console(width=width or (None if sys.stdout.isatty() else _PIPE_WIDTH)).print(draw(record))
+    settings = resolve(config, set_)
+    record = _ask(id_, attempt, settings)
+    console = Console(width=width or (None if sys.stdout.isatty() else _PIPE_WIDTH))
+    console.print(draw(record))
+    for line in _kept(settings, id_, attempt):
+        console.print(line, markup=False, highlight=False)
+
+
+def _kept(settings: Settings, id_: str, attempt: int | None) -> Iterator[str]:
+    """What this machine's runner keeps of the attempts: how they ended, and the end of what they printed."""
+    from runner.attempt_files import AttemptFiles
+
+    for one in AttemptFiles(settings.runner.directory, settings.runner.attempts_kept).kept(id_):
+        if attempt in {None, one.attempt}:
+            end = one.end
+            told = f"{end['reason'] or 'succeeded'} {end['detail']}".strip() if end else "its worker did not say how it ended"
+            yield f"attempt {one.attempt}: {told}"
+            if one.log is not None:
+                yield f"  the end of {one.log}:"
+                yield from (f"  | {line}" for line in one.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 @rollout.command(name="why")

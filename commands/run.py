@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
+from commands.agents import Command, agent_spec, on_signals, read_tasks
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import AgentError
 from spangrad.types import Mode, Task
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def run(
-    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    tasks: Path,
+    *command: Command,
+    tasks: Path | None = None,
     agent: str | None = None,
     evaluator: str | None = None,
     directory: Path = Path(),
@@ -32,6 +30,9 @@ def run(
     mode: Mode = Mode.TRAIN,
     group_size: int | None = None,
     run_id: str | None = None,
+    resume: bool = False,
+    follow_demand: bool = False,
+    seed: int = 0,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
@@ -39,7 +40,7 @@ def run(
 
     Args:
         command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer.
-        tasks: file of JSON lines, each {"task_id": ..., "input": ...}.
+        tasks: file of JSON lines, each {"task_id": ..., "input": ...}. Needed unless --resume.
         agent: a Python callable, as MODULE:FUNCTION, instead of a command.
         evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward.
         directory: where the agent's modules, or its program's files, are.
@@ -47,26 +48,41 @@ def run(
         mode: what the rollouts are for.
         group_size: rollouts a task.
         run_id: the run that the rollouts belong to.
+        resume: finish what a process that was killed has left of the run, instead of beginning anything.
+        follow_demand: run tasks, in an order of the seed's, as long as trainers want groups of the run: the queue at runner.queue_url
+            tells how many. Ends at SIGTERM, as a worker does.
+        seed: of the order in which --follow-demand takes tasks.
     """
     settings = resolve(config, set_, {"runner.group_size": group_size, "runner.run_id": run_id})
     log_to_stderr()
-    from runner.agents import CallableAgent, CommandAgent
-
-    if bool(agent) == bool(command):
-        raise AgentError("name one agent: --agent MODULE:FUNCTION, or a command after `--`.")
-    spec = (
-        CallableAgent(agent, evaluator=evaluator, directory=directory)
-        if agent
-        else CommandAgent(command, evaluator=evaluator, directory=directory, instrument=instrument)
-    )
+    if resume != (tasks is None):
+        raise AgentError(
+            "give --tasks FILE, or --resume: what a process that was killed has left is finished before anything new is begun."
+        )
+    if follow_demand and (tasks is None or settings.runner.queue_url is None):
+        raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
+    spec = agent_spec(command, agent, evaluator, directory, instrument=instrument)
+    if follow_demand and tasks is not None:
+        asyncio.run(_follow(settings, spec, read_tasks(tasks), seed))
+        return
     try:
-        outcomes = asyncio.run(_run(settings, spec, read_tasks(tasks), mode))
+        outcomes = asyncio.run(_run(settings, spec, None if tasks is None else read_tasks(tasks), mode))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     _show(outcomes)
 
 
-async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], mode: Mode) -> list[Outcome]:
+async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], seed: int) -> None:
+    from runner.runner import Runner
+
+    ending = asyncio.Event()
+    on_signals(ending.set)
+    async with Runner(settings, spec) as runner:
+        await runner.follow(tasks, ending, seed=seed)
+
+
+async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None, mode: Mode) -> list[Outcome]:
+    """Run tasks; None: finish what is left."""
     from rich.progress import Progress
 
     from runner.groups import wants_greedy
@@ -76,35 +92,18 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], mode:
     assert task is not None
     # As asyncio does on SIGINT: root spans are ended and sent, and agents' processes end.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Runner(settings, spec) as runner:
+    async with Runner(settings, spec, resume=tasks is None) as runner:
+        size = settings.runner.group_size
         with Progress() as progress:
-            total = len(tasks) * (settings.runner.group_size + wants_greedy(settings, mode))
+            total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))
             bar = progress.add_task("rollouts", total=total)
-            return await runner.run(
-                tasks, mode=mode, group_size=settings.runner.group_size, progress=lambda _: progress.update(bar, advance=1)
-            )
 
+            def one(outcome: Outcome) -> None:
+                progress.update(bar, advance=1)
 
-def read_tasks(path: Path) -> list[Task]:
-    """Read tasks from JSON lines.
-
-    Raises:
-        AgentError: the file is missing, or a line is not a task.
-    """
-    if not path.is_file():
-        raise AgentError(f"--tasks {path} is no file. Give JSON lines, each {{'task_id': ..., 'input': ...}}.")
-    tasks: list[Task] = []
-    for number, line in enumerate(path.read_text().split("\n"), 1):  # splitlines() would cut JSON at U+2028
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            tasks.append(Task(str(row["task_id"]), row["input"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise AgentError(f"{path}, line {number} is not a task ({error!r}): each line is {{'task_id': ..., 'input': ...}}.") from None
-    if not tasks:
-        raise AgentError(f"--tasks {path} holds no task.")
-    return tasks
+            if tasks is None:
+                return await runner.finish(one)
+            return await runner.run(tasks, mode=mode, group_size=size, progress=one)
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:

@@ -1,14 +1,20 @@
 """The agents that can be run: a Python callable, or any program.
 
-In: what a user names. Out: the command line of an agent host (`spangrad.agent_host`) for it.
+In: what a user names. Out: the command line of an agent host (`spangrad.agent_host`) for it, and the environment that it starts in.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
+
+from spangrad.settings import Settings
+
+_NOT_FOR_HOSTS = frozenset({"TRACEPARENT", "TRACESTATE", "BAGGAGE"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,17 @@ class CommandAgent:
 AgentSpec = CallableAgent | CommandAgent
 
 
-def host_command(spec: AgentSpec, concurrency: int) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a host allows beside the number of attempts."""
+
+    evaluations: int
+    """Evaluators at once."""
+    log_bytes: int
+    """That each attempt may print into its log."""
+
+
+def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]:
     """The command line of an agent host that runs `concurrency` attempts at once.
 
     The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
@@ -85,8 +101,35 @@ def host_command(spec: AgentSpec, concurrency: int) -> list[str]:
         directory,
         "--concurrency",
         str(concurrency),
+        "--log-bytes",
+        str(limits.log_bytes),
+        "--evaluations",
+        str(limits.evaluations),
         *spec.host_arguments(),
     ]
+
+
+def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
+    """The environment that an agent's process starts in: ours, with the addresses of policy and store.
+
+    Args:
+        environ: the runner's own environment.
+        settings: where gateway, engine and store are.
+        service: `service.name` of the agent's spans, unless the environment names one.
+    """
+    found = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
+    found.setdefault("OTEL_SERVICE_NAME", service)
+    found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
+    if settings.store.token is not None:
+        found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
+    policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
+    found["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
+    # The openai client refuses to start without a key, even where none is asked for.
+    if settings.runner.gateway:
+        found["OPENAI_API_KEY"] = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
+    else:
+        found.setdefault("OPENAI_API_KEY", "none")
+    return found
 
 
 def _evaluator(reference: str | None) -> list[str]:

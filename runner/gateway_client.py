@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 
@@ -89,6 +90,15 @@ class GatewayClient:
             _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
             return None
         return int(found["calls"])
+
+    async def served(self, policy: str) -> int | None:
+        """The version of a policy that is served. None: it has not admitted its engine, or does not know the policy.
+
+        Raises:
+            GatewayError: the gateway refused, or stays away.
+        """
+        found = await self._request("GET", f"{self._url}/admin/policies/{quote(policy, safe='')}", None)
+        return None if found is None or found["version"] is None else int(found["version"])
 
     def _attempt(self, key: RolloutKey) -> str:
         return f"{self._url}/rollout/{key.rollout_id}/attempt/{key.attempt}"

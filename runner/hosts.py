@@ -11,16 +11,16 @@ import json
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.agents import AgentSpec, host_command
+from runner.agents import AgentSpec, Limits, host_command
 from spangrad.agent_host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
-from spangrad.processes import die_with_parent
+from spangrad.processes import MARK, die_with_parent, kill_marked
 from spangrad.types import AttemptFailure
 
 _START_SECONDS = 120.0
@@ -49,6 +49,8 @@ class Job:
     baggage: str
     endpoint: str | None
     """The attempt's own endpoint of the policy. None: there is no gateway."""
+    log: str | None = None
+    """Directory that what the attempt prints is written to. None: it goes to the host's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +75,32 @@ class AgentHost:
         answers: asyncio.StreamReader,
         pipe: asyncio.ReadTransport,
         log: _Log,
+        mark: str,
     ) -> None:
         self._process = process
         self._jobs = jobs
         self._answers = answers
         self._pipe = pipe
         self._log = log
+        self._mark = mark
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._ran: dict[str, Callable[[], None]] = {}
+        self._groups: set[int] = set()
+        """Process groups of the programs that it runs, by leader."""
         self._life = asyncio.create_task(self._live())
         self.retired = False
         """Whether it gets no further jobs."""
 
     @classmethod
-    async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path) -> AgentHost:
+    async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: Limits) -> AgentHost:
         """Start a process and wait until it has loaded the agent.
 
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = host_command(spec, concurrency)
+        command = host_command(spec, concurrency, limits)
         log = _Log(log_file)
+        mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()
         answers_out, answers_in = os.pipe()
         try:
@@ -103,7 +111,7 @@ class AgentHost:
                     stdin=jobs_out,
                     stdout=answers_in,
                     stderr=err,
-                    env=dict(environment),
+                    env={**environment, MARK: mark},
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
@@ -118,7 +126,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log)
+        host = cls(process, jobs, answers, pipe, log, mark)
         loaded = host._expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -145,6 +153,9 @@ class AgentHost:
         _kill_group(self._process.pid)
         await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
         reading.cancel()
+        for leader in self._groups:
+            _kill_group(leader)
+        await asyncio.to_thread(kill_marked, self._mark)
         self._pipe.close()
         self._jobs.close()
         detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
@@ -157,6 +168,13 @@ class AgentHost:
         # Half a line is what the host was writing when it died.
         while (line := await self._answers.readline()).endswith(b"\n"):
             message = json.loads(line)
+            if "program" in message:
+                (self._groups.discard if message["ended"] else self._groups.add)(message["program"])
+                continue
+            if "ran" in message:
+                if (ran := self._ran.pop(message["id"], None)) is not None:
+                    ran()
+                continue
             answered = self._waiting.pop(message.get("id", _LOADED), None)
             if answered is not None and not answered.done():
                 answered.set_result(message)
@@ -165,21 +183,31 @@ class AgentHost:
         """Wait for the process's end."""
         await asyncio.shield(self._life)
 
-    async def run(self, job: Job, timeout_seconds: float) -> Answer:
-        """Have a job done; `retired` is set on the way when this process died or hung."""
+    async def run(self, job: Job, timeout_seconds: float, stopped: asyncio.Future[Any], ran: Callable[[], None]) -> Answer:
+        """Have a job done, or ended early; `retired` is set on the way when this process died or hung.
+
+        Args:
+            job: what to do.
+            timeout_seconds: that it may take.
+            stopped: done when it is not wanted any more; it then fails as `cancelled`, once it has ended.
+            ran: called when only its evaluator is left, if it comes so far and has one.
+        """
         if self._life.done():
             return Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
         answered = self._expect(job.id)
+        self._ran[job.id] = ran
         try:
             self._send(asdict(job))
-            done, _ = await asyncio.wait([answered], timeout=timeout_seconds)
-            if done:
+            await asyncio.wait([answered, stopped], timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done():
                 return await self._read_answer(job.id, answered.result())
             self._send({"cancel": job.id})
             done, _ = await asyncio.wait([answered], timeout=_CANCEL_SECONDS)
             if not done or answered.result().get("stuck"):
                 _logger.warning("an attempt hangs: its process gets no more of them, and is replaced")
                 self.retired = True
+            if stopped.done():
+                return Answer(None, AttemptFailure.CANCELLED, "stopped")
             if done and answered.result()["failure"] != AttemptFailure.TIMEOUT:
                 return await self._read_answer(job.id, answered.result())  # it was in time; its spans were not
             return Answer(None, AttemptFailure.TIMEOUT, f"not done after {timeout_seconds:g} s")
@@ -188,6 +216,7 @@ class AgentHost:
             raise
         finally:
             self._waiting.pop(job.id, None)
+            self._ran.pop(job.id, None)
 
     async def _read_answer(self, id: str, message: Mapping[str, Any]) -> Answer:
         """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
@@ -251,12 +280,13 @@ def _kill_group(leader: int) -> None:
 class HostPool:
     """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced."""
 
-    def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path) -> None:
+    def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: Limits) -> None:
         self._spec = spec
         self._workers = workers
         self._concurrency = concurrency
         self._environment = environment
         self._logs = logs
+        self._limits = limits
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
         self._serving: dict[AgentHost, int] = {}
         """Hosts that get jobs, by number."""
@@ -276,7 +306,8 @@ class HostPool:
                 self._slots.put_nowait(host)
 
     async def _start(self, number: int) -> AgentHost:
-        host = await AgentHost.start(self._spec, self._concurrency, self._environment, self._logs / f"agent-host-{number}.log")
+        log = self._logs / f"agent-host-{number}.log"
+        host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
         self._serving[host] = number
         self._busy[host] = 0
         self._in_background(self._watch(host))
@@ -310,9 +341,8 @@ class HostPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    @asynccontextmanager
-    async def slot(self) -> AsyncGenerator[AgentHost]:
-        """Wait for room in a host, and take it.
+    async def take(self) -> AgentHost:
+        """Wait for room in a host, and take it; `give` it back.
 
         Raises:
             AgentError: a host had to be replaced, and the agent cannot be loaded any more.
@@ -325,21 +355,29 @@ class HostPool:
             if not host.retired:
                 break
         self._busy[host] += 1
-        try:
-            yield host
-        finally:
-            self._busy[host] -= 1
-            if not host.retired:
+        return host
+
+    def free(self, host: AgentHost) -> None:
+        """Let somebody else run there; what was taken is still at work otherwise."""
+        if not host.retired:
+            self._slots.put_nowait(host)
+
+    def give(self, host: AgentHost, *, freed: bool) -> None:
+        """Give back what was taken, freed before or not; a host that died or hangs is replaced."""
+        self._busy[host] -= 1
+        if not host.retired:
+            if not freed:
                 self._slots.put_nowait(host)
-            else:
-                self._replace(host)
-                if not self._busy[host]:
-                    self._in_background(self._end(host))
+        else:
+            self._replace(host)
+            if not self._busy[host]:
+                self._in_background(self._end(host))
 
     async def close(self) -> None:
         """Stop all processes, those that were replaced too."""
         self._serving.clear()
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(host) for host in list(self._busy)))

@@ -1,45 +1,48 @@
-"""Runs rollouts: n of each task, side by side in agent hosts, each attempt under a root span of its own.
+"""Runs rollouts: n of each task, through a queue, by a worker in this process and by whoever else serves that queue.
 
 In: tasks, an agent, settings. Out: one root span `rollout` an attempt, with its rewards or its failure and the number of its policy
-calls, and an `Outcome` a rollout. Invariant: when `run` returns, the store has acknowledged the root spans of all its attempts; a
-failed attempt carries a reason and no reward.
+calls, and an `Outcome` a rollout. Invariant: when `run` returns, all its rollouts have ended, and the store has acknowledged the root spans
+of all attempts; a failed attempt carries a reason and no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
-from urllib.parse import quote
+from typing import Any, Self
 
-import aiohttp
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, StatusCode
-
-from runner.agents import AgentSpec
+from runner.agents import AgentSpec, Limits, agent_environment
+from runner.attempt_files import AttemptFiles
+from runner.attempts import Attempts, Why
+from runner.demand_source import DemandSource
+from runner.embedded import EmbeddedQueue
 from runner.gateway_client import GatewayClient
 from runner.groups import rollouts_of, wants_greedy
-from runner.hosts import Answer, HostPool, Job
-from spangrad import semconv
-from spangrad.errors import StoreError
-from spangrad.propagation import carrier_of, with_baggage
+from runner.hosts import HostPool
+from runner.queue.client import QueueClient, new_rollout
+from runner.queue.wire import NewRollout, State, Which
+from runner.queue.wire import Rollout as Standing
+from runner.roots import Roots, require_store
+from runner.worker import Worker
+from spangrad.errors import QueueError
 from spangrad.settings import Settings
-from spangrad.telemetry import bearer, tracer_provider, traces_url
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 
-_SERVICE = "spangrad-runner"
-_FLUSH_MILLISECONDS = 30_000
-_NOT_FOR_HOSTS = frozenset({"TRACEPARENT", "TRACESTATE", "BAGGAGE"})
-
 _logger = logging.getLogger(__name__)
+
+_STORE_PATIENCE_SECONDS = 30.0
+_NEWS_SECONDS = 10.0
+_NEWS_MOST = 1000
+_DEMAND_SECONDS = 0.5
+"""Between two looks at the demand."""
+_WORDS = 1000
+"""Rollouts in one cancellation."""
+_STOPPED = Why(AttemptFailure.CANCELLED, "the runner was stopped", final=True, told=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +61,30 @@ class Outcome:
     detail: str
     """What happened, for people; empty when it succeeded."""
     seconds: float
-    """From the start of its first attempt to the end of its last, waits for a free slot between them included."""
+    """That the agent ran in the last attempt; 0 where nobody knows."""
     calls: int | None
     """Policy calls of the last attempt. None: there is no gateway to ask, or it has forgotten the attempt, which then failed."""
 
 
 class Runner:
-    """Agent hosts, a connection to the gateway, and the root spans; an async context manager.
+    """A queue, a worker, and the agent hosts that it has; an async context manager.
 
     Args:
-        settings: where store and gateway are, and how many rollouts run at once.
+        settings: where store, gateway and queue are, and how many rollouts run at once.
         agent: what to run.
-        logs: directory of the agent hosts' logs.
+        resume: go on with the newest queue that a killed process has left of this run, instead of beginning one. Of a queue that is served
+            (runner.queue_url) everything that waits is run anyway.
     """
 
-    def __init__(self, settings: Settings, agent: AgentSpec, *, logs: Path = Path("data/logs")) -> None:
+    def __init__(self, settings: Settings, agent: AgentSpec, *, resume: bool = False) -> None:
         self._settings = settings
-        self._gateway: GatewayClient | None = None
-        self._pool = HostPool(
-            agent,
-            settings.runner.workers,
-            settings.runner.concurrency,
-            agent_environment(os.environ, settings, agent.name),
-            logs,
-        )
-        token = settings.store.token
-        self._provider = tracer_provider(_SERVICE, settings.store.otlp_endpoint, bearer(token.get_secret_value() if token else None))
-        self._tracer = self._provider.get_tracer("spangrad.runner")
+        self._agent = agent
+        self._resume = resume
+        self._stack = AsyncExitStack()
+        self._cursor = 0
+        self.queue: QueueClient
+        self._worker: Worker
+        self._attempts: Attempts
 
     async def __aenter__(self) -> Self:
         """Check that store and gateway are there, then start the agent hosts.
@@ -93,29 +93,22 @@ class Runner:
             StoreError: the store takes no spans.
             GatewayError: the gateway does not answer, or has no engine.
             AgentError: the agent cannot be loaded.
+            QueueError: the queue does not answer; or there is none to resume.
         """
-        try:
-            await _require_store(self._settings)
-            if self._settings.runner.gateway:
-                token = self._settings.gateway.token
-                self._gateway = GatewayClient(self._settings.gateway.url, token.get_secret_value() if token else None)
-                await self._gateway.require_ready()
-            await self._pool.start()
-        except BaseException:
-            await self.close()
-            raise
+        settings = self._settings.runner
+        async with AsyncExitStack() as stack:
+            attempts = await open_attempts(self._settings, self._agent, stack, self._open_queue)
+            self._attempts, self.queue = attempts, attempts.queue
+            self._cursor = await newest(self.queue, settings.run_id)
+            slots = settings.workers * settings.concurrency
+            worker = Worker(self.queue, settings.run_id, attempts, slots, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+            self._worker = await stack.enter_async_context(worker)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close."""
-        await self.close()
-
-    async def close(self) -> None:
         """Stop all processes, then send what spans are left, for a bounded time."""
-        await self._pool.close()
-        if self._gateway is not None:
-            await self._gateway.close()
-        await asyncio.to_thread(self._provider.shutdown)
+        await self._stack.aclose()
 
     async def run(
         self, tasks: Sequence[Task], *, mode: Mode, group_size: int, progress: Callable[[Outcome], None] | None = None
@@ -136,169 +129,200 @@ class Runner:
             GatewayError: the gateway stays away.
             AgentError: a crashed agent cannot be loaded any more.
             StoreError: the root spans are not taken.
+            QueueError: the queue stays away.
         """
+        settings = self._settings.runner
         greedy = wants_greedy(self._settings, mode)
-        rollouts = rollouts_of(tasks, self._settings.runner.run_id, mode, group_size, greedy=greedy)
-
-        async def one(rollout: Rollout) -> Outcome:
-            outcome = await self._rollout(rollout)
-            if progress is not None:
-                progress(outcome)
-            return outcome
-
-        running = [asyncio.create_task(one(rollout)) for rollout in rollouts]
+        rollouts = rollouts_of(tasks, settings.run_id, mode, group_size, greedy=greedy)
+        cursor = self._cursor
+        ids = [rollout.key.rollout_id for rollout in rollouts]
         try:
-            outcomes = await asyncio.gather(*running)
+            await self.queue.enqueue(settings.run_id, [queued(rollout, self._settings) for rollout in rollouts])
+            return await self._wait(ids, cursor, progress)
+        except BaseException:
+            await self._abandon(ids, cursor)
+            raise
+
+    async def finish(self, progress: Callable[[Outcome], None] | None = None) -> list[Outcome]:
+        """Run what is in the queue already; `resume` has opened it.
+
+        Returns:
+            the outcomes of all its rollouts, also of those that had ended before.
+
+        Raises:
+            SpangradError: as `run`.
+        """
+        ids = await self.waiting()
+        try:
+            return await self._wait(ids, 0, progress)
+        except BaseException:
+            await self._abandon(ids, 0)
+            raise
+
+    async def follow(self, tasks: Sequence[Task], ending: asyncio.Event, *, seed: int) -> None:
+        """Enqueue groups of mode train as trainers want them, and work on them, until `ending` is set; then drain.
+
+        Args:
+            tasks: taken in an order of the seed's, again and again.
+            ending: set when it is to end; what is not done by then stays in the queue.
+            seed: of that order.
+
+        Raises:
+            SpangradError: as `run`.
+        """
+
+        async def served(policy: str) -> int | None:
+            return await self._attempts.gateway.served(policy) if self._attempts.gateway is not None else None
+
+        source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=queued, served=served)
+        told = asyncio.create_task(ending.wait())
+        try:
+            while not told.done():
+                await source.look()
+                waits: set[asyncio.Future[Any]] = {told, self._worker.failed}
+                await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if self._worker.failed.done():
+                    raise self._worker.failed.result()
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            flushed = await asyncio.to_thread(self._provider.force_flush, _FLUSH_MILLISECONDS)
-        if not flushed:
-            endpoint = self._settings.store.otlp_endpoint
-            seconds = _FLUSH_MILLISECONDS / 1000
-            raise StoreError(f"the store at {endpoint} has not taken root spans for {seconds:g} s. Start it with `spangrad store`.")
-        return outcomes
+            told.cancel()
+            await self._worker.drain(0 if self._worker.failed.done() else self._settings.runner.drain_seconds)
 
-    async def _rollout(self, rollout: Rollout) -> Outcome:
-        """Attempt a rollout until one attempt succeeds or none is left."""
-        started: float | None = None
-        for number in itertools.count():
-            attempt = replace(rollout, key=replace(rollout.key, attempt=number))
-            final = number + 1 >= self._settings.runner.max_attempts
-            span: Span | None = None
+    async def waiting(self) -> list[str]:
+        """Every rollout of the run that is in the queue, in the order of arrival."""
+        ids: list[str] = []
+        after = 0
+        while (page := await self.queue.rollouts(run_id=self._settings.runner.run_id, after=after, limit=_NEWS_MOST)).rollouts:
+            ids += [one.rollout_id for one in page.rollouts]
+            after = page.cursor
+        return ids
+
+    async def _wait(self, ids: Sequence[str], cursor: int, progress: Callable[[Outcome], None] | None) -> list[Outcome]:
+        left = set(ids)
+        found: dict[str, Outcome] = {}
+        while left:
+            news = asyncio.create_task(
+                self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST, wait_seconds=_NEWS_SECONDS)
+            )
             try:
-                async with self._pool.slot() as host:
-                    started = started or time.monotonic()
-                    span = self._open(attempt)
-                    carrier = carrier_of(_attempt_context(attempt, span))
-                    if self._gateway is not None:
-                        await self._gateway.announce(attempt.key, attempt.mode, carrier["traceparent"])
-                    answer = await host.run(self._job(attempt, carrier), self._settings.runner.timeout_seconds)
-                calls = await self._gateway.calls(attempt.key) if self._gateway is not None else None
-            except BaseException:
-                stopped = Answer(None, AttemptFailure.CANCELLED, "the runner was stopped")
-                if span is not None:
-                    _close(span, stopped, None, final=True)
-                elif number:  # the attempt before it was not the last one, so somebody must say that no other comes
-                    _close(self._open(attempt), stopped, 0, final=True)
-                raise
-            if self._gateway is not None and calls is None and answer.failure is None:
-                answer = Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
-            final = final or answer.failure is None
-            _close(span, answer, calls, final=final)
-            if final:
-                return Outcome(
-                    attempt.key,
-                    attempt.task.task_id,
-                    attempt.mode,
-                    _by_name(answer.rewards),
-                    answer.failure,
-                    answer.detail,
-                    time.monotonic() - started,
-                    calls,
-                )
-            _logger.info("attempt %d of rollout %s failed (%s): %s", number, attempt.key.rollout_id, answer.failure, answer.detail)
-        raise AssertionError("unreachable: the loop ends with a final attempt")
+                await asyncio.wait([news, self._worker.failed], return_when=asyncio.FIRST_COMPLETED)
+                if self._worker.failed.done():
+                    raise self._worker.failed.result()
+            finally:
+                news.cancel()
+            page = news.result()
+            cursor = page.cursor
+            self._cursor = max(cursor, self._cursor)
+            for one in page.rollouts:
+                await self._attempts.mourn(one)
+                if one.rollout_id in left:
+                    left.discard(one.rollout_id)
+                    outcome = found[one.rollout_id] = outcome_of(one)
+                    if progress is not None:
+                        progress(outcome)
+        await self._worker.without(ids)
+        await self._attempts.roots.acknowledged(_STORE_PATIENCE_SECONDS)
+        return [found[name] for name in ids]
 
-    def _open(self, rollout: Rollout) -> Span:
-        """The root span of an attempt: a trace of its own, whatever span the caller is in."""
-        return self._tracer.start_span(
-            semconv.ROOT_SPAN_NAME,
-            context=Context(),
-            attributes={
-                semconv.RUN_ID: rollout.key.run_id,
-                semconv.ROLLOUT_ID: rollout.key.rollout_id,
-                semconv.ROLLOUT_MODE: rollout.mode,
-                semconv.ROLLOUT_ATTEMPT: rollout.key.attempt,
-                semconv.TASK_ID: rollout.task.task_id,
-                semconv.GROUP_ID: rollout.group_id,
-                semconv.GROUP_SIZE: rollout.group_size,
-            },
-        )
+    async def _abandon(self, ids: Sequence[str], cursor: int) -> None:
+        """Cancel what has not ended, and see that each attempt that was begun has its root."""
+        for start in range(0, len(ids), _WORDS):
+            await self.queue.cancel(Which(rollout_ids=list(ids[start : start + _WORDS])))
+        self._worker.stop(set(ids), _STOPPED)
+        left = set(ids)
+        while left:
+            page = await self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST)
+            cursor = page.cursor
+            if not page.rollouts:
+                break  # what is not there was not enqueued
+            for one in page.rollouts:
+                await self._attempts.mourn(one)
+            left -= {one.rollout_id for one in page.rollouts}
+        await self._worker.without(ids)
+        await self._attempts.roots.acknowledged(_STORE_PATIENCE_SECONDS)
 
-    def _job(self, rollout: Rollout, carrier: Mapping[str, str]) -> Job:
-        return Job(
-            id=f"{rollout.key.rollout_id}/{rollout.key.attempt}",
-            input=rollout.task.input,
-            traceparent=carrier["traceparent"],
-            baggage=carrier["baggage"],
-            endpoint=self._gateway.endpoint(rollout.key) if self._gateway is not None else None,
-        )
+    async def _open_queue(self) -> QueueClient:
+        settings = self._settings.runner
+        if settings.queue_url is not None:
+            return QueueClient.of(settings)
+        left = await EmbeddedQueue.left(settings)
+        chosen = left.pop()[0] if left and self._resume else None
+        for queue, count in left:
+            await queue.close()
+            _logger.warning(
+                "%d rollouts of run %s were left by a process that died; --resume goes on with them (%s)",
+                count, settings.run_id, queue.file,
+            )  # fmt: skip
+        if self._resume and chosen is None:
+            raise QueueError(f"nothing of run {settings.run_id} is left in {settings.directory}: there is nothing to resume.")
+        return chosen or EmbeddedQueue.begin(settings)
 
 
-def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
-    """The environment that an agent's process starts in: ours, with the addresses of policy and store.
-
-    Args:
-        environ: the runner's own environment.
-        settings: where gateway, engine and store are.
-        service: `service.name` of the agent's spans, unless the environment names one.
-    """
-    found = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
-    found.setdefault("OTEL_SERVICE_NAME", service)
-    found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
-    if settings.store.token is not None:
-        found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
-    policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
-    found["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
-    # The openai client refuses to start without a key, even where none is asked for.
-    if settings.runner.gateway:
-        found["OPENAI_API_KEY"] = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
-    else:
-        found.setdefault("OPENAI_API_KEY", "none")
-    return found
-
-
-def _attempt_context(rollout: Rollout, span: Span) -> Context:
-    entries = {
-        semconv.RUN_ID: rollout.key.run_id,
-        semconv.ROLLOUT_ID: rollout.key.rollout_id,
-        semconv.ROLLOUT_MODE: str(rollout.mode),
-        semconv.ROLLOUT_ATTEMPT: str(rollout.key.attempt),
-    }
-    return with_baggage(trace.set_span_in_context(span, Context()), entries)
-
-
-def _close(span: Span, answer: Answer, calls: int | None, *, final: bool) -> None:
-    """Write on the root span how its attempt went, and end it."""
-    span.set_attribute(semconv.ROLLOUT_FINAL, final)
-    if calls is not None:
-        span.set_attribute(semconv.ROLLOUT_CALLS, calls)
-    if answer.failure is not None:
-        span.set_attribute(semconv.ROLLOUT_FAILURE, answer.failure)
-        span.set_status(StatusCode.ERROR, answer.detail)
-    for name, value in (_by_name(answer.rewards) or {}).items():
-        span.add_event(semconv.EVALUATION_EVENT, {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value})
-    span.end()
-
-
-def _by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str, float] | None:
-    return rewards if rewards is None or isinstance(rewards, Mapping) else {semconv.REWARD_NAME: rewards}
-
-
-async def _require_store(settings: Settings) -> None:
-    """Send no spans at all, to see that they would be taken.
+async def open_attempts(
+    settings: Settings, agent: AgentSpec, stack: AsyncExitStack, queue: Callable[[], Awaitable[QueueClient]]
+) -> Attempts:
+    """What attempts are made with, once it is all there; `stack` closes it.
 
     Raises:
-        StoreError: they would not.
+        SpangradError: the store, the gateway, the queue or the agent is not there.
     """
-    endpoint = settings.store.otlp_endpoint
-    headers = {
-        "content-type": "application/x-protobuf",
-        **bearer(settings.store.token.get_secret_value() if settings.store.token else None),
-    }
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
-            session.post(traces_url(endpoint), data=b"", headers=headers) as answer,
-        ):
-            if answer.status >= 300:
-                said = (await answer.text())[:300]
-                raise StoreError(
-                    f"the store at {endpoint} refuses spans: HTTP {answer.status} {said}. Check store.otlp_endpoint and store.token."
-                )
-    except (aiohttp.ClientError, OSError) as error:
-        raise StoreError(
-            f"the store at {endpoint} does not answer ({error}). Start it with `spangrad store`, or set store.otlp_endpoint."
-        ) from None
+    await require_store(settings.store)
+    gateway = None
+    if settings.runner.gateway:
+        token = settings.gateway.token
+        gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
+        stack.push_async_callback(gateway.close)
+        await gateway.require_ready()
+    roots = Roots(settings.store)
+    stack.push_async_callback(roots.shut)
+    opened = await queue()
+    stack.push_async_callback(opened.close)
+    directory = settings.runner.directory
+    environment = agent_environment(os.environ, settings, agent.name)
+    hosts = settings.runner
+    pool = HostPool(
+        agent, hosts.workers, hosts.concurrency, environment, directory / "logs", Limits(hosts.evaluations, hosts.attempt_log_bytes)
+    )
+    stack.push_async_callback(pool.close)
+    await pool.start()
+    files = AttemptFiles(directory, settings.runner.attempts_kept)
+    await asyncio.to_thread(files.prune)
+    return Attempts(pool, gateway, roots, opened, files, settings.runner.timeout_seconds)
+
+
+def queued(rollout: Rollout, settings: Settings) -> NewRollout:
+    """A rollout as the queue takes it."""
+    return new_rollout(
+        rollout.task.task_id,
+        rollout.task.input,
+        rollout.group_id,
+        group_size=rollout.group_size,
+        mode=rollout.mode,
+        rollout_id=rollout.key.rollout_id,
+        timeout_seconds=settings.runner.timeout_seconds,
+        max_attempts=settings.runner.max_attempts,
+    )
+
+
+def outcome_of(standing: Standing) -> Outcome:
+    """How a rollout that has ended went."""
+    last = standing.attempts[-1] if standing.attempts else None
+    succeeded = standing.state is State.SUCCEEDED
+    failure = None if succeeded else (last and last.reason) or AttemptFailure.CANCELLED
+    return Outcome(
+        RolloutKey(standing.run_id, standing.rollout_id, last.attempt if last else 0),
+        standing.task_id,
+        standing.mode,
+        ((last and last.rewards) or {}) if succeeded else None,
+        AttemptFailure.CANCELLED if standing.state is State.CANCELLED else failure,
+        last.detail if last else "cancelled before it began",
+        (last and last.seconds) or 0.0,
+        last.calls if last else 0,
+    )
+
+
+async def newest(queue: QueueClient, run_id: str) -> int:
+    """Where the order of a run's endings stands now."""
+    cursor = 0
+    while (page := await queue.ended(run_id, after=cursor, limit=_NEWS_MOST)).rollouts:
+        cursor = page.cursor
+    return cursor

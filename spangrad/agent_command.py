@@ -5,7 +5,8 @@ JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of
 asked to end, because the runner has died.
 
 The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment, beside what the agent
-host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and all of its output, go to the log.
+host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output, go to the
+attempt's log.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from spangrad.attempt_log import attempt_log
 from spangrad.errors import AgentError
 from spangrad.processes import die_with_parent
 from spangrad.propagation import carrier_of
@@ -45,13 +47,18 @@ class InvalidOutput(Exception):  # noqa: N818  # it is what happened, not an err
 class CommandAgent:
     """An agent in the form of a command line."""
 
-    def __init__(self, command: Sequence[str], directory: Path, *, instrument: bool) -> None:
+    def __init__(
+        self, command: Sequence[str], directory: Path, *, instrument: bool, tell: Callable[[int, bool], None] | None = None
+    ) -> None:
         """`command` runs in `directory`; `instrument` puts `opentelemetry-instrument` of the program's environment before it.
+
+        `tell` is told of each process group by its leader, when it begins (False) and when it has ended (True).
 
         Raises:
             AgentError: the program, or opentelemetry-instrument, is not there.
         """
         self._directory = directory
+        self._tell = tell or _tell_nobody
         program = _program(command, directory)
         self._command = [_instrumenter(program), *command] if instrument else list(command)
 
@@ -67,19 +74,22 @@ class CommandAgent:
             InvalidOutput: its last line is too long.
         """
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
+        log = attempt_log()
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=stdin,
                 stdout=stdout,
+                stderr=stderr,
                 cwd=self._directory,
                 env=_environment(endpoint),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
             _groups.add(process.pid)
+            self._tell(process.pid, False)
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
@@ -88,11 +98,16 @@ class CommandAgent:
             finally:
                 _kill_group(process.pid)
                 _groups.discard(process.pid)
-            tail, whole = _tail(stdout)
-        os.write(2, tail)
+                self._tell(process.pid, True)
+                tail, whole = _tail(stdout)
+                log.end_program(stderr, tail)
         if code:
             raise ExitCode(f"exit code {code}")
         return _last_line(tail, whole=whole)
+
+
+def _tell_nobody(leader: int, ended: bool) -> None:
+    del leader, ended
 
 
 def kill_groups() -> None:

@@ -1,9 +1,10 @@
 """`python -m spangrad.agent_host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
 
-In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint"}` starts an attempt, `{"cancel": id}`
-ends one early, `{"flush": id}` sends what spans are left; the end of the pipe ends the host. Out, on what was standard output, a JSON
-object a line: first `{"ready": true}` or `{"error": sentence}`, then for each attempt, in the order of their ends,
-`{"id", "reward", "failure", "detail", "stuck", "flushed"}`, and for each flush `{"id", "flushed"}`.
+In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log"}` starts an attempt,
+`{"cancel": id}` ends one early, `{"flush": id}` sends what spans are left; the end of the pipe ends the host. Out, on what was standard
+output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`, then for each attempt `{"id", "ran": true}` when only its
+evaluator is left, and, in the order of their ends, `{"id", "reward", "failure", "detail", "stuck", "flushed"}`, for each flush
+`{"id", "flushed"}`, and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
 Invariant: each attempt is answered once, after its spans were sent, or with `flushed` false; nothing that the agent prints gets
 between the answers.
 
@@ -43,7 +44,9 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
 from spangrad.attempt import AttemptNote, with_note
+from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.errors import AgentError
+from spangrad.processes import MARK, kill_marked
 from spangrad.propagation import context_from
 from spangrad.types import AttemptFailure
 
@@ -98,12 +101,24 @@ def _finite(value: object, what: str) -> float:
 class Host:
     """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
 
-    def __init__(self, agent: Callable[..., Any], evaluator: Callable[..., Any] | None, concurrency: int) -> None:
+    def __init__(
+        self,
+        agent: Callable[..., Any],
+        evaluator: Callable[..., Any] | None,
+        concurrency: int,
+        *,
+        evaluations: int = 1,
+        log_bytes: int = 0,
+    ) -> None:
         self._agent = agent
         self._wants_endpoint = "endpoint" in inspect.signature(agent).parameters
         self._evaluator = evaluator
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="agent")
+        self._judging = ThreadPoolExecutor(evaluations, thread_name_prefix="evaluator")
+        self._evaluations = asyncio.Semaphore(evaluations)
+        self._tell: Callable[[Mapping[str, object]], None] = lambda message: None
         self._threads: set[Future[Any]] = set()
+        self._log_bytes = log_bytes
         self._cancelled: set[str] = set()
         self._flusher = _Flusher()
 
@@ -113,6 +128,7 @@ class Host:
         Returns:
             whether all threads have ended, too.
         """
+        self._tell = answer
         running: dict[str, asyncio.Task[None]] = {}
         flushes: set[asyncio.Task[None]] = set()
 
@@ -147,9 +163,17 @@ class Host:
     async def _attempt(self, job: Mapping[str, Any]) -> Answer:
         name: str = job["id"]
         note = AttemptNote()
+        log = AttemptLog(job.get("log"), self._log_bytes)
+        begin_log(log)
+        try:
+            return await self._noted(name, job, note)
+        finally:
+            log.close()
+
+    async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
         try:
-            reward, failure, detail = await self._run(job["input"], job.get("endpoint"), note)
+            reward, failure, detail = await self._run(name, job["input"], job.get("endpoint"), note)
         except asyncio.CancelledError as cancelled:
             return Answer(name, None, AttemptFailure.TIMEOUT, "cancelled", stuck=isinstance(cancelled, _StuckError))
         if name in self._cancelled:  # the agent has made something else of it
@@ -161,10 +185,10 @@ class Host:
         return Answer(name, reward, failure, detail, flushed=flushed)
 
     async def _run(
-        self, given: object, endpoint: str | None, note: AttemptNote
+        self, name: str, given: object, endpoint: str | None, note: AttemptNote
     ) -> tuple[Mapping[str, float] | float | None, AttemptFailure | None, str]:
         try:
-            output = await self._call(self._agent, given, **({"endpoint": endpoint} if self._wants_endpoint else {}))
+            output = await self._call(self._pool, self._agent, given, **({"endpoint": endpoint} if self._wants_endpoint else {}))
         except ExitCode as error:
             return None, AttemptFailure.EXIT_CODE, str(error)
         except InvalidOutput as error:
@@ -173,7 +197,7 @@ class Host:
             traceback.print_exc()
             return None, AttemptFailure.EXCEPTION, f"{type(error).__name__}: {error}"[:1000]
         try:
-            value = output if self._evaluator is None else await self._call(self._evaluator, given, output)
+            value = output if self._evaluator is None else await self._evaluate(name, self._evaluator, given, output)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             return None, AttemptFailure.EVALUATION, f"{type(error).__name__}: {error}"[:1000]
@@ -187,10 +211,16 @@ class Host:
             return None, AttemptFailure.NO_REWARD, f"{'the agent' if self._evaluator is None else 'the evaluator'} gave no reward"
         return reward, None, ""
 
-    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    async def _evaluate(self, name: str, evaluator: Callable[..., Any], given: object, output: object) -> object:
+        """Evaluate when there is room; the attempt's place among those that run is free from here on."""
+        self._tell({"id": name, "ran": True})
+        async with self._evaluations:
+            return await self._call(self._judging, evaluator, given, output)
+
+    async def _call(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if _is_async(function):
             return await function(*args, **kwargs)
-        thread = self._pool.submit(contextvars.copy_context().run, function, *args, **kwargs)
+        thread = pool.submit(contextvars.copy_context().run, function, *args, **kwargs)
         self._threads.add(thread)
         thread.add_done_callback(self._threads.discard)
         try:
@@ -276,11 +306,16 @@ async def _serve(host: Host, jobs: int, answers: int) -> bool:
     return await host.serve(reader, lambda answer: _write(answers, answer))
 
 
-def _end_programs_on_sigterm() -> None:
-    """End the agent's programs before whatever else SIGTERM does here: their own parent's death reaches only their leaders."""
+def _end_all_on_sigterm() -> None:
+    """SIGTERM is the runner's death: end the agent's programs and our own children, then do whatever else SIGTERM does here.
+
+    A parent's death reaches only its own children, so those of our children would stay.
+    """
     before = signal.getsignal(signal.SIGTERM)
 
     def kill_and_die(number: int, frame: FrameType | None) -> None:
+        if mark := os.environ.get(MARK):
+            kill_marked(mark)
         kill_groups()
         if callable(before):
             before(number, frame)
@@ -300,22 +335,35 @@ def main() -> None:
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
     parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
     parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--evaluations", type=int, default=1, help="evaluators at once")
+    parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
     initialize()
     sys.path.insert(0, str(args.path.resolve()))
-    if args.command:
-        _end_programs_on_sigterm()
+    _end_all_on_sigterm()
     try:
         agent = (
-            CommandAgent(json.loads(args.command), args.path.resolve(), instrument=args.instrument)
+            CommandAgent(
+                json.loads(args.command),
+                args.path.resolve(),
+                instrument=args.instrument,
+                tell=lambda leader, ended: _write(answers, {"program": leader, "ended": ended}),
+            )
             if args.command
             else load(args.agent or "")
         )
-        host = Host(agent, load(args.evaluator) if args.evaluator else None, args.concurrency)
+        host = Host(
+            agent,
+            load(args.evaluator) if args.evaluator else None,
+            args.concurrency,
+            evaluations=args.evaluations,
+            log_bytes=args.log_bytes,
+        )
     except AgentError as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)
+    divide_outputs()
     gc.freeze()  # what frameworks leave at import is never garbage: spare each collection the walk
     _write(answers, {"ready": True})
     if not asyncio.run(_serve(host, jobs, answers)):

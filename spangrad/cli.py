@@ -29,6 +29,7 @@ COMMANDS = {
     "lineage": "What a policy version was made from, and what a span has made.",
     "queue": "Serve the queue of rollouts; look at them, cancel them, retry the dead.",
     "run": "Run an agent on tasks, several rollouts a task.",
+    "worker": "Run an agent on the rollouts that a queue hands out.",
     "demo": "See the whole loop learn, on this machine.",
     "sql": "Ask the span store a question in SQL.",
     "rewards": "Look at rewards, and define new ones over spans that are there already.",

@@ -27,6 +27,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.instrumentation.utils import suppress_instrumentation
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.util.re import parse_env_headers
 
@@ -308,16 +309,20 @@ def approximate_bytes(span: ReadableSpan) -> int:
     return size
 
 
-def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
+def tracer_provider(
+    service_name: str, endpoint: str, headers: Mapping[str, str] | None = None, *, ids: IdGenerator | None = None
+) -> TracerProvider:
     """A provider of the process's own, not the global one, whose spans are sent to an OTLP/HTTP endpoint and never sampled away.
 
     Args:
         service_name: `service.name` of the spans.
         endpoint: base URL, without `/v1/traces`.
         headers: added to each request, such as `bearer(token)`.
+        ids: makes the spans' ids. None: they are random.
     """
     provider = TracerProvider(
         sampler=ALWAYS_ON,
+        id_generator=ids,
         resource=Resource.create({SERVICE_NAME: service_name}),
         span_limits=SpanLimits(max_span_attributes=ATTRIBUTE_COUNT_LIMIT, max_attributes=ATTRIBUTE_COUNT_LIMIT),
     )

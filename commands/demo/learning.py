@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collector.otelcol import find_binary
+from commands.agents import read_tasks
 from commands.demo.report import Step, conclude
 from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
-from commands.run import read_tasks
 from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
 from spangrad import semconv
@@ -87,7 +87,7 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
 async def _loop(plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console) -> float:
     """Train until success stands, then measure the last version on rollouts that are never trained."""
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)
-    async with Runner(settings, agent, logs=plan.directory / "logs") as runner:
+    async with Runner(settings, agent) as runner:
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)
             while len(history.steps) < plan.max_steps and not history.stands(plan.target):

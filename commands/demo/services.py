@@ -77,6 +77,7 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "trainer.logprob_gap_alarm": 1e-3,
         "trainer.poll_seconds": 0.05,
         "runner.run_id": "demo",
+        "runner.directory": str(directory / "runner"),
         "runner.group_size": group_size,
         "runner.workers": 1,
         "runner.concurrency": 64,

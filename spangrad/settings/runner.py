@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
@@ -11,6 +13,8 @@ class RunnerSettings(Section):
     """The runner of agents."""
 
     run_id: str = "default"
+    directory: Path = Path("data/runner")
+    """Where the runner keeps what agents print, how attempts ended, and the queues of runs that have no server."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
     greedy_rollouts: bool | None = None
@@ -19,14 +23,23 @@ class RunnerSettings(Section):
     """Agent processes."""
     concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each process."""
+    evaluations: int = Field(default=16, ge=1)
+    """Evaluators at once in each process. What is evaluated holds no place of `concurrency`."""
     max_attempts: int = Field(default=2, ge=1)
-    timeout_seconds: float = 300
+    timeout_seconds: float = Field(default=300, gt=0)
     """That an attempt may take. Time in the queue does not count."""
+    drain_seconds: float = Field(default=30, ge=0)
+    """That attempts may go on after a worker was told to end; those that are not done by then are given back."""
+    attempts_kept: int = Field(default=2000, ge=0)
+    """Rollouts whose attempts' logs are kept, the newest."""
+    attempt_log_bytes: int = Field(default=2**20, ge=0)
+    """That an attempt may write to its log; what comes after is left out."""
     gateway: bool = True
     """Agents call the policy through the gateway. False: they call `gateway.engine_url` itself, nobody counts their calls, and a
     rollout is complete when nothing new of it has come for `builder.quiet_seconds`."""
     queue_url: str | None = None
-    """Where the queue of rollouts answers, whom the trainer tells how many groups it wants. None: there is no queue."""
+    """Where workers, trainers and people find the queue of rollouts. None: `spangrad run` has a queue of its own, in
+    runner.directory, and nobody else is asked or told."""
     queue_host: str = "127.0.0.1"
     """Address that `spangrad queue` binds. Anything but loopback needs `queue_token`."""
     queue_port: int = 8190

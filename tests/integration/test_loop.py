@@ -46,7 +46,7 @@ def roll_out(
     settings: Settings, agent: AgentSpec, tasks: Sequence[Task], logs: Path, *, mode: Mode = Mode.TRAIN, size: int = 4
 ) -> list[Outcome]:
     async def run() -> list[Outcome]:
-        async with Runner(settings, agent, logs=logs) as runner:
+        async with Runner(settings.model_copy(update={"runner": settings.runner.model_copy(update={"directory": logs})}), agent) as runner:
             return await runner.run(tasks, mode=mode, group_size=size)
 
     return asyncio.run(run())

@@ -213,7 +213,7 @@ def roll_out(road: Road, program: str, variables: dict[str, str]) -> list[dict[s
     )
 
     async def one() -> None:
-        async with Runner(settings, agent, logs=road.logs) as runner:
+        async with Runner(settings, agent) as runner:
             (outcome,) = await runner.run([Task("t", None)], mode=Mode.TRAIN, group_size=1)
             assert outcome.failure is None, outcome.detail
 

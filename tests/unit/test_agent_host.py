@@ -89,8 +89,11 @@ class Hosted:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, object]:
+        """The next answer to a job; what is told on its way there is passed over."""
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        while {"program", "ran"} & (message := json.loads(self.process.stdout.readline())).keys():
+            pass
+        return message
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from workers import kill
 
-from commands.run import read_tasks
+from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink
 from runner.agents import AgentSpec, CallableAgent
 from runner.runner import Runner
@@ -94,9 +94,9 @@ async def stage(directory: Path, agent: AgentSpec, **settings: int | float) -> A
         found = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
-            runner=RunnerSettings.model_validate({"run_id": "run", **settings}),
+            runner=RunnerSettings.model_validate({"run_id": "run", "directory": directory / "runner", **settings}),
         )
-        async with Runner(found, agent, logs=directory / "logs") as runner:
+        async with Runner(found, agent) as runner:
             yield Stage(runner, sink, gateway)
 
 
@@ -111,6 +111,7 @@ def mine(directory: Path) -> CallableAgent:
 
 async def test_a_rollout_that_is_stopped_between_attempts_is_ended(tmp_path: Path) -> None:
     async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
+        on.sink.refusals = [(503, {"retry-after": "1"})]  # while the root waits, the rollout is not queued again, and the other one begins
         run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
         await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans) and len(on.gateway.announced) == 2)
         run.cancel()
@@ -151,7 +152,7 @@ async def test_a_daemon_that_an_agent_leaves_behind_does_not_hold_the_end(tmp_pa
         async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
             (outcome,) = await on.runner.run([Task("t", "daemon")], mode=Mode.TRAIN, group_size=1)
         assert outcome.reward is not None
-        os.kill(int(outcome.reward["reward"]), signal.SIGKILL)
+        kill(int(outcome.reward["reward"]))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from fakes import AttemptGateway, OtlpSink, SunkSpan
-from runner.agents import AgentSpec, CallableAgent, CommandAgent
+from runner.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from runner.groups import wants_greedy
-from runner.runner import Outcome, Runner, agent_environment
+from runner.runner import Outcome, Runner
 from spangrad import semconv
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.processes import free_ports
@@ -82,9 +82,9 @@ async def stage(directory: Path, agent: AgentSpec, **settings: Any) -> AsyncIter
         found = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
-            runner=RunnerSettings(run_id="run", **settings),
+            runner=RunnerSettings(run_id="run", directory=directory / "runner", **settings),
         )
-        async with Runner(found, agent, logs=directory / "logs") as runner:
+        async with Runner(found, agent) as runner:
             yield Stage(runner, sink, gateway)
 
 
@@ -318,23 +318,24 @@ async def test_what_is_not_there_is_said_before_anything_runs(tmp_path: Path) ->
     (port,) = free_ports(1)
     away = f"http://127.0.0.1:{port}"
     agent = CallableAgent("mine:busy", directory=tmp_path)
+    kept = RunnerSettings(directory=tmp_path)
     with OtlpSink() as sink, AttemptGateway() as gateway:
-        settings = Settings(store=StoreSettings(otlp_endpoint=away), gateway=GatewaySettings(url=gateway.url))
+        settings = Settings(store=StoreSettings(otlp_endpoint=away), gateway=GatewaySettings(url=gateway.url), runner=kept)
         with pytest.raises(
             StoreError, match=f"the store at {away} does not answer .* Start it with `spangrad store`, or set store.otlp_endpoint"
         ):
-            await Runner(settings, agent, logs=tmp_path).__aenter__()
-        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=away))
+            await Runner(settings, agent).__aenter__()
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=away), runner=kept)
         with pytest.raises(
             GatewayError, match=f"the gateway at {away} does not answer .* Start it with `spangrad gateway`, or set gateway.url"
         ):
-            await Runner(settings, agent, logs=tmp_path).__aenter__()
-        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=gateway.url))
+            await Runner(settings, agent).__aenter__()
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=gateway.url), runner=kept)
         with pytest.raises(AgentError, match=r"'mine:busy' cannot be loaded from .*: ModuleNotFoundError"):
-            await Runner(settings, agent, logs=tmp_path).__aenter__()
+            await Runner(settings, agent).__aenter__()
         sink.refusals = [(401, {})]
         with pytest.raises(StoreError, match=re.escape("refuses spans: HTTP 401 not now. Check store.otlp_endpoint and store.token.")):
-            await Runner(settings, agent, logs=tmp_path).__aenter__()
+            await Runner(settings, agent).__aenter__()
         assert sink.spans == []
     assert _children() == []
 
@@ -366,8 +367,8 @@ def test_an_agents_environment() -> None:
 async def test_without_a_gateway_there_is_no_number_of_calls(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink:
-        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), runner=RunnerSettings(gateway=False))
-        async with Runner(settings, CallableAgent("mine:busy", directory=tmp_path), logs=tmp_path) as runner:
+        settings = Settings(store=StoreSettings(otlp_endpoint=sink.url), runner=RunnerSettings(gateway=False, directory=tmp_path))
+        async with Runner(settings, CallableAgent("mine:busy", directory=tmp_path)) as runner:
             (outcome,) = await runner.run([Task("t", {"n": 3})], mode=Mode.TRAIN, group_size=1)
         assert (outcome.calls, outcome.reward) == (None, {"reward": 3.0, "twice": 6.0})
         (root,) = sink.named("rollout")

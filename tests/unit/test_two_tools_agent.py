@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.run import read_tasks
+from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.agents import CallableAgent
 from runner.runner import Runner
@@ -31,9 +31,11 @@ def reply(messages: list[dict[str, str]]) -> str:
 async def test_the_agent_and_its_spans(tmp_path: Path) -> None:
     with OtlpSink() as sink, AttemptGateway(reply=reply) as gateway:
         settings = Settings(
-            store=StoreSettings(otlp_endpoint=sink.url), gateway=GatewaySettings(url=gateway.url), runner=RunnerSettings(run_id="run")
+            store=StoreSettings(otlp_endpoint=sink.url),
+            gateway=GatewaySettings(url=gateway.url),
+            runner=RunnerSettings(run_id="run", directory=tmp_path),
         )
-        async with Runner(settings, CallableAgent("agent:agent", "task:evaluate", EXAMPLE), logs=tmp_path) as runner:
+        async with Runner(settings, CallableAgent("agent:agent", "task:evaluate", EXAMPLE)) as runner:
             outcomes = await runner.run([Task(city, {"city": city}) for city in REPLIES], mode=Mode.TRAIN, group_size=1)
         assert [(o.task_id, o.reward, o.calls) for o in outcomes] == [
             ("paris", {"reward": 1.0}, 1),

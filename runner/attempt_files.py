@@ -1,0 +1,97 @@
+"""What is kept of attempts on disk: what they printed, and how they ended.
+
+In: attempts. Out: `attempts/ROLLOUT/ATTEMPT/` with `output.log` (what the agent printed) and `end.json`. Invariant: an attempt that printed
+nothing and succeeded leaves nothing; the number of rollouts kept is bounded, and the oldest go first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+LOG = "output.log"
+END = "end.json"
+_DIRECTORY = "attempts"
+_PRUNE_EVERY = 200
+"""Endings between two looks at how much is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of one attempt."""
+
+    attempt: int
+    end: dict[str, Any]
+    """As `end.json` has it; empty where its worker had no time to write it."""
+    log: Path | None
+    """None: it printed nothing."""
+
+
+class AttemptFiles:
+    """The directories of attempts below `runner.directory`."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        """`keep` rollouts stay."""
+        self._root = directory.resolve() / _DIRECTORY
+        self._keep = keep
+        self._endings = 0
+
+    def directory(self, rollout_id: str, attempt: int) -> str | None:
+        """Where an attempt writes; made by who writes first. None: nothing is kept."""
+        return str(self._root / _name(rollout_id) / str(attempt)) if self._keep else None
+
+    def end(self, rollout_id: str, attempt: int, facts: Mapping[str, object]) -> None:
+        """Write how an attempt ended; of a success only where it printed something.
+
+        Args:
+            rollout_id: of the attempt.
+            attempt: its number.
+            facts: JSON; `reason` is None for a success.
+        """
+        where = self.directory(rollout_id, attempt)
+        if where is None or not (facts.get("reason") or Path(where).exists()):
+            return
+        self._endings += 1
+        try:
+            Path(where).mkdir(parents=True, exist_ok=True)
+            told = {**facts, "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds")}
+            (Path(where) / END).write_text(json.dumps(told))
+            if self._endings % _PRUNE_EVERY == 0:
+                self.prune()
+        except OSError:
+            pass  # a full disk must not end the run; the span and the queue say how it ended
+
+    def prune(self) -> None:
+        """Remove the oldest rollouts beyond what is kept."""
+        if not self._root.exists():
+            return
+        # Ids of one process are in the order of time, and so are those of processes that began one after the other.
+        found = sorted(self._root.iterdir())
+        for one in found[: max(0, len(found) - self._keep)]:
+            shutil.rmtree(one, ignore_errors=True)
+
+    def kept(self, rollout_id: str) -> Iterator[Kept]:
+        """What is kept of a rollout's attempts, oldest first."""
+        root = self._root / _name(rollout_id)
+        numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit()) if root.is_dir() else []
+        for number in numbers:
+            log, end = root / str(number) / LOG, root / str(number) / END
+            yield Kept(number, _read(end), log if log.exists() else None)
+
+
+def _name(rollout_id: str) -> str:
+    """A rollout's directory, whatever its id is made of."""
+    return quote(rollout_id, safe="").replace(".", "%2E")[:200]
+
+
+def _read(end: Path) -> dict[str, Any]:
+    try:
+        return json.loads(end.read_text())
+    except (OSError, ValueError):
+        return {}

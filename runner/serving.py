@@ -1,0 +1,87 @@
+"""Works for a queue that is served: one worker, until it is told to end or cannot go on.
+
+In: settings, an agent, an event. Out: attempts made, and those roots that others could not write. Invariant: what the worker holds when it
+ends has been told or given back, as far as store and queue can be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from runner.agents import AgentSpec
+from runner.attempts import Attempts
+from runner.queue.client import QueueClient
+from runner.queue.wire import State
+from runner.runner import newest, open_attempts
+from runner.worker import Worker
+from spangrad.errors import SpangradError
+from spangrad.settings import Settings
+
+_logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 600.0
+"""That the queue may be away: leases run out meanwhile, and what was told too late is refused."""
+_STORE_PATIENCE_SECONDS = 300.0
+_NEWS_SECONDS = 20.0
+_PAGE = 1000
+
+
+async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, ready: Callable[[], object]) -> None:
+    """Work until `ending` is set, then drain.
+
+    Args:
+        settings: where everything is.
+        agent: what to run.
+        ending: set when it is to end.
+        ready: called when the agent is loaded.
+
+    Raises:
+        SpangradError: the store, the gateway, the queue or the agent is away for too long; what was held has been given back.
+    """
+
+    async def queue() -> QueueClient:
+        client = QueueClient.of(settings.runner, patience_seconds=_PATIENCE_SECONDS)
+        await client.run(settings.runner.run_id)
+        return client
+
+    async with AsyncExitStack() as stack:
+        attempts = await open_attempts(settings, agent, stack, queue)
+        slots = settings.runner.workers * settings.runner.concurrency
+        made = Worker(attempts.queue, settings.runner.run_id, attempts, slots, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+        worker = await stack.enter_async_context(made)
+        mourning = asyncio.create_task(_mourn(attempts, settings.runner.run_id))
+        told = asyncio.create_task(ending.wait())
+        ready()
+        try:
+            await asyncio.wait([told, worker.failed], return_when=asyncio.FIRST_COMPLETED)
+            error = worker.failed.result() if worker.failed.done() else None
+            try:
+                await worker.drain(0 if error else settings.runner.drain_seconds)
+            except SpangradError:
+                if error is None:
+                    raise
+            if error is not None:
+                raise error
+        finally:
+            for task in (mourning, told):
+                task.cancel()
+            await asyncio.gather(mourning, told, return_exceptions=True)
+
+
+async def _mourn(attempts: Attempts, run_id: str) -> None:
+    """Write the roots of rollouts that ended without a worker of theirs alive: those that are there, then those that come."""
+    cursor = await newest(attempts.queue, run_id)
+    for state in (State.DEAD, State.CANCELLED):
+        after = 0
+        while (page := await attempts.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
+            after = page.cursor
+            for one in page.rollouts:
+                await attempts.mourn(one)
+    while True:
+        page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_NEWS_SECONDS)
+        cursor = page.cursor
+        for one in page.rollouts:
+            await attempts.mourn(one)

@@ -1,0 +1,195 @@
+"""Workers: what they hold is told or given back, each attempt's root comes before its ending, and what is left of a run is finished."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from queues import queue_settings, serving, some
+from workers import World, kill, world
+
+from runner.agents import CallableAgent
+from runner.attempt_files import AttemptFiles
+from runner.queue.wire import NewRollout, State, Which
+from runner.runner import Outcome, Runner
+from spangrad import semconv
+from spangrad.errors import QueueError
+from spangrad.processes import own_command, wait_until
+from spangrad.types import AttemptFailure, Mode, Task
+
+BAD = {"crash": 10, "hang": 5, "garbage": 5}
+"""Of 100 tasks."""
+REASONS = {"crash": AttemptFailure.EXIT_CODE, "hang": AttemptFailure.TIMEOUT, "garbage": AttemptFailure.INVALID_OUTPUT, "well": None}
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+async def test_a_lot_with_bad_agents_ends_with_a_reason_for_each(tmp_path: Path, count: int) -> None:
+    moods = [mood for mood, percent in BAD.items() for _ in range(count * percent // 100)]
+    moods += ["well"] * (count - len(moods))
+    tasks = [Task(f"{number} {mood}", mood) for number, mood in enumerate(moods)]
+    with world(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count) as here:
+        async with Runner(here.settings, here.agent) as runner:
+            outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
+        assert Counter((o.task_id.split()[1], o.failure) for o in outcomes) == Counter((mood, REASONS[mood]) for mood in moods)
+        assert {o.failure: o.reward for o in outcomes} == {None: {"reward": 1.0}} | {REASONS[mood]: None for mood in BAD}
+        # What fails is tried twice, and each attempt has its root; the last one of each rollout ends it.
+        expected = {(o.key.rollout_id, n): n == o.key.attempt for o in outcomes for n in range(o.key.attempt + 1)}
+        assert {key: root[semconv.ROLLOUT_FINAL] for key, root in here.roots().items()} == expected
+        assert Counter(o.key.attempt for o in outcomes) == Counter(int(mood != "well") for mood in moods)
+        kept = AttemptFiles(here.settings.runner.directory, count)
+        by_mood: dict[str, Outcome] = {o.task_id.split()[1]: o for o in outcomes}
+        shown = {mood: [(one.end["reason"], _text(one.log)) for one in kept.kept(o.key.rollout_id)] for mood, o in by_mood.items()}
+        assert shown == {
+            "crash": [("exit_code", "")] * 2,
+            "hang": [("timeout", "")] * 2,
+            "garbage": [("invalid_output", "no number\n")] * 2,
+            "well": [(None, "thinking\n1\n")],
+        }
+        assert here.processes() == []
+
+
+def _text(log: Path | None) -> str:
+    return log.read_text() if log else ""
+
+
+async def test_a_worker_told_to_end_gives_back_what_it_has_not_done(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
+    with world(tmp_path, queue_url=settings.queue_url, concurrency=2, drain_seconds=0.5) as here:
+        async with serving(settings) as (client, _):
+            tasks = [*some(1, "hang", priority=1), *some(3, "slow")]
+            await client.enqueue("run", [_mood(one, one.rollout_id.rstrip("0123456789")) for one in tasks if one.rollout_id])
+            worker = here.start_worker()
+            await asyncio.to_thread(here.sink.wait_for, lambda: bool(here.sink.named("rollout")), 30)
+            worker.process.terminate()
+            assert await asyncio.to_thread(worker.process.wait, 30) == 0
+            states = {name: await client.rollout(name) for name in ("hang0", "slow0", "slow1", "slow2")}
+            ends = {name: [one.reason for one in rollout.attempts] for name, rollout in states.items()}
+            assert (states["hang0"].state, states["hang0"].attempts_left, ends["hang0"]) == (State.QUEUED, 1, [AttemptFailure.RELEASED])
+            assert (states["slow0"].state, ends["slow0"]) == (State.SUCCEEDED, [None])
+            assert states["slow2"].state in {State.QUEUED, State.SUCCEEDED}
+            given_back = here.roots()["hang0", 0]
+            assert (given_back[semconv.ROLLOUT_FAILURE], given_back[semconv.ROLLOUT_FINAL]) == ("released", False)
+            # Every attempt that the queue knows of has its root.
+            assert here.roots().keys() == {(name, one.attempt) for name, rollout in states.items() for one in rollout.attempts}
+        assert here.processes() == []
+
+
+def _mood(rollout: NewRollout, mood: str) -> NewRollout:
+    return msgspec.structs.replace(rollout, input=msgspec.Raw(json.dumps(mood).encode()))
+
+
+async def test_a_cancelled_rollout_ends_in_its_worker_and_has_its_root(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1, max_attempts=3)
+    with world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here:
+        async with serving(settings) as (client, _):
+            await client.enqueue("run", [_mood(one, "hang") for one in some(2)])
+            here.start_worker()
+            await asyncio.to_thread(wait_until, lambda: bool(here.gateway.announced), 30, "an attempt")
+            cancelled = await client.cancel(Which(run_id="run"))
+            assert (cancelled.queued, cancelled.running) == (1, 1)
+            await asyncio.to_thread(here.sink.wait_for, lambda: bool(here.sink.named("rollout")), 30)
+            assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {
+                ("r0", 0): ("cancelled", True)
+            }
+            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agent's programs")
+
+
+async def test_the_roots_of_a_worker_that_died_are_written_by_others(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1, max_attempts=2)
+    with world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here:
+        async with serving(settings) as (client, _):
+            await client.enqueue("run", [_mood(one, "hang") for one in some(1)])
+            for attempt in range(2):
+                worker = here.start_worker()
+                key = ("r0", attempt)
+                await asyncio.to_thread(wait_until, lambda key=key: key in here.gateway.announced, 30, "an attempt")
+                kill(worker.process.pid)
+                worker.process.wait()
+            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agent's programs")
+            assert (await client.ended("run", wait_seconds=20)).rollouts[0].state is State.DEAD
+            here.start_worker()
+            await asyncio.to_thread(here.sink.wait_for, lambda: ("r0", 1) in here.roots(), 30)
+            assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {
+                ("r0", 0): ("lost", False),
+                ("r0", 1): ("lost", True),
+            }
+
+
+def run_command(here: World, *words: str) -> list[str]:
+    settings = {
+        "store.otlp_endpoint": here.settings.store.otlp_endpoint,
+        "gateway.url": here.settings.gateway.url,
+        "runner.directory": here.settings.runner.directory,
+        "runner.concurrency": 2,
+        "runner.group_size": 1,
+    }
+    sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    return [*own_command("run", "--run-id", "run", "--directory", str(here.directory), *sets, *words), "--", "sh", "agent.sh"]
+
+
+def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"task_id": f"t{n}", "input": "slow"}) + "\n" for n in range(12)))
+    with world(tmp_path) as here:
+        run = subprocess.Popen(run_command(here, "--tasks", str(tmp_path / "tasks.jsonl")), stdout=subprocess.DEVNULL)
+        try:
+            here.sink.wait_for(lambda: len(here.sink.named("rollout")) >= 3, 30)
+        finally:
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+        resumed = subprocess.run(run_command(here, "--resume"), capture_output=True, text=True, timeout=60)
+        assert resumed.returncode == 0, resumed.stderr
+        assert len([line for line in resumed.stdout.splitlines() if line.startswith("t") and "+1.000" in line]) == 12
+        finals = Counter(key[0] for key, root in here.roots().items() if root[semconv.ROLLOUT_FINAL])
+        assert len(finals) == 12
+        lost = [root for root in here.roots().values() if root.get(semconv.ROLLOUT_FAILURE)]
+        assert {root[semconv.ROLLOUT_FAILURE] for root in lost} <= {"lost"}
+        assert here.processes() == []
+        assert list(here.settings.runner.directory.glob("queues/run/*.db")) == []
+        with pytest.raises(QueueError, match="there is nothing to resume"):
+            asyncio.run(Runner(here.settings, here.agent, resume=True).__aenter__())
+
+
+JUDGED = """
+    import asyncio, time
+    running = judging = 0
+    most = {"running": 0, "judging": 0, "late": 0}
+
+    async def agent(given):
+        global running
+        running += 1
+        most["running"] = max(most["running"], running)
+        if judging:
+            most["late"] += 1  # began while another one was judged
+        await asyncio.sleep(0.05)
+        running -= 1
+        return given
+
+    def judge(given, output):
+        global judging
+        judging += 1
+        most["judging"] = max(most["judging"], judging)
+        time.sleep(0.2)
+        judging -= 1
+        return dict(most)
+"""
+
+
+async def test_evaluators_have_places_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "judged.py").write_text(textwrap.dedent(JUDGED))
+    agent = CallableAgent("judged:agent", "judged:judge", tmp_path)
+    with world(tmp_path, concurrency=2, evaluations=1) as here:
+        async with Runner(here.settings, agent) as runner:
+            outcomes = await runner.run([Task(str(n), n) for n in range(8)], mode=Mode.TRAIN, group_size=1)
+    rewards = [o.reward for o in outcomes if o.reward]
+    assert len(rewards) == 8
+    most = {name: max(reward[name] for reward in rewards) for name in ("running", "judging")}
+    assert most == {"running": 2, "judging": 1}
+    # Six agents begin after the first two; they do so while somebody is judged.
+    assert max(reward["late"] for reward in rewards) >= 4

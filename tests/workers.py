@@ -1,0 +1,135 @@
+"""Worker processes for tests: a small gateway, a small store, and agents in sh that need no time to start.
+
+In: a directory. Out: settings that name all of it, workers that can be killed, and what is left of their processes. Invariant: what a test
+leaves behind is found by its working directory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fakes import AttemptGateway, OtlpSink
+from runner.agents import CommandAgent
+from spangrad import semconv
+from spangrad.processes import Child, own_command
+from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+
+AGENT = """
+    read given
+    case "$given" in
+        *crash*) kill -9 $$;;
+        *exit*) echo broken >&2; exit 3;;
+        *hang*) sleep 600 & sleep 600;;
+        *garbage*) echo "no number";;
+        *empty*) ;;
+        *slow*) sleep 600 & sleep 0.3; echo 1;;
+        *) echo thinking >&2; echo 1;;
+    esac
+"""
+
+
+@dataclass
+class World:
+    """What surrounds a worker."""
+
+    directory: Path
+    sink: OtlpSink
+    gateway: AttemptGateway
+    settings: Settings
+    children: list[Child] = field(default_factory=list)
+
+    @property
+    def agent(self) -> CommandAgent:
+        """The agent in sh."""
+        return CommandAgent(("sh", "agent.sh"), directory=self.directory)
+
+    def start_worker(self, **changes: object) -> Child:
+        """`spangrad worker`, ready."""
+        runner = {**self.settings.runner.model_dump(mode="json"), **changes}
+        values = {
+            "store.otlp_endpoint": self.settings.store.otlp_endpoint,
+            "gateway.url": self.settings.gateway.url,
+            **{f"runner.{name}": value for name, value in runner.items() if value is not None and "queue_db" not in name},
+        }
+        words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+        log = self.directory / f"worker-{len(self.children)}.log"
+        child = Child(
+            "spangrad worker",
+            own_command("worker", "--directory", str(self.directory), *words, "--", "sh", "agent.sh"),
+            log,
+            {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"},
+            inherit_settings=False,
+        )
+        self.children.append(child)
+        return child
+
+    def roots(self) -> dict[tuple[str, int], Mapping[str, object]]:
+        """Attributes of each root span, by rollout and attempt; of two that are the same span, the first."""
+        found: dict[tuple[str, int], Mapping[str, object]] = {}
+        for root in self.sink.named("rollout"):
+            key = (str(root.attributes[semconv.ROLLOUT_ID]), int(str(root.attributes[semconv.ROLLOUT_ATTEMPT])))
+            found.setdefault(key, root.attributes)
+        return found
+
+    def processes(self) -> list[str]:
+        """Command lines of the agent's programs that are there."""
+        return [command for command, where in _processes() if where == str(self.directory) and command.startswith(("sh", "sleep"))]
+
+    def hosts(self) -> list[int]:
+        """Agent hosts of our workers."""
+        workers = {child.process.pid for child in self.children}
+        return [pid for pid in _pids() if _parent(pid) in workers]
+
+
+@contextmanager
+def world(directory: Path, **runner: object) -> Generator[World]:
+    """A gateway and a store; every worker is ended with the block."""
+    (directory / "agent.sh").write_text(textwrap.dedent(AGENT))
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        settings = Settings(
+            store=StoreSettings(otlp_endpoint=sink.url),
+            gateway=GatewaySettings(url=gateway.url),
+            runner=RunnerSettings.model_validate({"run_id": "run", "directory": directory / "runner", **runner}),
+        )
+        here = World(directory, sink, gateway, settings)
+        try:
+            yield here
+        finally:
+            for child in here.children:
+                child.stop(0.1)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _processes() -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for pid in _pids():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            found.append((command, str(Path(f"/proc/{pid}/cwd").readlink())))
+        except OSError:
+            continue
+    return [one for one in found if one[0]]
