@@ -34,13 +34,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(25)), help="0 to 24 otherwise")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--kinds", type=int, default=len(KINDS), help="of tickets")
+    parser.add_argument("--entropy", type=float, default=Inbox.entropy, help="bonus; that of the benchmark otherwise")
     arguments = parser.parse_args()
-    told: dict[str, object] = {"benchmark": "credit_plain", "kinds": arguments.kinds}
+    told: dict[str, object] = {"benchmark": "credit_plain", "kinds": arguments.kinds, "entropy": arguments.entropy}
     for credit in arguments.credits:
         results: list[Result] = []
         for seed in arguments.seeds:
             with tempfile.TemporaryDirectory(prefix="credit-plain-") as scratch:
-                results.append(run(Inbox(kinds=arguments.kinds), credit, seed, arguments.steps, Path(scratch)))
+                results.append(run(Inbox(kinds=arguments.kinds, entropy=arguments.entropy), credit, seed, arguments.steps, Path(scratch)))
             print(f"{credit:12}seed {seed:3}  final {results[-1].final:.3f}  to 0.8: {steps_to(results[-1].success)}", flush=True)
         hits = [steps_to(one.success) for one in results]
         told[credit] = {
@@ -71,7 +72,8 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
         logprobs = logits.gather(2, different[:, -REPLY_TOKENS:, None])[..., 0][place]
         ratio = (logprobs - torch.tensor([call.logprobs for call in calls])).exp()
         advantage = torch.from_numpy(_advantages(rollouts, credit)).float()[:, None]
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        entropy = -(logits.exp() * logits).sum(-1)[place]
+        loss = -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + task.entropy * entropy).mean()
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -164,6 +164,7 @@ def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> S
             credit=arm.credit,  # type: ignore[arg-type]  # pydantic says what is wrong with it
             baseline=arm.baseline,  # type: ignore[arg-type]
             learning_rate=1e-3,
+            entropy_coef=arm.task.entropy,
             max_tokens_per_device=1 << 16,  # a step is one micro-batch
             keep_checkpoints=1,
         ),

@@ -65,6 +65,8 @@ class Task(Protocol):
     """Calls a rollout, at most."""
     final: bool
     """Whether a rollout's only reward comes at its end: 1 for success, else 0."""
+    entropy: float
+    """Weight of the entropy that the loss rewards."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
         """What so many groups, or the next multiple of what there is, are asked to do."""
@@ -95,6 +97,7 @@ class Flow:
     group: int = 64
     limit: int = 6
     final: bool = True
+    entropy: float = 0.0
     look: bool = False
     """Whether there is the tool that only reads."""
     respelled: bool = False
@@ -139,6 +142,8 @@ class Inbox:
     tools: tuple[str, ...] = TOOLS[:4]
     kinds: int = len(KINDS)
     """Of tickets: the first so many of `KINDS`."""
+    entropy: float = 0.003
+    """trainer.entropy_coef, of every arm: with none, a tool that is given up early comes back late or never, in a seed of twenty or so."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
         """A queue for each group."""
