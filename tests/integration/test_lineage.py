@@ -59,7 +59,7 @@ def test_a_version_leads_to_its_spans_and_a_span_to_its_versions(settings: Setti
 
     def ancestor(version: int, parent: int | None, groups: int, rollouts: int, shown: list[BatchRollout] | None) -> Ancestor:
         facts = ("committed", parent, "main" if parent is not None else "", batches[version], run, "train" if groups else "")
-        return Ancestor("main", version, *facts, checksums[version], paths[version], groups, rollouts, shown)
+        return Ancestor("main", version, *facts, checksums[version], paths[version], groups, rollouts, batch_rollouts=shown)
 
     assert found == VersionLineage(
         run,
