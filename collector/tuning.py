@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 _PARTS = {
     # Whole spans and records: some kilobytes each, read seldom, by time or trace.
-    "otel_traces": 100,
-    "otel_logs": 100,
+    "otel_traces": 32,
+    "otel_logs": 32,
     # Read by rollout, all parts each time.
-    "rollout_spans": 32,
-    "calls": 32,
+    "rollout_spans": 10,
+    "calls": 10,
 }
 """How many parts are merged at once, at least."""
 _BY_COLUMN = {
