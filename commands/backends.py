@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import GatewayError, SettingsError
-from spangrad.gateway_http import ask_gateway, refusal
+from spangrad.json_http import ask, refusal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -162,7 +162,7 @@ def _ask(
         GatewayError: it does not answer, or refuses.
     """
     try:
-        return ask_gateway(gateway, method, path, body, seconds)
+        return ask(gateway.url, gateway.token, method, path, body, seconds)
     except urllib.error.HTTPError as error:
         raise GatewayError(f"the gateway at {gateway.url} refuses ({error.code}): {refusal(error)}") from None
     except (OSError, ValueError) as error:  # URLError, timeouts, answers of something else

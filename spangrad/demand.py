@@ -6,14 +6,13 @@ after a crash, it asks for nothing that it has not asked for before, and the que
 
 from __future__ import annotations
 
-import json
 import urllib.error
-import urllib.request
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from spangrad.errors import QueueError
+from spangrad.json_http import ask, refusal
 
 if TYPE_CHECKING:
     from spangrad.settings import RunnerSettings
@@ -47,7 +46,7 @@ def state(runner: RunnerSettings, run_id: str, demand: Demand, seconds: float = 
     Raises:
         QueueError: it refuses, or does not answer.
     """
-    return _ask(runner, "PUT", run_id, seconds, json.dumps(asdict(demand)).encode())
+    return _ask(runner, "PUT", run_id, seconds, asdict(demand))
 
 
 def read(runner: RunnerSettings, run_id: str, seconds: float = 2.0) -> Stated:
@@ -59,29 +58,18 @@ def read(runner: RunnerSettings, run_id: str, seconds: float = 2.0) -> Stated:
     return _ask(runner, "GET", run_id, seconds)
 
 
-def _ask(runner: RunnerSettings, method: str, run_id: str, seconds: float, body: bytes | None = None) -> Stated:
+def _ask(runner: RunnerSettings, method: str, run_id: str, seconds: float, body: dict[str, Any] | None = None) -> Stated:
     if runner.queue_url is None:
         raise QueueError("runner.queue_url is not set: there is no queue to ask.")
-    url = f"{runner.queue_url.rstrip('/')}/v1/runs/{quote(run_id, safe='')}/demand"
-    headers = {"Content-Type": "application/json"}
-    if runner.queue_token:
-        headers["Authorization"] = f"Bearer {runner.queue_token.get_secret_value()}"
+    path = f"/v1/runs/{quote(run_id, safe='')}/demand"
+    url = runner.queue_url.rstrip("/") + path
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers, method=method), timeout=seconds) as answer:
-            found = json.load(answer)
-            return Stated(int(found["groups"]), int(found["enqueued"]))
+        found = ask(runner.queue_url, runner.queue_token, method, path, body, seconds)
+        return Stated(int(found["groups"]), int(found["enqueued"]))
     except urllib.error.HTTPError as error:
-        raise QueueError(f"the queue refuses {method} {url} ({error.code}): {_said(error)}") from error
+        raise QueueError(f"the queue refuses {method} {url} ({error.code}): {refusal(error)}") from error
     except OSError as error:  # URLError and timeouts
         reason = getattr(error, "reason", error)
         raise QueueError(f"the queue at {runner.queue_url} does not answer ({reason}). Start it, or set runner.queue_url.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise QueueError(f"{url} answers {method} with something else than a demand ({error!r}). Is it the queue's?") from error
-
-
-def _said(error: urllib.error.HTTPError) -> str:
-    text = error.read().decode(errors="replace")
-    try:
-        return str(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
-        return text.strip()[:500] or str(error.reason)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from spangrad.errors import GatewayError
-from spangrad.gateway_http import ask_gateway, refusal
+from spangrad.json_http import ask, refusal
 from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
 from trainer.sender import Sender, Weights
@@ -81,7 +81,7 @@ class Publisher:
 
     def _ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
         try:
-            return ask_gateway(self._gateway, method, path, body, self._gateway.request_timeout_seconds)
+            return ask(self._gateway.url, self._gateway.token, method, path, body, self._gateway.request_timeout_seconds)
         except urllib.error.HTTPError as error:
             raise GatewayError(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
         except OSError as error:  # URLError and timeouts
