@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from runner.groups import rollouts_of, wants_greedy
 from runner.queue.client import QueueClient
@@ -34,9 +35,14 @@ Served = Callable[[str], Awaitable[int | None]]
 def task_at(tasks: Sequence[Task], place: int, seed: int) -> Task:
     """The task of the run's n-th group: all tasks in an order of the seed's, then all of them in another one."""
     lap, index = divmod(place, len(tasks))
-    order = list(range(len(tasks)))
+    return tasks[_order(len(tasks), seed, lap)[index]]
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, lap: int) -> Sequence[int]:
+    order = list(range(count))
     random.Random(f"{seed}/{lap}").shuffle(order)
-    return tasks[order[index]]
+    return order
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ of its own; one whose rollouts have all ended is removed, one that was left by a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
+import msgspec
 from sqlalchemy import event
 
 from runner.ids import ordered_ids
@@ -19,29 +19,11 @@ from runner.queue.client import QueueClient
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
-from runner.queue.wire import (
-    Ask,
-    Beat,
-    Cancelled,
-    Complete,
-    Completion,
-    Demand,
-    Enqueue,
-    Fail,
-    Failure,
-    Held,
-    Lease,
-    NewRollout,
-    Release,
-    Result,
-    Rollout,
-    Rollouts,
-    State,
-    Which,
-)
+from runner.queue.wire import Demand, Rollout, Rollouts, Run, State
 from spangrad.errors import QueueError
 from spangrad.settings import RunnerSettings
 
+T = TypeVar("T")
 _OPEN = (State.QUEUED, State.RUNNING)
 
 
@@ -89,36 +71,16 @@ class EmbeddedQueue(QueueClient):
         if not any(run.states.get(state) for run in runs for state in _OPEN):
             _remove(self.file)
 
-    async def enqueue(self, run_id: str, rollouts: Iterable[NewRollout]) -> list[str]:
-        """Add rollouts."""
-        return (await self._service.enqueue(Enqueue(run_id=run_id, rollouts=list(rollouts)))).rollout_ids
+    async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
+        """What the server would answer to a body, without the way there."""
+        _, work = self._service.changes[path]
+        answer = await work(body)
+        assert isinstance(answer, kind)
+        return answer
 
-    async def lease(
-        self, run_id: str, worker: str, count: int = 1, *, wait_seconds: float = 0, lease_seconds: float | None = None
-    ) -> list[Lease]:
-        """Lease at most so many rollouts."""
-        ask = Ask(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
-        return (await self._service.lease(ask)).leases
-
-    async def beat(self, leases: Sequence[Lease | Held]) -> list[Result]:
-        """Say that these are held."""
-        return (await self._service.beat(Beat(leases=_held(leases)))).results
-
-    async def complete(self, completions: Sequence[Completion]) -> list[Result]:
-        """Tell that attempts succeeded."""
-        return (await self._service.complete(Complete(completions=list(completions)))).results
-
-    async def fail(self, failures: Sequence[Failure]) -> list[Result]:
-        """Tell that attempts failed."""
-        return (await self._service.fail(Fail(failures=list(failures)))).results
-
-    async def release(self, leases: Sequence[Lease | Held], detail: str = "") -> list[Result]:
-        """Give leases back."""
-        return (await self._service.release(Release(leases=_held(leases), detail=detail))).results
-
-    async def cancel(self, which: Which) -> Cancelled:
-        """Cancel rollouts."""
-        return await self._service.cancel(which)
+    async def run(self, run_id: str) -> Run:
+        """How the rollouts of one run stand."""
+        return await self._service.run(run_id)
 
     async def rollout(self, rollout_id: str) -> Rollout:
         """One rollout, with its attempts."""
@@ -170,7 +132,3 @@ def _relax(connection: Any, _: object) -> None:
 def _remove(file: Path) -> None:
     for suffix in ("", "-wal", "-shm", ".lock"):
         Path(f"{file}{suffix}").unlink(missing_ok=True)
-
-
-def _held(leases: Sequence[Lease | Held]) -> list[Held]:
-    return [Held(rollout_id=one.rollout_id, attempt=one.attempt) for one in leases]

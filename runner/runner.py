@@ -99,7 +99,7 @@ class Runner:
         async with AsyncExitStack() as stack:
             attempts = await open_attempts(self._settings, self._agent, stack, self._open_queue)
             self._attempts, self.queue = attempts, attempts.queue
-            self._cursor = await newest(self.queue, settings.run_id)
+            self._cursor = (await self.queue.run(settings.run_id)).cursor
             slots = settings.workers * settings.concurrency
             worker = Worker(self.queue, settings.run_id, attempts, slots, store_patience_seconds=_STORE_PATIENCE_SECONDS)
             self._worker = await stack.enter_async_context(worker)
@@ -318,11 +318,3 @@ def outcome_of(standing: Standing) -> Outcome:
         (last and last.seconds) or 0.0,
         last.calls if last else 0,
     )
-
-
-async def newest(queue: QueueClient, run_id: str) -> int:
-    """Where the order of a run's endings stands now."""
-    cursor = 0
-    while (page := await queue.ended(run_id, after=cursor, limit=_NEWS_MOST)).rollouts:
-        cursor = page.cursor
-    return cursor

@@ -15,7 +15,7 @@ from runner.agents import AgentSpec
 from runner.attempts import Attempts
 from runner.queue.client import QueueClient
 from runner.queue.wire import State
-from runner.runner import newest, open_attempts
+from runner.runner import open_attempts
 from runner.worker import Worker
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
@@ -73,7 +73,7 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
 
 async def _mourn(attempts: Attempts, run_id: str) -> None:
     """Write the roots of rollouts that ended without a worker of theirs alive: those that are there, then those that come."""
-    cursor = await newest(attempts.queue, run_id)
+    cursor = (await attempts.queue.run(run_id)).cursor
     for state in (State.DEAD, State.CANCELLED):
         after = 0
         while (page := await attempts.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:

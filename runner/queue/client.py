@@ -113,7 +113,7 @@ class QueueClient:
         ids: list[str] = []
         for start in range(0, len(named), ENQUEUE_MOST):
             part = Enqueue(run_id=run_id, rollouts=named[start : start + ENQUEUE_MOST])
-            ids += (await self._ask("POST", "/v1/rollouts", Enqueued, part)).rollout_ids
+            ids += (await self._change("/v1/rollouts", Enqueued, part)).rollout_ids
         return ids
 
     async def lease(
@@ -121,35 +121,35 @@ class QueueClient:
     ) -> list[Lease]:
         """Lease at most so many rollouts of a run; as few as there are. `Beating` keeps them."""
         ask = Ask(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
-        return (await self._ask("POST", "/v1/leases", Leases, ask)).leases
+        return (await self._change("/v1/leases", Leases, ask)).leases
 
     async def beat(self, leases: Sequence[Lease | Held]) -> list[Result]:
         """Say that these are held; answered with those that are not any more."""
-        return (await self._ask("POST", "/v1/leases/heartbeat", Results, Beat(leases=_held(leases)))).results
+        return (await self._change("/v1/leases/heartbeat", Results, Beat(leases=_held(leases)))).results
 
     async def extend(self, leases: Sequence[Lease | Held], seconds: float) -> list[Result]:
         """Let these hold for so long without a heartbeat; answered with those that are not held any more."""
-        return (await self._ask("POST", "/v1/leases/extend", Results, Extend(leases=_held(leases), seconds=seconds))).results
+        return (await self._change("/v1/leases/extend", Results, Extend(leases=_held(leases), seconds=seconds))).results
 
     async def complete(self, completions: Sequence[Completion]) -> list[Result]:
         """Tell that attempts succeeded; see each answer's `refused`."""
-        return (await self._ask("POST", "/v1/leases/complete", Results, Complete(completions=list(completions)))).results
+        return (await self._change("/v1/leases/complete", Results, Complete(completions=list(completions)))).results
 
     async def fail(self, failures: Sequence[Failure]) -> list[Result]:
         """Tell that attempts failed; see each answer's `refused`."""
-        return (await self._ask("POST", "/v1/leases/fail", Results, Fail(failures=list(failures)))).results
+        return (await self._change("/v1/leases/fail", Results, Fail(failures=list(failures)))).results
 
     async def release(self, leases: Sequence[Lease | Held], detail: str = "") -> list[Result]:
         """Give leases back, as if they had not been handed out."""
-        return (await self._ask("POST", "/v1/leases/release", Results, Release(leases=_held(leases), detail=detail))).results
+        return (await self._change("/v1/leases/release", Results, Release(leases=_held(leases), detail=detail))).results
 
     async def cancel(self, which: Which) -> Cancelled:
         """Cancel rollouts, a group, or a run."""
-        return await self._ask("POST", "/v1/cancel", Cancelled, which)
+        return await self._change("/v1/cancel", Cancelled, which)
 
     async def retry(self, which: Which) -> int:
         """Queue dead letters again; how many."""
-        return (await self._ask("POST", "/v1/retry", Retried, which)).queued
+        return (await self._change("/v1/retry", Retried, which)).queued
 
     async def rollout(self, rollout_id: str) -> Rollout:
         """One rollout, with its attempts."""
@@ -183,6 +183,10 @@ class QueueClient:
     async def want(self, run_id: str, wanted: Wanted) -> Demand:
         """Say what a branch wants of a run."""
         return await self._ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", Demand, wanted)
+
+    async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
+        """What is asked for by a body alone."""
+        return await self._ask("POST", path, kind, body)
 
     async def _ask(
         self, method: str, path: str, kind: type[T], body: msgspec.Struct | None = None, query: Mapping[str, str] | None = None

@@ -68,6 +68,7 @@ class Endings:
         rows = _rollouts(transaction, [one.rollout_id for one in endings])
         told = _ended(transaction, [one for one in endings if not _under_way(rows.get(one.rollout_id), one.attempt)])
         updates: list[dict[str, object]] = []
+        new: list[dict[str, object]] = []
         results: list[Result] = []
         for one in endings:
             row, before = rows.get(one.rollout_id), told.get((one.rollout_id, one.attempt))
@@ -77,12 +78,12 @@ class Endings:
             row["state"], row["attempts_left"] = self._next_state(one, row)
             row["ended"] = self._number() if row["state"] not in OPEN else None
             updates.append({f"the_{name}": row[name] for name in ("seq", "state", "attempts_left", "ended")})
-            told[one.rollout_id, one.attempt] = _attempt_row(one, row, wall)
+            told[one.rollout_id, one.attempt] = made = _attempt_row(one, row, wall)
+            new.append(made)
             results.append(Result(rollout_id=one.rollout_id, attempt=one.attempt, state=State(row["state"])))
-        new = [before for before in told.values() if before.get("new")]
         if updates:
             transaction.execute(_UPDATE, updates)
-            transaction.execute(ATTEMPTS.insert(), [{column.name: row[column.name] for column in ATTEMPTS.c} for row in new])
+            transaction.execute(ATTEMPTS.insert(), new)
         return results
 
     def cancel(self, transaction: sa.Connection, which: Which, wall: float) -> tuple[Cancelled, list[tuple[str, int]]]:
@@ -190,7 +191,6 @@ def _attempt_row(ending: Ending, row: Mapping[str, Any], wall: float) -> Any:
         "calls": ending.calls,
         "seconds": ending.seconds,
         "state": row["state"],
-        "new": True,
     }
 
 

@@ -24,15 +24,7 @@ from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
 from runner.queue.wire import (
-    Ask,
-    Beat,
-    Complete,
-    Enqueue,
-    Extend,
-    Fail,
     Refusal,
-    Release,
-    Run,
     Runs,
     State,
     Wanted,
@@ -112,20 +104,9 @@ def application(service: Service, token: str | None) -> web.Application:
     app = web.Application(middlewares=[_guard(token)], client_max_size=BODY_BYTES)
     metrics = Metrics(service)
     answers = Answers(service)
-    changes: dict[str, tuple[type[Any], Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]]] = {
-        "/v1/rollouts": (Enqueue, service.enqueue),
-        "/v1/leases": (Ask, service.lease),
-        "/v1/leases/heartbeat": (Beat, service.beat),
-        "/v1/leases/extend": (Extend, service.extend),
-        "/v1/leases/complete": (Complete, service.complete),
-        "/v1/leases/fail": (Fail, service.fail),
-        "/v1/leases/release": (Release, service.release),
-        "/v1/cancel": (Which, service.cancel),
-        "/v1/retry": (Which, service.retry),
-    }
     app.add_routes(
         [
-            *[web.post(path, _change(kind, work)) for path, (kind, work) in changes.items()],
+            *[web.post(path, _change(kind, work)) for path, (kind, work) in service.changes.items()],
             web.get("/v1/rollouts", answers.rollouts),
             web.get("/v1/rollouts/{rollout}", answers.rollout),
             web.get("/v1/runs", answers.runs),
@@ -169,9 +150,7 @@ class Answers:
 
     async def run(self, request: web.Request) -> web.Response:
         """How the rollouts of one run stand."""
-        name = request.match_info["run"]
-        found = await self._service.counts(name)
-        return _json(found[0] if found else Run(run_id=name, states={}, cursor=0))
+        return _json(await self._service.run(request.match_info["run"]))
 
     async def ended(self, request: web.Request) -> web.Response:
         """Rollouts of a run in the order in which they ended."""

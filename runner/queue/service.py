@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import sqlalchemy as sa
 
 from runner.ids import ordered_ids
@@ -61,6 +62,8 @@ _DEAD_LOOKS = 8
 
 Key = tuple[str, int]
 """Rollout and attempt."""
+Change = tuple[type[Any], Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]]
+"""What is asked for, and who answers it."""
 
 
 class Service:
@@ -100,6 +103,21 @@ class Service:
     def waiting(self) -> Sequence[str]:
         """Runs of which somebody waits for rollouts."""
         return list(self._arrivals)
+
+    @property
+    def changes(self) -> Mapping[str, Change]:
+        """What is asked for by a body alone, by its path."""
+        return {
+            "/v1/rollouts": (Enqueue, self.enqueue),
+            "/v1/leases": (Ask, self.lease),
+            "/v1/leases/heartbeat": (Beat, self.beat),
+            "/v1/leases/extend": (Extend, self.extend),
+            "/v1/leases/complete": (Complete, self.complete),
+            "/v1/leases/fail": (Fail, self.fail),
+            "/v1/leases/release": (Release, self.release),
+            "/v1/cancel": (Which, self.cancel),
+            "/v1/retry": (Which, self.retry),
+        }
 
     def attempts(self) -> list[Running]:
         """The attempts under way."""
@@ -202,6 +220,11 @@ class Service:
     async def counts(self, run_id: str | None = None) -> list[Run]:
         """How many rollouts stand how."""
         return await self._read(lambda connection: rows.counts(connection, run_id))
+
+    async def run(self, run_id: str) -> Run:
+        """How many rollouts of a run stand how; of one that nobody knows, none."""
+        found = await self.counts(run_id)
+        return found[0] if found else Run(run_id=run_id, states={}, cursor=0)
 
     async def rollout(self, rollout_id: str) -> Rollout | None:
         """One rollout."""
