@@ -34,7 +34,7 @@ from trainer.process import prepare_process, quiet
 
 STATE_FILE = "optimizer.pt"
 _NO_END = 1 << 62
-"""Total steps of the learning rate's schedule, which is constant."""
+"""Total steps of the learning rate's schedule, which is constant after its warm-up."""
 
 _TOLD = {
     "loss": "loss",
@@ -272,7 +272,7 @@ def _worker(model: Path | None, settings: TrainerSettings, device: str, *, criti
         betas=settings.betas,
         weight_decay=settings.weight_decay,
         clip_grad=settings.clip_grad,
-        lr_warmup_steps=0,
+        lr_warmup_steps=0 if critic else settings.warmup_steps,
         total_training_steps=_NO_END,
     )
     worker = TrainingWorker(
