@@ -1,7 +1,7 @@
 """An agent on bare httpx, without a framework and without instrumentation of its own, that knows nothing of being trained.
 
-In: {"text": "tom has 12 coins . tom finds 7 . how many coins ?"}, and the address of an OpenAI-compatible endpoint. Out: what the model said
-last. A reply `calc 12 + 7` is calculated and told to the model, three times at most; any other reply is the answer.
+In: {"text": "tom has 12 coins . tom finds 7 . how many coins ?"}, and the address of an OpenAI-compatible endpoint. Out: what the model
+said last. A reply `calc 12 + 7` is calculated and told to the model, three times at most; any other reply is the answer.
 
 The endpoint is of this one task: whatever is asked there belongs to it, which is all that training needs to know.
 """

@@ -52,15 +52,21 @@ class Step:
     """From the last rollout's end until the new version answers: build, train, publish."""
 
 
-def main(example: Example) -> None:
-    """The command line of an example."""
-    parser = argparse.ArgumentParser(prog=f"python -m examples.{example.name}")
+def main(example: Example, options: Sequence[str] | None = None, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
+    """The command line of an example.
+
+    Args:
+        example: what to run.
+        options: the command line without what `parents` have read. None: the process's own.
+        parents: the example's own options, for --help.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{example.name}", parents=list(parents))
     parser.add_argument("--seed", type=int, default=0, help="of questions, model and sampling")
     parser.add_argument("--steps", type=int, default=example.steps, help=f"training steps (default {example.steps})")
     parser.add_argument(
         "--directory", type=Path, default=Path("runs") / example.name, help="where the run's files go; emptied at the start"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
 """The questions about the world and their reward.
 
 In: a seed. Out: questions of one hop ("who rules siniland ?") and of two ("who runs the capital of siniland ?"), half each, with their
-answers; the reward of an answer. Invariant: one in five (relations, entity) is held out, and is asked neither in training nor in the model's
-warm start.
+answers; the reward of an answer. Invariant: one in five (relations, entity) is held out, and is asked neither in training nor in the
+model's warm start.
 """
 
 from __future__ import annotations
