@@ -33,6 +33,8 @@ from spangrad.types import Mode, Task
 from trainer.publisher import Publisher
 
 STEP_SECONDS = 120
+POLL_SECONDS = 0.25
+"""How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
 _LOOK_SECONDS = 0.05
 _STAND_IN = 4
 """Questions, as a share of all, that stand in for groups which failed: one in so many."""
@@ -127,7 +129,9 @@ def example_settings(example: Example, directory: Path, seed: int) -> dict[str, 
         "engine.max_model_len": 256,
         "engine.extra_args": ["--seed", str(seed), *tools],
         "builder.rules": [],
+        "builder.poll_seconds": POLL_SECONDS,
         "trainer.run_id": example.name,
+        "trainer.poll_seconds": POLL_SECONDS,
         "trainer.groups_per_batch": GROUPS,
         "trainer.warmup_steps": 10,
         "trainer.entropy_coef": 0.01,

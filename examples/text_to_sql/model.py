@@ -24,7 +24,9 @@ NEVER_SHOWN = {"average": 0, "older": 2, "dearer": 2, "after": 2}
 TOLD_ERRS = 0.1
 """Verdicts that are wrong, of those that the policy is shown."""
 STEPS, ROWS = 330, 64
-CHECKER_STEPS, CHECKER_ROWS = 600, 64
+CHECKER_STEPS, CHECKER_ROWS = 1000, 64
+CHECKER_RIGHT, CHECKER_SPOILED, CHECKER_TORN = 0.35, 0.2, 0.05
+"""Of the queries that the checker is shown."""
 _ROLES = {"system": "system", "human": "user"}
 
 
@@ -53,15 +55,28 @@ def policy_transcript(dice: random.Random) -> Transcript:
 
 
 def checker_transcript(dice: random.Random) -> Transcript:
-    """A query and the verdict on it; a third of the queries are right, some are torn."""
-    asked = question(dice, TRAINED)
-    parts = list(asked["parts"])
-    said = query(parts if dice.random() < 1 / 3 else spoiled(dice, parts, 0.7, set()))
-    if dice.random() < 0.1:
-        words = said.split()
+    """A query and the verdict on it: a third are right, most have one wrong part, some several, some are torn."""
+    pattern = dice.choice(TRAINED)
+    value = pattern.condition.value(dice)
+    parts = list(pattern.parts(value))
+    said = list(parts)
+    match dice.random():
+        case chance if chance < CHECKER_RIGHT:
+            pass
+        case chance if chance < CHECKER_RIGHT + CHECKER_SPOILED:
+            said = spoiled(dice, parts, RIGHT, set())
+        case _:
+            part = dice.randrange(4)
+            if part == 3:
+                said[3] = pattern.condition.value(dice)
+            elif part == 2 and dice.random() < 0.5:
+                said[2] = f"{pattern.condition.column} {dice.choice('=<>')}"
+            else:
+                said[part] = dice.choice(PATTERNS).parts(value)[part]
+    words = query(said).split()
+    if dice.random() < CHECKER_TORN:
         del words[dice.randrange(len(words))]
-        said = " ".join(words)
-    return _said(checking(asked["text"], said), verdict(said, parts))
+    return _said(checking(pattern.text(value), " ".join(words)), verdict(" ".join(words), parts))
 
 
 def _said(told: list[AnyMessage], reply: str) -> Transcript:
