@@ -67,7 +67,7 @@ def as_said(message: dict[str, Any]) -> str:
 
 
 class WordPolicy(HttpServer):
-    """Answers each chat with what `reply` says to its messages, (role, words) each."""
+    """Answers each chat with what `reply` says to its messages, (role, words) each; a text begins with a space, as vLLM's does."""
 
     def __init__(self, reply: Callable[[list[tuple[str, str]]], str]) -> None:
         self.reply = reply
@@ -84,7 +84,7 @@ class WordPolicy(HttpServer):
         said = self._parser.extract_tool_calls(
             self.reply([(one["role"], as_said(one)) for one in chat["messages"]]), SimpleNamespace(tools=tools)
         )
-        message = {"role": "assistant", "content": said.content}
+        message: dict[str, Any] = {"role": "assistant", "content": f" {said.content}" if said.content else said.content}
         if said.tools_called:
             message["tool_calls"] = [{**asdict(call), "id": f"call-{len(self.chats)}"} for call in said.tool_calls]
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if said.tools_called else "stop"}

@@ -106,7 +106,7 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
     curve = directory / "curve.png"
     draw(curve, example, [step.success for step in history], before, after)
     (directory / "steps.jsonl").write_text("".join(f"{json.dumps(asdict(step))}\n" for step in history))
-    return {
+    report: dict[str, object] = {
         "example": example.name,
         "seed": seed,
         "before": round(before, 4),
@@ -118,6 +118,8 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
         **parts,
         "curve": str(curve),
     }
+    (directory / "report.json").write_text(f"{json.dumps(report)}\n")
+    return report
 
 
 def example_settings(example: Example, directory: Path, seed: int) -> dict[str, object]:

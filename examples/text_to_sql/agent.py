@@ -56,21 +56,26 @@ def rewriting(text: str, query: str, said: str) -> list[AnyMessage]:
 
 async def write(state: State) -> Command[str]:
     """Write a first query."""
-    reply = await _policy().ainvoke(writing(state["given"]["text"]))
-    return Command(goto=_after(reply.text, 1), update={"queries": [reply.text]})
+    said = await _said(_policy(), writing(state["given"]["text"]))
+    return Command(goto=_after(said, 1), update={"queries": [said]})
 
 
 async def check(state: State) -> Command[str]:
     """Say what is thought of the last query."""
     given, query = state["given"], state["queries"][-1]
-    said = _oracle(given, query) if given.get("oracle") else (await _checker().ainvoke(checking(given["text"], query))).text
+    said = _oracle(given, query) if given.get("oracle") else await _said(_checker(), checking(given["text"], query))
     return Command(goto=END if said == "ok" else "rewriter_agent", update={"verdicts": [said]})
 
 
 async def rewrite(state: State) -> Command[str]:
     """Mend the last query."""
-    reply = await _policy().ainvoke(rewriting(state["given"]["text"], state["queries"][-1], state["verdicts"][-1]))
-    return Command(goto=_after(reply.text, len(state["queries"]) + 1), update={"queries": [reply.text]})
+    said = await _said(_policy(), rewriting(state["given"]["text"], state["queries"][-1], state["verdicts"][-1]))
+    return Command(goto=_after(said, len(state["queries"]) + 1), update={"queries": [said]})
+
+
+async def _said(model: ChatOpenAI, told: list[AnyMessage]) -> str:
+    """The words of a model's reply; vLLM begins the text of a tokenizer of words with a space."""
+    return " ".join((await model.ainvoke(told)).text.split())
 
 
 def _after(query: str, written: int) -> str:

@@ -60,7 +60,7 @@ async def test_the_calculators_agent(policy: Callable[..., WordPolicy], replies:
     seen: list[Messages] = []
     answers = script(*replies)
     fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
-    assert await calculator.agent(COUNTED) == said
+    assert (await calculator.agent(COUNTED)).strip() == said
     assert seen[-1][-len(told) :] == told
     assert seen[-1][0] == ("user", COUNTED["text"])
     asked = {(chat["model"], chat["max_tokens"], chat["temperature"], chat["tools"][0]["function"]["name"]) for chat in fake.chats}
@@ -74,7 +74,7 @@ async def test_the_agent_from_scratch_says_the_same_by_its_own_endpoint(
     seen: list[Messages] = []
     answers = script(*replies)
     fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
-    assert await from_scratch.agent(COUNTED, f"{fake.url}/rollout/r/attempt/0/v1") == said
+    assert (await from_scratch.agent(COUNTED, f"{fake.url}/rollout/r/attempt/0/v1")).strip() == said
     assert seen[-1][-len(told) :] == told
     assert set(fake.paths) == {"/rollout/r/attempt/0/v1/chat/completions"}
 
@@ -82,7 +82,7 @@ async def test_the_agent_from_scratch_says_the_same_by_its_own_endpoint(
 async def test_a_fourth_calculation_is_no_answer(policy: Callable[..., WordPolicy]) -> None:
     fake = policy(lambda messages: "calc 1 + 1")
     assert await calculator.agent(COUNTED) == "2"
-    assert await from_scratch.agent(COUNTED, f"{fake.url}/v1") == "calc 1 + 1"
+    assert (await from_scratch.agent(COUNTED, f"{fake.url}/v1")).strip() == "calc 1 + 1"
     assert len(fake.chats) == 8
 
 
@@ -102,7 +102,7 @@ async def test_the_researcher(policy: Callable[..., WordPolicy]) -> None:
     country = facts.COUNTRIES[0]
     mayor = facts.facts()["mayor", facts.facts()["capital", country]]
     fake = policy(researcher)
-    assert await retrieval.agent({"text": f"who runs the capital of {country} ?"}) == f"answer {mayor}"
+    assert await retrieval.agent({"text": f"who runs the capital of {country} ?"}) == f" answer {mayor}"
     assert [one["role"] for one in fake.chats[-1]["messages"]] == ["user", "assistant", "tool", "assistant", "tool"]
     policy(lambda messages: "search x")
     retrieval._researcher.cache_clear()
@@ -110,7 +110,7 @@ async def test_the_researcher(policy: Callable[..., WordPolicy]) -> None:
     for malformed in ("search", "find it", ""):
         retrieval._researcher.cache_clear()
         policy(lambda messages, said=malformed: said)
-        assert await retrieval.agent({"text": "who rules x ?"}) == malformed
+        assert (await retrieval.agent({"text": "who rules x ?"})).strip() == malformed
 
 
 RIGHT = "select count ( * ) from singer where age > 30"
