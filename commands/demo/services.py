@@ -26,7 +26,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 MARKER = ".spangrad-run"
 SETTINGS = "spangrad.toml"
 """The settings that every service of a run reads."""
-MODEL_TIMEOUT_SECONDS = 300
+MODEL_TIMEOUT_SECONDS = 900
 
 
 def clean_directory(directory: Path) -> None:
@@ -178,11 +178,13 @@ class Services:
             wait_until(lambda: answers(f"http://127.0.0.1:{self.settings.collector.health_port}"), 60, "the collector", self.children)
         self.say("making the tiny model")
         with (self.directory / "logs" / "model.log").open("wb") as log:
-            made = subprocess.run(
-                make_model, stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, preexec_fn=die_with_parent, check=False
-            )
-        if made.returncode:
-            raise SpangradError(f"the model could not be made; see {self.directory / 'logs' / 'model.log'}")
+            try:
+                subprocess.run(
+                    make_model, stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, preexec_fn=die_with_parent, check=True
+                )
+            except subprocess.SubprocessError as error:
+                log_file = self.directory / "logs" / "model.log"
+                raise SpangradError(f"the model could not be made ({error}); see {log_file}") from None
         self.say("starting vLLM, the gateway, the builder and the trainer")
         self._spawn("engine")
         for config in self.further_engines:
