@@ -1,13 +1,14 @@
 """The database that is asked: singers, albums and concerts in SQLite, the same for every seed.
 
 In: a query. Out: its rows, in an order of their own, or None where SQLite refuses it. Invariant: nothing changes a row; a query that
-would take long is refused.
+would take long is refused; threads ask one after the other, as one connection needs it.
 """
 
 from __future__ import annotations
 
 import random
 import sqlite3
+import threading
 from functools import cache, lru_cache
 
 COUNTRIES = ("france", "italy", "japan", "brazil", "kenya", "norway", "peru", "egypt")
@@ -18,6 +19,8 @@ OTHERS = 240
 """Albums, and concerts."""
 LONGEST = 2_000_000
 """Instructions of SQLite's machine."""
+
+_ONE = threading.Lock()
 
 Rows = tuple[tuple[object, ...], ...]
 
@@ -49,7 +52,8 @@ def rows(query: str) -> Rows | None:
     if not query.startswith("select "):
         return None
     try:
-        found = _database().execute(query).fetchall()
+        with _ONE:
+            found = _database().execute(query).fetchall()
     except sqlite3.Error:
         return None
     rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in found)

@@ -66,7 +66,7 @@ def test_of_three_agents_only_the_writer_is_trained(tmp_path: Path) -> None:
     said = ran(text_to_sql("writer", "model"), tmp_path)
     assert said["steps"] == STEPS
     fates = {(agent, policy, fate): calls for agent, policy, fate, calls in ask(tmp_path, WHO.read_text())}
-    assert set(fates) == {
+    assert {fate for fate in fates if fate[2] != "superseded_attempt"} == {
         ("writer_agent", "policy", "trained"),
         ("rewriter_agent", "policy", "not_selected"),
         ("checker_agent", "checker", "not_selected"),

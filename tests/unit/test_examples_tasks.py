@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,23 @@ def test_verdicts_name_the_first_part_that_differs() -> None:
     }
     assert {said: grammar.verdict(said, parts) for said in verdicts} == verdicts
     assert [database.outcome(query) for query in (right, right.replace("51", "99"), right.replace(")", ""))] == ["rows", "empty", "error"]
+
+
+def test_threads_may_ask_the_database_at_once() -> None:
+    queries = [
+        f"select count ( * ) from singer natural join {table} where age > {age}" for age in range(18, 71) for table in ("album", "concert")
+    ]
+    database.rows.cache_clear()
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(database.rows, queries))
+    database.rows.cache_clear()
+    assert found == [database.rows(query) for query in queries]
+    assert found[0] is not None
+    assert len({one for one in found if one}) > 40
+
+
+def test_a_query_that_takes_long_is_refused() -> None:
+    assert database.rows(f"select count ( * ) from {' , '.join(['album'] * 5)}") is None
 
 
 def test_search_finds_the_fact_first() -> None:
