@@ -25,8 +25,8 @@ TOLD_ERRS = 0.1
 """Verdicts that are wrong, of those that the policy is shown."""
 STEPS, ROWS = 330, 64
 CHECKER_STEPS, CHECKER_ROWS = 1000, 64
-CHECKER_RIGHT, CHECKER_SPOILED, CHECKER_TORN = 0.35, 0.2, 0.05
-"""Of the queries that the checker is shown."""
+FAULTS = {"none": 5, "several": 2, "torn": 1, "select": 1, "from": 1, "column": 2, "operator": 5, "value": 3}
+"""Of the queries that the checker is shown, by weight; the hard ones more often than a policy makes them."""
 _ROLES = {"system": "system", "human": "user"}
 
 
@@ -55,26 +55,28 @@ def policy_transcript(dice: random.Random) -> Transcript:
 
 
 def checker_transcript(dice: random.Random) -> Transcript:
-    """A query and the verdict on it: a third are right, most have one wrong part, some several, some are torn."""
+    """A query and the verdict on it: right, or wrong in one part, or in several, or torn."""
     pattern = dice.choice(TRAINED)
     value = pattern.condition.value(dice)
     parts = list(pattern.parts(value))
-    said = list(parts)
-    match dice.random():
-        case chance if chance < CHECKER_RIGHT:
-            pass
-        case chance if chance < CHECKER_RIGHT + CHECKER_SPOILED:
-            said = spoiled(dice, parts, RIGHT, set())
+    fault = dice.choices(list(FAULTS), list(FAULTS.values()))[0]
+    said = spoiled(dice, parts, RIGHT, set()) if fault == "several" else list(parts)
+    other = dice.choice(PATTERNS).parts(value)
+    match fault:
+        case "select":
+            said[0] = other[0]
+        case "from":
+            said[1] = other[1]
+        case "column":
+            said[2] = other[2]
+        case "operator":
+            said[2] = f"{pattern.condition.column} {dice.choice('=<>')}"
+        case "value":
+            said[3] = pattern.condition.value(dice)
         case _:
-            part = dice.randrange(4)
-            if part == 3:
-                said[3] = pattern.condition.value(dice)
-            elif part == 2 and dice.random() < 0.5:
-                said[2] = f"{pattern.condition.column} {dice.choice('=<>')}"
-            else:
-                said[part] = dice.choice(PATTERNS).parts(value)[part]
+            pass
     words = query(said).split()
-    if dice.random() < CHECKER_TORN:
+    if fault == "torn":
         del words[dice.randrange(len(words))]
     return _said(checking(pattern.text(value), " ".join(words)), verdict(" ".join(words), parts))
 
