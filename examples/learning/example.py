@@ -52,7 +52,7 @@ class Example:
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings of spangrad by dotted key, beside those that all examples share."""
     judge: str | None = None
-    """A second policy that is served and never trained, by name; `MODULE` makes it in DIRECTORY-NAME. None: there is none."""
+    """Name of a second policy, served and never trained; `model` makes it in DIRECTORY-NAME. None: there is none."""
 
 
 def write_questions(path: Path, name: str, questions: Iterable[Question]) -> None:

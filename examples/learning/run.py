@@ -35,9 +35,9 @@ from trainer.publisher import Publisher
 STEP_SECONDS = 120
 POLL_SECONDS = 0.25
 """How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
+STAND_IN = 4
+"""Of so many questions one more is drawn, to stand in for a group that failed."""
 _LOOK_SECONDS = 0.05
-_STAND_IN = 4
-"""Questions, as a share of all, that stand in for groups which failed: one in so many."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, o
 
     clean_directory(directory)
     (directory / "logs").mkdir()
-    drawn = example.questions(seed, steps * GROUPS + steps * GROUPS // _STAND_IN)
+    drawn = example.questions(seed, GROUPS * (1 + steps + steps // STAND_IN))
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out)
     values = example_settings(example, directory, seed)
