@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -35,6 +36,8 @@ from trainer.publisher import Publisher
 STEP_SECONDS = 120
 POLL_SECONDS = 0.25
 """How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
+THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Without these vLLM ties its threads to cores; on two, each engine takes the first one, which everything else then has to do without."""
 STAND_IN = 4
 """Of so many questions one more is drawn, to stand in for a group that failed."""
 _LOOK_SECONDS = 0.05
@@ -84,6 +87,8 @@ def main(example: Example, options: Sequence[str] | None = None, parents: Sequen
 def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:
     """Run an example and return what its last line says."""
     began = time.monotonic()
+    for name, value in THREADS.items():
+        os.environ.setdefault(name, value)
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)

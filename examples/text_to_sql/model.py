@@ -25,8 +25,10 @@ TOLD_ERRS = 0.1
 """Verdicts that are wrong, of those that the policy is shown."""
 STEPS, ROWS = 330, 64
 CHECKER_STEPS, CHECKER_ROWS = 1000, 64
-FAULTS = {"none": 5, "several": 2, "torn": 1, "select": 1, "from": 1, "column": 2, "operator": 5, "value": 3}
-"""Of the queries that the checker is shown, by weight; the hard ones more often than a policy makes them."""
+FAULTS = {"none": 6, "several": 2, "torn": 0.5, "select": 3, "from": 2, "column": 2, "operator": 5}
+"""Of the queries that the checker is shown, by weight; the hard ones more often than a policy makes them.
+
+A wrong value is not among them: a model of this size does not learn to compare numbers that it has never seen compared."""
 _ROLES = {"system": "system", "human": "user"}
 
 
@@ -71,8 +73,6 @@ def checker_transcript(dice: random.Random) -> Transcript:
             said[2] = other[2]
         case "operator":
             said[2] = f"{pattern.condition.column} {dice.choice('=<>')}"
-        case "value":
-            said[3] = pattern.condition.value(dice)
         case _:
             pass
     words = query(said).split()
