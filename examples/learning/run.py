@@ -36,8 +36,9 @@ from trainer.publisher import Publisher
 STEP_SECONDS = 120
 POLL_SECONDS = 0.25
 """How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
-THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""Without these vLLM ties its threads to cores; on two, each engine takes the first one, which everything else then has to do without."""
+THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""How vLLM is kept from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker of its own
+waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets it run the model in the engine's process (`uni`)."""
 STAND_IN = 4
 """Of so many questions one more is drawn, to stand in for a group that failed."""
 _LOOK_SECONDS = 0.05
@@ -134,7 +135,7 @@ def example_settings(example: Example, directory: Path, seed: int) -> dict[str, 
     return {
         **demo_settings(directory, seed=seed, group_size=GROUP_SIZE),
         "engine.max_model_len": 256,
-        "engine.extra_args": ["--seed", str(seed), *tools],
+        "engine.extra_args": ["--seed", str(seed), "--distributed-executor-backend", "uni", *tools],
         "builder.rules": [],
         "builder.poll_seconds": POLL_SECONDS,
         "trainer.run_id": example.name,
