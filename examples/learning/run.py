@@ -37,8 +37,8 @@ STEP_SECONDS = 120
 POLL_SECONDS = 0.25
 """How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""How vLLM is kept from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker of its own
-waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets it run the model in the engine's process (`uni`)."""
+"""How vLLM is kept from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker of
+its own waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets the engine's process run the model."""
 STAND_IN = 4
 """Of so many questions one more is drawn, to stand in for a group that failed."""
 _LOOK_SECONDS = 0.05
