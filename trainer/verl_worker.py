@@ -50,7 +50,7 @@ def training_worker(
         betas=settings.betas,
         weight_decay=settings.weight_decay,
         clip_grad=settings.clip_grad,
-        lr_warmup_steps=objective.warmup_steps if objective else 0,
+        lr_warmup_steps=objective.warmup_steps if objective else 0 if critic else settings.warmup_steps,
         lr_scheduler_type=objective.schedule if objective else "constant",
         total_training_steps=objective.steps if objective else _NO_END,
     )

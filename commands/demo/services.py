@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import cast
 
 from pydantic import SecretStr
@@ -24,7 +24,9 @@ from spangrad.settings_sources import Origin
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make setup` put vLLM's environment."""
 MARKER = ".spangrad-run"
-MODEL_TIMEOUT_SECONDS = 300
+SETTINGS = "spangrad.toml"
+"""The settings that every service of a run reads."""
+MODEL_TIMEOUT_SECONDS = 900
 
 
 def clean_directory(directory: Path) -> None:
@@ -133,7 +135,14 @@ def _plain(value: object) -> str:
 class Services:
     """The running services of one demo."""
 
-    def __init__(self, directory: Path, settings: Settings, say: Callable[[str], None], otelcol: str | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Settings,
+        say: Callable[[str], None],
+        otelcol: str | None,
+        further_engines: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Know what to start.
 
         Args:
@@ -141,7 +150,9 @@ class Services:
             settings: what that file says.
             say: told what is being waited for.
             otelcol: the Collector's program. None: the store takes spans itself.
+            further_engines: engines beside the policy's, which nobody publishes to: name of a settings file in `directory` -> engine URL.
         """
+        self.further_engines = further_engines
         self.directory = directory
         self.settings = settings
         self.say = say
@@ -168,16 +179,22 @@ class Services:
             wait_until(lambda: answers(f"http://127.0.0.1:{self.settings.collector.health_port}"), 60, "the collector", self.children)
         self.say("making the tiny model")
         with (self.directory / "logs" / "model.log").open("wb") as log:
-            made = subprocess.run(
-                make_model, stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, preexec_fn=die_with_parent, check=False
-            )
-        if made.returncode:
-            raise SpangradError(f"the model could not be made; see {self.directory / 'logs' / 'model.log'}")
+            try:
+                subprocess.run(
+                    make_model, stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, preexec_fn=die_with_parent, check=True
+                )
+            except subprocess.SubprocessError as error:
+                log_file = self.directory / "logs" / "model.log"
+                raise SpangradError(f"the model could not be made ({error}); see {log_file}") from None
         self.say("starting vLLM, the gateway, the builder and the trainer")
         self._spawn("engine")
+        for config in self.further_engines:
+            self._spawn("engine", config=config)
         self._spawn("gateway")
         self._spawn("build", "--follow")
         self._spawn("train", "--follow", env={"OMP_NUM_THREADS": "1"})
+        for engine in self.further_engines.values():
+            wait_until(lambda url=engine: answers(f"{url}/health"), self.settings.engine.start_timeout_seconds, engine, self.children)
         url = f"{self.settings.gateway.url}/readyz"
         wait_until(lambda: answers(url), self.settings.engine.start_timeout_seconds, "the gateway's engine", self.children)
 
@@ -192,12 +209,12 @@ class Services:
             if child.name == f"spangrad {name}":
                 child.stop()
 
-    def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Child:
-        config = str(self.directory / "spangrad.toml")
+    def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None, config: str = SETTINGS) -> Child:
+        log = f"{name}.log" if config == SETTINGS else f"{name}-{Path(config).stem}.log"
         child = Child(
             f"spangrad {name}",
-            own_command(name, "--config", config, *arguments),
-            self.directory / "logs" / f"{name}.log",
+            own_command(name, "--config", str(self.directory / config), *arguments),
+            self.directory / "logs" / log,
             env,
             inherit_settings=False,
         )

@@ -124,6 +124,8 @@ class TrainerSettings(Section):
     lora_modules: tuple[str, ...] = ()
     """Names of the layers that have adapters, such as `q_proj`. None: every linear one but the head."""
     learning_rate: float = 1e-6
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps over which the learning rate rises to trainer.learning_rate, from 0 in the first. The critic's has none."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     loss: Loss = "vanilla"

@@ -92,6 +92,21 @@ def test_a_positive_advantage_raises_its_responses_logprob(engine: Engine, tiny_
     assert sum(logprobs_of(made.path, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list())) > before
 
 
+def test_the_rate_rises_from_nothing_over_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
+    def moves(settings: TrainerSettings) -> list[float]:
+        """How far each of two steps moves a weight at most; Adam's first step is as long as its rate."""
+        engine, found = Engine(tiny_model, settings), list[float]()
+        for version in range(2):
+            before = weights(engine)
+            engine.step(batch(rows, version=version))
+            found.append(differences(before, weights(engine)))
+        return found
+
+    steady, warmed = moves(SETTINGS), moves(SETTINGS.model_copy(update={"warmup_steps": 2}))
+    assert steady[0] == pytest.approx(1e-3, rel=0.1)
+    assert warmed == [0, pytest.approx(0.5e-3, rel=0.1)]
+
+
 def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.DataFrame):
     plain, padded = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
     split = Engine(tiny_model, TrainerSettings(learning_rate=1e-3, max_tokens_per_device=40))

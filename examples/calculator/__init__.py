@@ -1,0 +1,1 @@
+"""Word problems that an AutoGen agent solves with a calculator."""

@@ -1,0 +1,62 @@
+"""The calculator's model: it knows the form of calls and answers, to copy numbers, and not which operator a verb means.
+
+In: a directory and a seed. Out: there, the model after 380 supervised steps on made-up transcripts. In those a number is the right one with
+probability 0.9, the moment to stop with 0.95, the operator with 0.4; else they are drawn blindly. Held-out texts are never shown.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+from examples.calculator.arithmetic import CALLS, OPERATORS, calculate
+from examples.calculator.task import WORDS, held_out_questions, question
+from examples.learning.tiny import Transcript, make_model, model_command
+
+RIGHT_NUMBER = 0.9
+RIGHT_STOP = 0.95
+RIGHT_OPERATOR = 0.4
+STEPS = 380
+ROWS = 48
+
+
+@cache
+def _held_out() -> frozenset[str]:
+    return frozenset(one["text"] for one in held_out_questions())
+
+
+def transcript(dice: random.Random) -> Transcript:
+    """Draw a conversation that ends with an answer, right or wrong."""
+    while (asked := question(dice))["text"] in _held_out():
+        pass
+    messages = [{"role": "user", "content": asked["text"]}]
+    numbers = [word for word in asked["text"].split() if word.isdigit()]
+    current, steps = str(asked["start"]), asked["steps"]
+    for turn in range(CALLS + 1):
+        stop = turn >= len(steps) if dice.random() < RIGHT_STOP else turn > 0 and dice.random() < 0.5
+        if stop or turn == CALLS:
+            said = current if dice.random() < RIGHT_NUMBER else dice.choice(numbers)
+            return [*messages, {"role": "assistant", "content": f"answer {said}"}]
+        right_operator, right_b = steps[min(turn, len(steps) - 1)]
+        a = current if dice.random() < RIGHT_NUMBER else dice.choice(numbers)
+        b = str(right_b) if dice.random() < RIGHT_NUMBER else dice.choice(numbers)
+        operator = right_operator if dice.random() < RIGHT_OPERATOR else dice.choice(OPERATORS)
+        try:
+            result = str(calculate(int(a), operator, int(b)))
+        except ValueError:
+            result = "error"
+        else:
+            numbers.append(result)
+            current = result
+        messages += [{"role": "assistant", "content": f"calc {a} {operator} {b}"}, {"role": "tool", "content": result}]
+    raise AssertionError("unreachable: the last turn answers")
+
+
+def make(directory: Path, seed: int) -> None:
+    """Make the model."""
+    make_model(directory, WORDS, seed, transcript, steps=STEPS, rows=ROWS)
+
+
+if __name__ == "__main__":
+    model_command(make)

@@ -1,0 +1,1 @@
+"""The calculator's task once more, by an agent without a framework."""

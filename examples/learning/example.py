@@ -1,0 +1,61 @@
+"""What one example says of itself, so that the loop can run it.
+
+In: an agent, its questions and a model to make. Out: an `Example`. Invariant: training questions and held-out ones are written before the
+first rollout and share no text; every training question is put once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+GROUPS = 16
+"""Questions a step."""
+GROUP_SIZE = 8
+"""Rollouts of each."""
+
+Question = Mapping[str, Any]
+"""What the agent is given, and what its evaluator needs beside it; JSON can write it."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of a run."""
+
+    train: Sequence[Question]
+    held_out: Sequence[Question]
+
+
+@dataclass(frozen=True)
+class Example:
+    """An agent, its task and its model."""
+
+    name: str
+    agent: str
+    """`module:function`, importable from the checkout's root."""
+    evaluator: str
+    """`module:function`, whose value is the final reward of a rollout."""
+    model: str
+    """Module that makes the model: `python -m MODULE DIRECTORY --seed N`."""
+    questions: Callable[[int, int], Questions]
+    """(seed, how many to train on) -> questions."""
+    steps: int
+    """Training steps unless told otherwise."""
+    target: float
+    """Share of held-out questions answered right that the example ends with, in all seeds that were run."""
+    success: float = 1.0
+    """A rollout whose final reward is at least this answered right."""
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Settings of spangrad by dotted key, beside those that all examples share."""
+    judge: str | None = None
+    """Name of a second policy, served and never trained; `model` makes it in DIRECTORY-NAME. None: there is none."""
+
+
+def write_questions(path: Path, name: str, questions: Iterable[Question]) -> None:
+    """Write questions as tasks, a line of JSON each."""
+    lines = (json.dumps({"task_id": f"{name}-{number}", "input": dict(one)}) for number, one in enumerate(questions))
+    path.write_text("".join(f"{line}\n" for line in lines))

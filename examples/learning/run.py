@@ -1,0 +1,236 @@
+"""The loop of an example: measure, train step by step, measure again.
+
+In: an `Example`, a seed, a number of steps. Out: runs/NAME with all that the services wrote, a curve, and a line of JSON. Invariant:
+store, engine, gateway, builder and trainer are the real ones, each in a process of its own; this loop puts questions, waits for
+versions, and hands the trainer nothing. Held-out questions are put in mode `validate`, which no trainer takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from commands.agents import read_tasks
+from commands.demo.services import SETTINGS, Services, clean_directory, demo_settings, write_settings
+from examples.learning.example import CHECKOUT, GROUP_SIZE, GROUPS, Example, write_questions
+from examples.learning.report import draw, seconds_by_part
+from runner.agents import CallableAgent
+from runner.runner import Outcome, Runner
+from spangrad import semconv
+from spangrad.errors import SpangradError
+from spangrad.processes import free_ports
+from spangrad.settings import Settings
+from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.types import Mode, Task
+from trainer.publisher import Publisher
+
+STEP_SECONDS = 120
+POLL_SECONDS = 0.25
+"""How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
+THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""How vLLM is kept from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker of
+its own waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets the engine's process run the model."""
+STAND_IN = 4
+"""Of so many questions one more is drawn, to stand in for a group that failed."""
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch, as the loop saw it."""
+
+    number: int
+    success: float
+    """Share of its rollouts that answered right."""
+    calls: float
+    """Model calls a rollout."""
+    seconds_rollout: float
+    seconds_until_served: float
+    """From the last rollout's end until the new version answers: build, train, publish."""
+
+
+def main(example: Example, options: Sequence[str] | None = None, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
+    """The command line of an example.
+
+    Args:
+        example: what to run.
+        options: the command line without what `parents` have read. None: the process's own.
+        parents: the example's own options, for --help.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{example.name}", parents=list(parents))
+    parser.add_argument("--seed", type=int, default=0, help="of questions, model and sampling")
+    parser.add_argument("--steps", type=int, default=example.steps, help=f"training steps (default {example.steps})")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs") / example.name, help="where the run's files go; emptied at the start"
+    )
+    arguments = parser.parse_args(options)
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        print(json.dumps(run(example, arguments.directory, arguments.seed, arguments.steps)), flush=True)
+    except SpangradError as error:
+        print(f"{example.name}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, object]:
+    """Run an example and return what its last line says."""
+    began = time.monotonic()
+    for name, value in THREADS.items():
+        os.environ.setdefault(name, value)
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    clean_directory(directory)
+    (directory / "logs").mkdir()
+    drawn = example.questions(seed, GROUPS * (1 + steps + steps // STAND_IN))
+    write_questions(directory / "train.jsonl", "train", drawn.train)
+    write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out)
+    values = example_settings(example, directory, seed)
+    engines = _judge(example, directory, values)
+    values["gateway.backends"] = [{"url": url, "policy": example.judge} for url in engines.values()]
+    settings = load_settings(values)
+    write_settings(directory / SETTINGS, explain_settings(values))
+    make = [sys.executable, "-m", example.model, str(directory / "model"), "--seed", str(seed)]
+    with Services(directory, settings, say, None, engines) as services:
+        services.start(make)
+        before, history, after = asyncio.run(_learn(example, settings, services, directory, steps, say))
+        parts = seconds_by_part(settings)
+    curve = directory / "curve.png"
+    draw(curve, example, [step.success for step in history], before, after)
+    (directory / "steps.jsonl").write_text("".join(f"{json.dumps(asdict(step))}\n" for step in history))
+    report: dict[str, object] = {
+        "example": example.name,
+        "seed": seed,
+        "before": round(before, 4),
+        "after": round(after, 4),
+        "target": example.target,
+        "steps": len(history),
+        "seconds": round(time.monotonic() - began, 1),
+        "seconds_rollout": round(sum(step.seconds_rollout for step in history), 1),
+        **parts,
+        "curve": str(curve),
+    }
+    (directory / "report.json").write_text(f"{json.dumps(report)}\n")
+    return report
+
+
+def example_settings(example: Example, directory: Path, seed: int) -> dict[str, object]:
+    """The settings of a run, by dotted key: those of the demo, the rates of the three tasks, the example's own."""
+    parser = CHECKOUT / "examples" / "learning" / "word_calls.py"
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "words", "--tool-parser-plugin", str(parser)]
+    return {
+        **demo_settings(directory, seed=seed, group_size=GROUP_SIZE),
+        "engine.max_model_len": 256,
+        "engine.extra_args": ["--seed", str(seed), "--distributed-executor-backend", "uni", *tools],
+        "builder.rules": [],
+        "builder.poll_seconds": POLL_SECONDS,
+        "trainer.run_id": example.name,
+        "trainer.poll_seconds": POLL_SECONDS,
+        "trainer.groups_per_batch": GROUPS,
+        "trainer.warmup_steps": 10,
+        "trainer.entropy_coef": 0.01,
+        "runner.run_id": example.name,
+        "runner.workers": 2,
+        **example.settings,
+    }
+
+
+def _judge(example: Example, directory: Path, values: Mapping[str, object]) -> dict[str, str]:
+    """Write the settings of the engine of the example's judge: file name -> URL. Nothing, where it has none."""
+    if example.judge is None:
+        return {}
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    own = {"gateway.policy": example.judge, "engine.port": port, "engine.model": str(directory / f"model-{example.judge}")}
+    write_settings(directory / f"{example.judge}.toml", explain_settings({**values, **own}))
+    return {f"{example.judge}.toml": url}
+
+
+async def _learn(
+    example: Example, settings: Settings, services: Services, directory: Path, steps: int, say: Callable[[str], None]
+) -> tuple[float, list[Step], float]:
+    """Success on held-out questions, the steps, and success on the same questions after them."""
+    agent = CallableAgent(example.agent, evaluator=example.evaluator, directory=CHECKOUT)
+    questions, held_out = iter(read_tasks(directory / "train.jsonl")), read_tasks(directory / "held_out.jsonl")
+    history: list[Step] = []
+    async with Runner(settings, agent) as runner:
+
+        async def measured() -> float:
+            return success_rate(example, await runner.run(held_out, mode=Mode.VALIDATE, group_size=1))
+
+        before = await measured()
+        say(f"held-out success {before:.3f} before training")
+        for number in range(steps):
+            version, began = _served(settings, services), time.monotonic()
+            outcomes = await _one_batch(runner, questions)
+            rolled_out = time.monotonic()
+            await _wait_for_version(settings, services, version + 1)
+            done = time.monotonic()
+            calls = sum(outcome.calls or 0 for outcome in outcomes) / len(outcomes)
+            step = Step(number, success_rate(example, outcomes), calls, rolled_out - began, done - rolled_out)
+            history.append(step)
+            say(
+                f"step {number:3d}  success {step.success:.2f}  calls {step.calls:.2f}  rollouts {step.seconds_rollout:.1f} s"
+                f"  build, train, publish {step.seconds_until_served:.1f} s"
+            )
+        after = await measured() if steps else before
+        say(f"held-out success {after:.3f} after {steps} steps")
+    return before, history, after
+
+
+async def _one_batch(runner: Runner, questions: Iterator[Task]) -> list[Outcome]:
+    """Roll out until as many whole groups are there as a step takes: a group of which a rollout failed is never trained."""
+    outcomes: list[Outcome] = []
+    missing = GROUPS
+    while missing:
+        ran = await runner.run(list(islice(questions, missing)), mode=Mode.TRAIN, group_size=GROUP_SIZE)
+        if not ran:
+            raise SpangradError("too many groups failed: no questions are left. Look into the run's logs.")
+        outcomes += ran
+        missing = len({outcome.task_id for outcome in ran if outcome.failure})
+    return outcomes
+
+
+def success_rate(example: Example, outcomes: Sequence[Outcome]) -> float:
+    """Share of rollouts that answered right; failed ones did not."""
+    right = [(outcome.reward or {}).get(semconv.REWARD_NAME, 0.0) >= example.success for outcome in outcomes]
+    return sum(right) / len(right)
+
+
+async def _wait_for_version(settings: Settings, services: Services, version: int) -> None:
+    """Wait until the gateway serves what the batch made.
+
+    Raises:
+        SpangradError: a service died, or nothing came in time.
+    """
+    end = time.monotonic() + STEP_SECONDS
+    while _served(settings, services) < version:
+        if time.monotonic() > end:
+            logs = services.directory / "logs"
+            raise SpangradError(f"version {version} was not served within {STEP_SECONDS} s. Look into {logs}/build.log and train.log.")
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _served(settings: Settings, services: Services) -> int:
+    """The version that the gateway serves; -1 while it takes a new one in.
+
+    Raises:
+        SpangradError: a service died.
+    """
+    services.check()
+    version = Publisher(settings.gateway).served(settings.gateway.policy)
+    return -1 if version is None else version

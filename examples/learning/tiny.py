@@ -1,0 +1,132 @@
+"""A tiny Llama whose tokens are words, taught the form of its replies by supervised steps on made-up transcripts.
+
+In: words, a seed and transcripts. Out: a Hugging Face model and tokenizer in a directory. Invariant: what is taught are the transcripts'
+assistant messages and nothing else; the same seed gives the same weights on the same machine.
+
+Sizes and rates are those at which the three tasks were seen to learn: about 230,000 parameters, AdamW at 3e-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from examples.two_tools.model import word_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "tool")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {% if m.content %}{{ m.content }} {% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.values() | join(' ') }} {% endfor %}"
+    "<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+)
+"""A tool call is written as the model says it: the tool's name and its arguments, word by word (`word_calls.py` reads it back)."""
+RATE = 3e-3
+RATE_STEPS = 20
+"""Over which the rate rises."""
+LAST_PART = 0.3
+"""Of the steps, with LAST_RATE of the rate: 0.3 both."""
+LAST_RATE = 0.3
+
+Transcript = Sequence[Mapping[str, str]]
+"""Messages, role and content, of a whole conversation."""
+
+
+def make_model(
+    directory: Path, words: Iterable[str], seed: int, transcript: Callable[[random.Random], Transcript], *, steps: int, rows: int
+) -> None:
+    """Make a model of these words, warm it up and write it.
+
+    Args:
+        directory: where to.
+        words: the vocabulary; repeated ones count once.
+        seed: of weights and transcripts.
+        transcript: draws one.
+        steps: supervised steps.
+        rows: transcripts a step.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer = word_tokenizer(tuple(dict.fromkeys((*SPECIAL, *words))))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    model, dice = _random_model(tokenizer), random.Random(seed + 1000)
+    _warm_up(model, steps, lambda: [encoded(tokenizer, transcript(dice)) for _ in range(rows)])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def encoded(tokenizer: PreTrainedTokenizerFast, transcript: Transcript) -> tuple[list[int], list[bool]]:
+    """Token ids of a transcript, and which of them the assistant says: the words of its messages and the end of each."""
+    ids: list[int] = []
+    said: list[bool] = []
+    for message in transcript:
+        head = tokenizer.encode(f"<|im_start|> {message['role']}")
+        body = tokenizer.encode(f"{message['content']} <|im_end|>")
+        ids += head + body
+        said += [False] * len(head) + [message["role"] == "assistant"] * len(body)
+    return ids, said
+
+
+def _random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,  # the least that vLLM's attention takes
+            max_position_embeddings=256,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            tie_word_embeddings=True,
+            initializer_range=0.12,
+            bos_token_id=None,
+            eos_token_id=SPECIAL.index("<|im_end|>"),
+            pad_token_id=SPECIAL.index("<|endoftext|>"),
+            dtype="float32",
+        )
+    )
+
+
+def _warm_up(model: LlamaForCausalLM, steps: int, draw: Callable[[], Sequence[tuple[list[int], list[bool]]]]) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1, (step + 1) / RATE_STEPS) * (1 if step < steps * (1 - LAST_PART) else LAST_RATE)
+        rows = draw()
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        labels = torch.full_like(ids, -100)
+        for row, (tokens, said) in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            labels[row, : len(tokens)] = torch.tensor([token if mine else -100 for token, mine in zip(tokens, said, strict=True)])
+        # Padding is on the right and attention causal, so no mask is needed.
+        loss = model(ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"warm start, step {step}: loss {float(loss.detach()):.3f}", flush=True)
+
+
+def model_command(make: Callable[[Path, int], None]) -> None:
+    """The command line of a module that makes a model: `DIRECTORY [--seed N]`."""
+    parser = argparse.ArgumentParser(description="Make the example's model.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make(arguments.directory, arguments.seed)

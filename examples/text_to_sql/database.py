@@ -1,0 +1,68 @@
+"""The database that is asked: singers, albums and concerts in SQLite, the same for every seed.
+
+In: a query. Out: its rows, in an order of their own, or None where SQLite refuses it. Invariant: nothing changes a row; a query that
+would take long is refused; threads ask one after the other, as one connection needs it.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+from functools import cache, lru_cache
+
+COUNTRIES = ("france", "italy", "japan", "brazil", "kenya", "norway", "peru", "egypt")
+GENRES = ("jazz", "rock", "folk", "soul", "punk", "opera")
+CITIES = ("paris", "rome", "oslo", "lima", "cairo", "tokyo")
+SINGERS = 80
+OTHERS = 240
+"""Albums, and concerts."""
+LONGEST = 2_000_000
+"""Instructions of SQLite's machine."""
+
+_ONE = threading.Lock()
+
+Rows = tuple[tuple[object, ...], ...]
+
+
+@cache
+def _database() -> sqlite3.Connection:
+    dice = random.Random(0)
+    made = sqlite3.connect(":memory:", check_same_thread=False)
+    made.executescript(
+        "create table singer(sid integer primary key, name text, country text, age int);"
+        "create table album(aid integer primary key, sid int, title text, genre text, price int);"
+        "create table concert(cid integer primary key, sid int, city text, year int);"
+    )
+    singers = [(number, f"s{number}", dice.choice(COUNTRIES), dice.randint(18, 70)) for number in range(SINGERS)]
+    albums = [(number, dice.randrange(SINGERS), f"t{number}", dice.choice(GENRES), dice.randint(5, 60)) for number in range(OTHERS)]
+    concerts = [(number, dice.randrange(SINGERS), dice.choice(CITIES), dice.randint(1980, 2020)) for number in range(OTHERS)]
+    made.executemany("insert into singer values(?, ?, ?, ?)", singers)
+    made.executemany("insert into album values(?, ?, ?, ?, ?)", albums)
+    made.executemany("insert into concert values(?, ?, ?, ?)", concerts)
+    made.commit()
+    made.execute("pragma query_only = 1")
+    made.set_progress_handler(lambda: 1, LONGEST)
+    return made
+
+
+@lru_cache(maxsize=100_000)
+def rows(query: str) -> Rows | None:
+    """The rows that a query finds, sorted; None where it is no query or SQLite refuses it."""
+    if not query.startswith("select "):
+        return None
+    try:
+        with _ONE:
+            found = _database().execute(query).fetchall()
+    except sqlite3.Error:
+        return None
+    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in found)
+    return tuple(sorted(rounded, key=repr))
+
+
+def outcome(query: str) -> str:
+    """How running it went, in a word: error, empty or rows."""
+    found = rows(query)
+    if found is None:
+        return "error"
+    return "rows" if found and found != ((None,),) else "empty"

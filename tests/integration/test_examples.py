@@ -1,0 +1,74 @@
+"""The examples as their commands run them, for two steps: real frameworks, vLLM, gateway, builder and verl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.demo.services import SETTINGS
+from commands.stopped_store import answering_store
+from examples.calculator.__main__ import EXAMPLE as CALCULATOR
+from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
+from examples.learning.example import CHECKOUT, Example, Questions
+from examples.learning.run import run
+from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
+from examples.text_to_sql.__main__ import example as text_to_sql
+from spangrad.clickhouse import connect
+from spangrad.settings_sources import load_settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+STEPS = 2
+WHO = CHECKOUT / "examples" / "text_to_sql" / "who_was_trained.sql"
+CALLS = "SELECT AgentName, Mode, count() FROM otel.v_transitions GROUP BY AgentName, Mode"
+DROPS = "SELECT DISTINCT Reason FROM otel.v_drops"
+
+
+def ran(example: Example, directory: Path) -> dict[str, Any]:
+    """What two steps say, with few held-out questions."""
+
+    def questions(seed: int, count: int) -> Questions:
+        drawn = example.questions(seed, count)
+        return Questions(drawn.train, drawn.held_out[:32])
+
+    return run(replace(example, questions=questions), directory / "run", 0, STEPS)
+
+
+def ask(directory: Path, query: str) -> Sequence[Sequence[Any]]:
+    """Ask the store that the run left."""
+    settings = load_settings({}, file=directory / "run" / SETTINGS)
+    with answering_store(settings.store) as store:
+        return connect(store).query(query).result_rows
+
+
+@pytest.mark.parametrize("example", [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA], ids=lambda one: one.name)
+def test_two_steps(example: Example, tmp_path: Path) -> None:
+    said = ran(example, tmp_path)
+    assert said["steps"] == STEPS
+    assert 0.1 < said["before"] < 0.6
+    assert 0 < said["max_logprob_gap"] < 1e-3
+    assert (tmp_path / "run" / "curve.png").stat().st_size > 10_000
+    calls = {mode: count for _, mode, count in ask(tmp_path, CALLS)}
+    assert set(calls) == {"train", "validate"}
+    assert calls["train"] > STEPS * 128
+    assert ask(tmp_path, DROPS) == []
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [step["number"] for step in steps] == [0, 1]
+    assert sum(round(step["calls"] * 128) for step in steps) == calls["train"]
+
+
+def test_of_three_agents_only_the_writer_is_trained(tmp_path: Path) -> None:
+    said = ran(text_to_sql("writer", "model"), tmp_path)
+    assert said["steps"] == STEPS
+    fates = {(agent, policy, fate): calls for agent, policy, fate, calls in ask(tmp_path, WHO.read_text())}
+    assert {fate for fate in fates if fate[2] != "superseded_attempt"} == {
+        ("writer_agent", "policy", "trained"),
+        ("rewriter_agent", "policy", "not_selected"),
+        ("checker_agent", "checker", "not_selected"),
+    }
+    assert fates["writer_agent", "policy", "trained"] == STEPS * 128

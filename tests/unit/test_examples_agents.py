@@ -1,0 +1,167 @@
+"""The examples' agents, each in its real framework, against a policy that says what a script says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from word_policy import WordPolicy, word_calls
+
+from examples.calculator import agent as calculator
+from examples.from_scratch import agent as from_scratch
+from examples.retrieval_qa import agent as retrieval
+from examples.retrieval_qa import facts
+from examples.text_to_sql import agent as sql
+
+Messages = list[tuple[str, str]]
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WordPolicy]]:
+    """Starts a scripted policy and points every framework at it."""
+    running: list[WordPolicy] = []
+
+    def start(reply: Callable[[Messages], str]) -> WordPolicy:
+        running.append(WordPolicy(reply))
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{running[-1].url}/v1")
+        return running[-1]
+
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    clients = (calculator._client, from_scratch._client, retrieval._researcher, sql._policy, sql._checker)
+    for client in clients:
+        client.cache_clear()
+    yield start
+    for one in running:
+        one.close()
+    for client in clients:
+        client.cache_clear()
+
+
+def script(*replies: str) -> Callable[[Messages], str]:
+    """Says one after the other."""
+    left = iter(replies)
+    return lambda messages: next(left)
+
+
+COUNTED = {"text": "tom has 12 coins . tom finds 7 . how many coins ?", "answer": 19}
+CONVERSATIONS: list[tuple[list[str], str, Messages]] = [
+    (["calc 12 + 7", "answer 19"], "answer 19", [("assistant", "calc 12 + 7"), ("tool", "19")]),
+    (["calc 12 / 7", "calc 12 - 7", "answer 5"], "answer 5", [("assistant", "calc 12 - 7"), ("tool", "5")]),
+    (["answer 3"], "answer 3", [("user", COUNTED["text"])]),
+    (["calc + 7"], "calc + 7", [("user", COUNTED["text"])]),
+    (["calc 12 ? 7"], "calc 12 ? 7", [("user", COUNTED["text"])]),
+    ([""], "", [("user", COUNTED["text"])]),
+]
+
+
+@pytest.mark.parametrize(("replies", "said", "told"), CONVERSATIONS)
+async def test_the_calculators_agent(policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages) -> None:
+    seen: list[Messages] = []
+    answers = script(*replies)
+    fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
+    assert (await calculator.agent(COUNTED)).strip() == said
+    assert seen[-1][-len(told) :] == told
+    assert seen[-1][0] == ("user", COUNTED["text"])
+    asked = {(chat["model"], chat["max_tokens"], chat["temperature"], chat["tools"][0]["function"]["name"]) for chat in fake.chats}
+    assert (asked, len(seen)) == ({("policy", 6, 1.0, "calc")}, len(replies))
+
+
+@pytest.mark.parametrize(("replies", "said", "told"), CONVERSATIONS)
+async def test_the_agent_from_scratch_says_the_same_by_its_own_endpoint(
+    policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages
+) -> None:
+    seen: list[Messages] = []
+    answers = script(*replies)
+    fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
+    assert (await from_scratch.agent(COUNTED, f"{fake.url}/rollout/r/attempt/0/v1")).strip() == said
+    assert seen[-1][-len(told) :] == told
+    assert set(fake.paths) == {"/rollout/r/attempt/0/v1/chat/completions"}
+
+
+async def test_a_fourth_calculation_is_no_answer(policy: Callable[..., WordPolicy]) -> None:
+    fake = policy(lambda messages: "calc 1 + 1")
+    assert await calculator.agent(COUNTED) == "2"
+    assert (await from_scratch.agent(COUNTED, f"{fake.url}/v1")).strip() == "calc 1 + 1"
+    assert len(fake.chats) == 8
+
+
+def researcher(messages: Messages) -> str:
+    """Searches for the capital, then for its mayor, then answers with the mayor."""
+    country = messages[0][1].split()[-2]
+    match len(messages):
+        case 1:
+            return f"search capital {country}"
+        case 3:
+            return f"search mayor {facts.facts()['capital', country]}"
+        case _:
+            return f"answer {messages[-1][1].split(' . ')[0].split(' is ')[1]}"
+
+
+async def test_the_researcher(policy: Callable[..., WordPolicy]) -> None:
+    country = facts.COUNTRIES[0]
+    mayor = facts.facts()["mayor", facts.facts()["capital", country]]
+    fake = policy(researcher)
+    assert await retrieval.agent({"text": f"who runs the capital of {country} ?"}) == f" answer {mayor}"
+    assert [one["role"] for one in fake.chats[-1]["messages"]] == ["user", "assistant", "tool", "assistant", "tool"]
+    policy(lambda messages: "search x")
+    retrieval._researcher.cache_clear()
+    assert await retrieval.agent({"text": "who rules x ?"}) == "", "it went on searching"
+    for malformed in ("search", "find it", ""):
+        retrieval._researcher.cache_clear()
+        policy(lambda messages, said=malformed: said)
+        assert (await retrieval.agent({"text": "who rules x ?"})).strip() == malformed
+
+
+RIGHT = "select count ( * ) from singer where age > 30"
+WRONG = "select name from singer where age > 30"
+ASKED: dict[str, Any] = {"text": "how many singers older than 30", "parts": ["count ( * )", "singer", "age >", "30"], "oracle": False}
+
+
+async def test_writer_checker_and_rewriter(policy: Callable[..., WordPolicy]) -> None:
+    seen: list[Messages] = []
+    answers = script(WRONG, "wrong select", RIGHT, "ok")
+    fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
+    assert await sql.agent(ASKED) == {"query": RIGHT, "queries": [WRONG, RIGHT], "verdicts": ["wrong select", "ok"]}
+    question = f"question : {ASKED['text']} sql :"
+    assert seen == [
+        [("system", "write sql"), ("user", ASKED["text"])],
+        [("system", "check sql"), ("user", f"{question} {WRONG} : rows")],
+        [("system", "fix sql"), ("user", f"{question} {WRONG} : rows checker : wrong select")],
+        [("system", "check sql"), ("user", f"{question} {RIGHT} : rows")],
+    ]
+    told = [(chat["model"], chat["max_completion_tokens"], chat["temperature"]) for chat in fake.chats]
+    assert told == [("policy", 24, 1.0), ("checker", 3, 0.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("replies", "queries", "calls"),
+    [
+        ([WRONG, "wrong where", WRONG, "garbage", RIGHT], [WRONG, WRONG, RIGHT], 5),  # the third query is the last, and unchecked
+        (["select * from nothing at all"], ["select * from nothing at all"], 1),  # of words that no model has
+        ([""], [""], 1),
+        ([" ".join(["("] * 24)], [" ".join(["("] * 24)], 1),
+    ],
+)
+async def test_the_sql_agent_ends(policy: Callable[..., WordPolicy], replies: list[str], queries: list[str], calls: int) -> None:
+    fake = policy(script(*replies))
+    assert (await sql.agent(ASKED))["queries"] == queries
+    assert len(fake.chats) == calls
+
+
+async def test_the_oracle_asks_no_model_and_errs_in_one_case_of_ten(policy: Callable[..., WordPolicy]) -> None:
+    fake = policy(lambda messages: RIGHT)
+    ends = [(await sql.agent({**ASKED, "oracle": True, "text": f"how many singers older than {n}"}))["verdicts"][0] for n in range(31, 71)]
+    assert 0 < sum(verdict != "ok" for verdict in ends) < 10
+    assert {chat["model"] for chat in fake.chats} == {"policy"}
+
+
+def test_words_become_arguments() -> None:
+    calc = {"properties": {"a": {"type": "integer"}, "operator": {"type": "string", "enum": ["+", "-"]}, "b": {"type": "integer"}}}
+    text = {"properties": {"query": {"type": "string"}}}
+    read = word_calls().arguments_of
+    assert [read(words.split(), calc) for words in ("1 + 2", "1 ? 2", "a + 2", "1 +", "1 + 2 3", "")] == [
+        {"a": 1, "operator": "+", "b": 2},
+        *[None] * 5,
+    ]
+    assert [read(words.split(), text) for words in ("mayor siniton", "x", "")] == [{"query": "mayor siniton"}, {"query": "x"}, None]

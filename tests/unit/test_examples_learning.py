@@ -1,0 +1,85 @@
+"""What the examples share: the tiny model's tokens, the settings of a run, how success is counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.calculator.__main__ import EXAMPLE as CALCULATOR
+from examples.calculator.task import WORDS
+from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
+from examples.learning.example import CHECKOUT, Example
+from examples.learning.report import draw
+from examples.learning.run import example_settings, success_rate
+from examples.learning.tiny import CHAT_TEMPLATE, SPECIAL, encoded
+from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
+from examples.text_to_sql.__main__ import example as text_to_sql
+from examples.two_tools.model import word_tokenizer
+from runner.runner import Outcome
+from spangrad.agent_host import load
+from spangrad.settings_sources import load_settings
+from spangrad.types import AttemptFailure, RolloutKey
+
+EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
+
+
+def test_a_transcript_has_the_tokens_of_the_chat_template_and_so_has_a_tool_call() -> None:
+    tokenizer = word_tokenizer(tuple(dict.fromkeys((*SPECIAL, *WORDS))))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    asked = {"role": "user", "content": "tom has 12 coins ."}
+    transcript = [
+        asked,
+        {"role": "assistant", "content": "calc 12 + 7"},
+        {"role": "tool", "content": "19"},
+        {"role": "assistant", "content": "answer 19"},
+    ]
+    ids, said = encoded(tokenizer, transcript)
+    assert ids == tokenizer.encode(str(tokenizer.apply_chat_template(transcript, tokenize=False)))
+    taught = [token for token, mine in zip(ids, said, strict=True) if mine]
+    assert tokenizer.decode(taught) == "calc 12 + 7 <|im_end|> answer 19 <|im_end|>"
+    call = {"function": {"name": "calc", "arguments": {"a": 12, "operator": "+", "b": 7}}}
+    called = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, *transcript[2:]]
+    assert tokenizer.encode(str(tokenizer.apply_chat_template(called, tokenize=False))) == ids
+    prompt = tokenizer.encode(str(tokenizer.apply_chat_template(called[:1], tokenize=False, add_generation_prompt=True)))
+    assert ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.name)
+def test_an_example_can_be_run(example: Example, tmp_path: Path) -> None:
+    settings = load_settings(example_settings(example, tmp_path, 3))
+    assert settings.trainer.run_id == settings.runner.run_id == example.name
+    assert (settings.trainer.groups_per_batch, settings.runner.group_size) == (16, 8)
+    assert settings.engine.extra_args[:2] == ("--seed", "3")
+    assert Path(settings.engine.extra_args[-1]).is_file()
+    assert (CHECKOUT / example.agent.split(":")[0].replace(".", "/")).with_suffix(".py").is_file()
+    assert callable(load(example.evaluator))
+    drawn = example.questions(3, 32)
+    json.dumps(drawn.held_out)
+    assert len(drawn.train) == 32
+
+
+def test_only_the_agents_that_are_named_are_trained(tmp_path: Path) -> None:
+    selected = {
+        who: load_settings(example_settings(text_to_sql(who, "model"), tmp_path, 0)).builder.selection for who in ("both", "writer")
+    }
+    assert selected["writer"].agents == "writer_agent"
+    assert selected["both"].agents == "(re)?writer_agent"
+    assert {one.policies for one in selected.values()} == {"policy"}
+
+
+def test_a_failed_rollout_is_no_success() -> None:
+    def ended(reward: float | None) -> Outcome:
+        failure = None if reward is not None else AttemptFailure.CRASH
+        return Outcome(RolloutKey("run", "r", 0), "task", None if reward is None else {"reward": reward}, failure, "", 1.0, 1)
+
+    outcomes = [ended(1.0), ended(0.9), ended(-0.2), ended(None)]
+    assert success_rate(CALCULATOR, outcomes) == 0.25
+    assert success_rate(replace(CALCULATOR, success=0.8), outcomes) == 0.5
+
+
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    draw(tmp_path / "curve.png", CALCULATOR, [0.2, 0.4], 0.2, 0.5)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
