@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.agents import AgentSpec, Limits, host_command
+from runner.containers import remove_of_host
 from spangrad.agent_host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
 from spangrad.processes import MARK, die_with_parent, kill_marked
@@ -76,6 +77,7 @@ class AgentHost:
         pipe: asyncio.ReadTransport,
         log: _Log,
         mark: str,
+        spec: AgentSpec,
     ) -> None:
         self._process = process
         self._jobs = jobs
@@ -83,6 +85,7 @@ class AgentHost:
         self._pipe = pipe
         self._log = log
         self._mark = mark
+        self._spec = spec
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._ran: dict[str, Callable[[], None]] = {}
         self._groups: set[int] = set()
@@ -126,7 +129,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log, mark)
+        host = cls(process, jobs, answers, pipe, log, mark, spec)
         loaded = host._expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -156,6 +159,7 @@ class AgentHost:
         for leader in self._groups:
             _kill_group(leader)
         await asyncio.to_thread(kill_marked, self._mark)
+        await asyncio.to_thread(remove_of_host, self._spec, self._mark)
         self._pipe.close()
         self._jobs.close()
         detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"

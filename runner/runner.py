@@ -19,10 +19,11 @@ from typing import Any, Self
 from runner.agents import AgentSpec, Limits, agent_environment
 from runner.attempt_files import AttemptFiles
 from runner.attempts import Attempts, Why
+from runner.containers import remove_of_dead
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
 from runner.gateway_client import GatewayClient
-from runner.groups import rollouts_of, wants_greedy
+from runner.groups import rollouts_of
 from runner.hosts import HostPool
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, State, Which
@@ -30,6 +31,7 @@ from runner.queue.wire import Rollout as Standing
 from runner.roots import Roots, require_store
 from runner.worker import Worker
 from spangrad.errors import QueueError
+from spangrad.greedy import wants_greedy
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 
@@ -283,6 +285,7 @@ async def open_attempts(
         agent, hosts.workers, hosts.concurrency, environment, directory / "logs", Limits(hosts.evaluations, hosts.attempt_log_bytes)
     )
     stack.push_async_callback(pool.close)
+    await asyncio.to_thread(remove_of_dead, agent)
     await pool.start()
     files = AttemptFiles(directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)
