@@ -33,7 +33,7 @@ from spangrad.types import Mode, Task
 
 try:
     from spangrad.greedy import wants_greedy
-    from spangrad.settings_sources import load_settings
+    from spangrad.settings_sources import load_settings, variable_of
 except ModuleNotFoundError as error:
     raise ImportError(
         f"spangrad.Client runs workers, which need the server's wheel ({error}): pip install 'spangrad-server[runner]'."
@@ -57,6 +57,8 @@ class _Course:
     work: Work
     workers: Workers
     show: Show
+    shown: Tally
+    """What the progress is of."""
     train: Tally = field(default_factory=Tally)
     waits: dict[str, Tally | None] = field(default_factory=dict[str, Tally | None])
     """Rollouts that are waited for, and where each is counted. None: nowhere."""
@@ -74,8 +76,8 @@ class Client:
     """
 
     def __init__(self, url: str, *, run_id: str | None = None, settings: Mapping[str, object] | None = None) -> None:
-        self._given = dict(settings or {})
-        self.settings = load_settings({**self._given, "runner.queue_url": url, "runner.run_id": run_id})
+        self._given = {**(settings or {}), "runner.queue_url": url}
+        self.settings = load_settings({**self._given, "runner.run_id": run_id})
         self.run_id = self.settings.runner.run_id
         self._queue = QueueHttp(url, self.settings.runner.queue_token, self.run_id)
         self._store = TaskStore(self._queue)
@@ -133,6 +135,8 @@ class Client:
         """
         began = time.monotonic()
         work = self._work(agent, evaluator)
+        if validate_every is not None:
+            self._need(TEST)
         stored, tasks = self._need(TRAIN)
         follow = bool(self._queue.demand()["branches"]) if follow_demand is None else follow_demand
         rollouts = [] if follow else self._epochs(stored, tasks, epochs)
@@ -140,7 +144,8 @@ class Client:
         validations: list[Validation] = []
         work = replace(work, follow=TRAIN if follow else None)
         with Show("training", None if follow else len(counted)) as show, self._workers(work, n_workers) as workers:
-            course = _Course(work, workers, show, cursor=self._queue.cursor())
+            train = Tally()
+            course = _Course(work, workers, show, shown=train, train=train, cursor=self._queue.cursor())
             if rollouts and self._queue.enqueue(rollouts):
                 course.cursor = 0  # some of them may have ended before
             course.waits = {one["rollout_id"]: course.train if one["mode"] == Mode.TRAIN else None for one in rollouts}
@@ -149,10 +154,10 @@ class Client:
                 if self._news(course, count_all=follow) or (follow and self._is_busy()):
                     quiet = time.monotonic()
                 if validate_every and course.train.groups >= validate_every * (1 + len(validations)):
-                    validations.append(self._validation(course))
+                    validations.append(self._validation(course, Tally()))
             show.progress(course.train.measure, last=True)
             if TEST in self._data and not (validations and validations[-1].after_groups == course.train.groups):
-                validations.append(self._validation(course))
+                validations.append(self._validation(course, Tally()))
         return Result(self.run_id, course.train.groups, course.train.measure, tuple(validations), time.monotonic() - began)
 
     def validate(self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reward | None = None) -> Measure:
@@ -170,15 +175,14 @@ class Client:
         work = self._work(agent, evaluator)
         self._need(TEST)
         with Show("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
-            return self._validation(_Course(work, workers, show, cursor=self._queue.cursor())).measure
+            tally = Tally()
+            course = _Course(work, workers, show, shown=tally, cursor=self._queue.cursor())
+            return self._validation(course, tally).measure
 
-    def _validation(self, course: _Course) -> Validation:
+    def _validation(self, course: _Course, tally: Tally) -> Validation:
         """Put the test data before everything else, and wait for it."""
-        if TEST not in self._data:
-            raise AgentError("there is no test data to put: give upload_data a test_file.")
         after = course.train.groups
         stored, tasks = self._data[TEST]
-        tally = Tally()
         rollouts = self._rollouts(stored, tasks, uuid.uuid4().hex, Mode.VALIDATE)
         waited = {one["rollout_id"] for one in rollouts}
         course.waits.update(dict.fromkeys(waited, tally))
@@ -203,7 +207,7 @@ class Client:
                 tally = course.train
             if tally is not None:
                 tally.add(one)
-        course.show.progress(course.train.measure)
+        course.show.progress(course.shown.measure)
         return len(ended)
 
     def _wanted(self, course: _Course, groups: int | None, quiet: float, idle_seconds: float) -> bool:
@@ -274,15 +278,14 @@ class Client:
         if evaluator is None and marked is not None and isinstance(marked.evaluator, str):
             evaluator = marked.evaluator
         runner = self.settings.runner
-        token = runner.queue_token
         return Work(
             run_id=self.run_id,
-            queue_url=self._queue.url,
             agent=reference,
             evaluator=evaluator if isinstance(evaluator, str | None) else _evaluator(evaluator, directory),
             directory=directory,
-            settings=self._given,
-            environment={"SPANGRAD_RUNNER__QUEUE_TOKEN": token.get_secret_value()} if token else {},
+            environment={
+                variable_of(key): str(value) if isinstance(value, str | Path) else json.dumps(value) for key, value in self._given.items()
+            },
             logs=runner.directory / "logs",
             follow=None,
         )

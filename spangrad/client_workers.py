@@ -6,7 +6,6 @@ one that cannot begin is an error with the end of its log, one that dies later i
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -32,26 +31,21 @@ class Work:
     """What workers are told."""
 
     run_id: str
-    queue_url: str
     agent: str
     """`module:function` or `file.py:function`."""
     evaluator: str | None
     """The same, or what else `--evaluator` takes. None: the agent's own value is the reward."""
     directory: Path
     """Where the agent's modules are looked for first."""
-    settings: Mapping[str, object]
-    """By dotted key; beside what environment and file say."""
     environment: Mapping[str, str]
-    """Added to ours: what may not stand on a command line."""
+    """Added to ours: settings, which may hold tokens and so stand on no command line."""
     logs: Path
     follow: str | None
     """Name of the tasks that the first worker enqueues as trainers want them. None: somebody else enqueues."""
 
     def command(self, number: int) -> list[str]:
         """The command line of the n-th worker."""
-        told = {**self.settings, "runner.queue_url": self.queue_url}
-        words = [word for key, value in told.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-        words += ["--run-id", self.run_id, "--agent", self.agent, "--directory", str(self.directory)]
+        words = ["--run-id", self.run_id, "--agent", self.agent, "--directory", str(self.directory)]
         words += ["--evaluator", self.evaluator] if self.evaluator is not None else []
         if self.follow is not None and number == 0:
             return own_command("run", "--follow-demand", "--tasks", STORED + self.follow, *words)

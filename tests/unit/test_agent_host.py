@@ -258,8 +258,16 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def test_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:
-    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:where") as host:
+@pytest.mark.parametrize("road", ["callable", "decorator", "program"])
+def test_an_agents_modules_may_have_our_names(tmp_path: Path, road: str) -> None:
+    (tmp_path / "decorated.py").write_text("import spangrad\nfrom mine import where\nspangrad.rollout(where)\n")
+    (tmp_path / "program.py").write_text("import json\nfrom mine import where\nprint(json.dumps(where(None)))\n")
+    roads = {
+        "callable": ["--agent", "mine:where"],
+        "decorator": ["--agent", str(tmp_path / "decorated.py")],
+        "program": ["--command", json.dumps([sys.executable, "program.py"])],
+    }
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, *roads[road]) as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", None))
         assert host.answer() == answered("a", dict.fromkeys(("runner", "gateway.inner", "trainer", "collector", "tests"), 1.0))

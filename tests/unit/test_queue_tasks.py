@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from queues import queue_settings, serving
+from queues import queue_db, queue_settings, serving
 
 from runner.queue.task_data import TASKS
 from spangrad import task_store
@@ -16,6 +16,7 @@ from spangrad.queue_http import QueueHttp
 from spangrad.task_store import Stored, TaskStore, digest_of
 from spangrad.types import Task
 
+__all__ = ["queue_db"]
 FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]
 OTHER = [Task("t0", None)]
 
