@@ -76,6 +76,11 @@ class Client:
     """
 
     def __init__(self, url: str, *, run_id: str | None = None, settings: Mapping[str, object] | None = None) -> None:
+        if MARK in os.environ:
+            raise AgentError(
+                "the agent's file makes a client while a worker loads it. Put that under `if __name__ == '__main__':`, which is "
+                "false there."
+            )
         self._given = {**(settings or {}), "runner.queue_url": url}
         self.settings = load_settings({**self._given, "runner.run_id": run_id})
         self.run_id = self.settings.runner.run_id
@@ -266,11 +271,6 @@ class Client:
         return self._data[name]
 
     def _work(self, agent: Callable[..., Any], evaluator: Reward | None) -> Work:
-        if MARK in os.environ:
-            raise AgentError(
-                "the agent's file calls the client while a worker loads it. Put the call under `if __name__ == '__main__':`, which is "
-                "false there."
-            )
         if not callable(agent):
             raise AgentError(f"the agent is {agent!r:.200}, not a function.")
         reference, directory = reference_of(agent, "the agent")

@@ -180,7 +180,7 @@ UNGUARDED = """
     def agent(task):
         return 1.0
 
-    spangrad.Client(sys.argv[1] if sys.argv[1].startswith("http") else "http://127.0.0.1:1").upload_data([{"q": 1}]).train(agent)
+    spangrad.Client(sys.argv[1]).upload_data([{"q": 1}]).train(agent)
 """
 
 
@@ -192,7 +192,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         code, _, err = on.run(script)
         assert code == 1
         assert "worker 0 ended with exit code 1." in err
-        assert "Put the call under `if __name__ == '__main__':`" in err
+        assert "Put that under `if __name__ == '__main__':`" in err
 
 
 def test_the_example_is_what_the_page_shows() -> None:
