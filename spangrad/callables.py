@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from spangrad.decorator import Mark, mark_of
+from spangrad.decorator import mark_of
 from spangrad.errors import AgentError
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def load(reference: str) -> Callable[..., Any]:
     place, path = split(reference)
     if not (place and path):
         raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
-    found = _imported(reference, lambda module: _marked(module).get(path) or _attribute(module, path))
+    found = _imported(reference, lambda module: _named(module, path))
     if not callable(found):
         raise AgentError(f"{reference!r} is {type(found).__name__}, which cannot be called: name a function.")
     return found
@@ -146,6 +146,16 @@ def _module(place: str) -> ModuleType:
     return module
 
 
+def _named(module: ModuleType, path: str) -> Any:
+    """What the module has under that name, else what it has decorated by it."""
+    try:
+        return _attribute(module, path)
+    except AttributeError:
+        if (marked := _marked(module).get(path)) is None:
+            raise
+        return marked
+
+
 def _attribute(module: ModuleType, path: str) -> Any:
     found: Any = module
     for part in path.split("."):
@@ -155,12 +165,8 @@ def _attribute(module: ModuleType, path: str) -> Any:
 
 def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """What the module has decorated, by name; what it has imported counts only where it has nothing of its own."""
-    found: dict[str, tuple[Mark, Callable[..., Any]]] = {}
-    for one in vars(module).values():
-        if (mark := mark_of(one)) is not None:
-            found[mark.name] = mark, one
-    own = {name: one for name, (_, one) in found.items() if one.__module__ == module.__name__}
-    return own or {name: one for name, (_, one) in found.items()}
+    found = {mark.name: one for one in vars(module).values() if (mark := mark_of(one)) is not None}
+    return {name: one for name, one in found.items() if one.__module__ == module.__name__} or found
 
 
 def _the_only_one(reference: str, marked: dict[str, Callable[..., Any]]) -> Callable[..., Any]:

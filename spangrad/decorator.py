@@ -6,6 +6,7 @@ Invariant: whoever calls the function calls the function.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -53,5 +54,5 @@ def rollout(
 
 def mark_of(value: object) -> Mark | None:
     """What was said of it. None: it is not decorated."""
-    mark = getattr(value, _MARK, None) if callable(value) else None
+    mark = inspect.getattr_static(value, _MARK, None)  # whatever else a value does when it is asked for an attribute
     return mark if isinstance(mark, Mark) else None
