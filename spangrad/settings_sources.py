@@ -21,7 +21,7 @@ from pydantic_settings import SettingsError as UnreadableVariableError
 from spangrad.errors import SettingsError
 from spangrad.settings import ENV_NESTING, ENV_PREFIX, Settings
 
-ENV_NOT_SETTINGS = frozenset({"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"})
+ENV_NOT_SETTINGS = frozenset({"SPANGRAD_CONFIG", "SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"})
 """Variables with our prefix that name files, and are read where those files are used."""
 DEFAULT_FILE = "spangrad.toml"
 
