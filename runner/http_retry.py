@@ -53,11 +53,14 @@ async def again(work: Callable[[], Awaitable[T]], seconds: float) -> T:
         assert state.outcome is not None
         last = str(state.outcome.exception())
 
+    async def once() -> T:  # tenacity awaits what it sees to be a coroutine function, and nothing else
+        return await work()
+
     retrying = AsyncRetrying(retry=retry_if_exception_type(AgainError), wait=_pause, after=note, sleep=asyncio.sleep)
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
-            return await retrying(work)
+            return await retrying(once)
     except TimeoutError:
         if not timeout.expired():
             raise

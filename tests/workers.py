@@ -49,8 +49,8 @@ class World:
         """The agent in sh."""
         return CommandAgent(("sh", "agent.sh"), directory=self.directory)
 
-    def start_worker(self, **changes: object) -> Child:
-        """`spangrad worker`, ready."""
+    def start_worker(self, *options: str, **changes: object) -> Child:
+        """`spangrad worker`, with such options and settings."""
         runner = {**self.settings.runner.model_dump(mode="json"), **changes}
         values = {
             "store.otlp_endpoint": self.settings.store.otlp_endpoint,
@@ -61,7 +61,7 @@ class World:
         log = self.directory / f"worker-{len(self.children)}.log"
         child = Child(
             "spangrad worker",
-            own_command("worker", "--directory", str(self.directory), *words, "--", "sh", "agent.sh"),
+            own_command("worker", "--directory", str(self.directory), *options, *words, "--", "sh", "agent.sh"),
             log,
             {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"},
             inherit_settings=False,

@@ -118,7 +118,7 @@ class EnvironmentClient:
             NoInstanceError: there is none for this attempt.
         """
         lease = uuid.uuid4().hex
-        ask = Ask(lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds))
+        ask = Ask(lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds / 2))
         try:
             instance = await again(lambda: self._ask(ask), seconds)
         except TimeUpError as error:
