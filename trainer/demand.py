@@ -123,9 +123,11 @@ class Caller:
         trainer = self._settings.trainer
         if self._settings.runner.queue_url is None or Mode.TRAIN not in trainer.modes:
             return
-        now = demand(self._spent(), trainer, self._ledger.lineage())
         early = time.monotonic() < self._quiet_until
-        if early and (self._away or now == self._told):
+        if early and self._away:
+            return
+        now = demand(self._spent(), trainer, self._ledger.lineage())
+        if early and now == self._told:
             return
         try:
             there = state(self._settings.runner, trainer.run_id, now)
