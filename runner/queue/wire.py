@@ -294,6 +294,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """Of mode train, in all, since the run's beginning."""
     oldest_version: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
     """Whose calls the branch can still train. None: the branch does not say."""
+    filled: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    """Of `groups`, those that are there: spent, or whole in the trainer's hands. As many as `groups`: no other one is waited for."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -303,6 +305,8 @@ class Demand(Struct, frozen=True, kw_only=True):
     """The most that any branch wants."""
     enqueued: int
     """Groups of mode train that were enqueued in the run, without those of which a rollout was cancelled."""
+    cancelled: int
+    """Those."""
     branches: list[Wanted]
 
 
