@@ -32,7 +32,7 @@ export SPANGRAD_CHGO ?= $(READY)/chgo
 endif
 
 BIN := .venv/bin
-PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer dashboards examples tests benchmarks packaging
+PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards examples tests benchmarks packaging
 
 .PHONY: setup setup-server otelcol demo test test-slow check format bench docs clean
 .DEFAULT_GOAL := setup
