@@ -29,6 +29,8 @@ _DRAIN_SECONDS = 1.0
 _END_SECONDS = 12.0
 """How long a host may take to end: its spans may wait 10 s for the store."""
 _TAIL_BYTES = 2000
+_LOAD_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before a host that was killed while it loaded is started again; after the last one the pool gives up."""
 _LOADED = ""
 """Stands for the id of a host's first message, which has none."""
 
@@ -43,6 +45,10 @@ class HostPlaces:
         self.initialising = Places(limits.initialisations)
         self.running = Places(concurrency)
         self.judging = Places(limits.evaluations)
+
+
+class _KilledLoadingError(AgentError):
+    """A signal ended the process before the agent was loaded: somebody, or the kernel, killed it. The next one may live."""
 
 
 class AgentHost:
@@ -121,7 +127,8 @@ class AgentHost:
             raise
         if not message.get("ready"):
             await host.stop()
-            raise AgentError(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
+            kind = AgentError if "error" in message or (process.returncode or 0) >= 0 else _KilledLoadingError
+            raise kind(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
         return host
 
     @property
@@ -259,7 +266,16 @@ class HostPool:
 
     async def _start(self, number: int) -> AgentHost:
         log = self._logs / f"agent-host-{number}.log"
-        host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
+        pauses = iter(_LOAD_PAUSES)
+        while True:
+            try:
+                host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
+                break
+            except _KilledLoadingError as error:
+                if (pause := next(pauses, None)) is None:
+                    raise
+                _logger.warning("%s\nIt is started again in %g s.", error, pause)
+                await asyncio.sleep(pause)
         self._serving[host] = number
         self._busy[host] = 0
         self._in_background(self._watch(host))

@@ -17,6 +17,9 @@ class RunnerSettings(Section):
     """Where the runner keeps what agents print, how attempts ended, and the queues of runs that have no server."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
+    extra_groups: int = Field(default=0, ge=0)
+    """Groups that `spangrad run --follow-demand` keeps in flight beyond those that are wanted, so that the slowest are not waited for: what
+    still runs when the trainer has what it wants is cancelled. With 0 nothing is cancelled so."""
     greedy_rollouts: bool | None = None
     """Whether each group of mode train has one more rollout, at temperature 0. None: exactly where trainer.estimator is `remax`."""
     workers: int = Field(default=1, ge=1)

@@ -48,7 +48,10 @@ async def test_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
                 await until_ended(client, done)
                 await asyncio.sleep(chance.random() * 0.4)
                 victims = [child.process.pid for child in here.children if child.running] + here.hosts()
-                kill(chance.choice(victims))
+                kill(victim := chance.choice(victims))
+                for child in here.children:
+                    if child.process.pid == victim:
+                        child.process.wait()  # else it may count as running, and nobody takes its place
                 for _ in range(WORKERS - sum(child.running for child in here.children)):
                     here.start_worker()
             await until_ended(client, ROLLOUTS)
