@@ -4,10 +4,10 @@ In: a task's input, as JSON on the program's standard input. Out: the last line 
 JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left; nor when its host is
 asked to end, because the runner has died.
 
-The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT, BAGGAGE, the prompt that the attempt is pinned to
-(`prompt_client.program_variables`) and, where the attempt has an environment, SPANGRAD_ENVIRONMENT (JSON) in its environment variables,
-beside what the agent host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its
-output, go to the attempt's log.
+The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment variables, the prompt that the
+attempt is pinned to (`prompt_client.program_variables`) and, where the attempt has an environment, SPANGRAD_ENVIRONMENT (JSON), beside
+what the agent host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output,
+go to the attempt's log.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CommandAgent:
         """
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
-        variables = _variables(endpoint, environment) | await asyncio.to_thread(program_variables, os.environ)
+        variables = _environment(endpoint, environment) | await asyncio.to_thread(program_variables, os.environ)
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
@@ -121,13 +121,13 @@ def kill_groups() -> None:
         _kill_group(leader)
 
 
-def _variables(endpoint: str | None, environment: object) -> dict[str, str]:
-    variables = {**os.environ, **{name.upper(): value for name, value in carrier_of().items()}}
+def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
+    environment = {**os.environ, **{name.upper(): value for name, value in carrier_of().items()}}
     if endpoint is not None:
-        variables["OPENAI_BASE_URL"] = endpoint
-    if environment is not None:
-        variables[ENVIRONMENT_VARIABLE] = json.dumps(environment)
-    return variables
+        environment["OPENAI_BASE_URL"] = endpoint
+    if leased is not None:
+        environment[ENVIRONMENT_VARIABLE] = json.dumps(leased)
+    return environment
 
 
 async def _ask_to_end(process: asyncio.subprocess.Process) -> None:
