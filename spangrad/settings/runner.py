@@ -52,3 +52,5 @@ class RunnerSettings(Section):
     """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time serves from it."""
     queue_lease_seconds: float = Field(default=30.0, gt=0)
     """After which a rollout is given to another worker when nothing was heard of its own, where the worker asked for no other time."""
+    queue_keep_days: float | None = Field(default=30.0, gt=0)
+    """That the queue's server keeps rollouts, with their attempts, after they have ended. None: until `spangrad queue purge`."""
