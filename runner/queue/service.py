@@ -156,7 +156,8 @@ class Service:
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
-            if leases or self._stopping or not await _within(news, end):
+            # Whoever died as he waited is handed nothing: that would count as an attempt.
+            if leases or self._stopping or not await _within(news, end) or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Beat) -> Results:
