@@ -29,6 +29,7 @@ def agent_spec(
     *,
     instrument: bool,
     image: str | None = None,
+    environment: str | None = None,
 ) -> AgentSpec:
     """The agent that is named: a callable, a container image (then the command is given to it), or a command.
 
@@ -45,13 +46,14 @@ def agent_spec(
     if sum(map(bool, (agent, image, command and not image))) != 1:
         raise AgentError("name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, or a command after `--`.")
     if agent:
-        return CallableAgent(_located(agent, directory), evaluator=evaluator, directory=directory)
+        return CallableAgent(_located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
     if not image:
-        return CommandAgent(command, evaluator=evaluator, directory=directory, instrument=instrument)
+        return CommandAgent(command, evaluator=evaluator, environment=environment, directory=directory, instrument=instrument)
     return ContainerAgent(
         image,
         command,
         evaluator=evaluator,
+        environment=environment,
         directory=directory,
         engine=runner.container_engine,
         network=runner.container_network,

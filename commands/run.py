@@ -25,6 +25,7 @@ def run(
     tasks: str | None = None,
     agent: str | None = None,
     evaluator: str | None = None,
+    environment: str | None = None,
     directory: Path = Path(),
     instrument: bool = False,
     image: str | None = None,
@@ -45,7 +46,8 @@ def run(
         tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] that Dataset.save_to_disk wrote,
             hf:OWNER/NAME[:SPLIT] on Hugging Face's hub, or queue:NAME, which a client has uploaded. Needed unless --resume.
         agent: a Python callable, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward.
+        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
+        environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
         directory: where the agent's modules, or its program's files, are.
         instrument: start the command under opentelemetry-instrument.
         image: a container image that is such a program, instead of a command; what stands after `--` is then given to it.
@@ -65,7 +67,7 @@ def run(
         )
     if follow_demand and (tasks is None or settings.runner.queue_url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
-    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image)
+    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     read = None if tasks is None else _read(tasks, settings.runner)
     if follow_demand and read is not None:
         asyncio.run(_follow(settings, spec, read, seed))

@@ -23,6 +23,7 @@ def worker(
     *command: Command,
     agent: str | None = None,
     evaluator: str | None = None,
+    environment: str | None = None,
     directory: Path = Path(),
     instrument: bool = False,
     image: str | None = None,
@@ -39,7 +40,8 @@ def worker(
         command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer. Or FILE.py, in
             which a function is decorated with @spangrad.rollout.
         agent: a Python callable, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward.
+        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
+        environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
         directory: where the agent's modules, or its program's files, are.
         instrument: start the command under opentelemetry-instrument.
         image: a container image that is such a program, instead of a command; what stands after `--` is then given to it.
@@ -48,7 +50,8 @@ def worker(
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "runner.queue_url": queue_url})
     log_to_stderr()
-    asyncio.run(_work(settings, agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image)))
+    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    asyncio.run(_work(settings, spec))
 
 
 async def _work(settings: Settings, spec: AgentSpec) -> None:

@@ -4,8 +4,8 @@ In: a task's input, as JSON on the container's standard input. Out: the last lin
 container ends with its attempt. Whoever kills the engine's command line does not kill the container, so a container whose attempt did not
 end by itself is removed by its name; those of a host that was killed are found by their labels.
 
-The container finds what a program does: the variables OTEL_*, OPENAI_* and TRACEPARENT, TRACESTATE, BAGGAGE. They are passed by name, so
-that no token stands on a command line.
+The container finds what a program does: the variables OTEL_*, OPENAI_* and TRACEPARENT, TRACESTATE, BAGGAGE, its prompt and its
+environment. They are passed by name, so that no token stands on a command line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 
 from opentelemetry import baggage
 
-from spangrad.agent_command import CommandAgent, ExitCode, environment_of
+from spangrad import prompt_client
+from spangrad.agent_command import ENVIRONMENT_VARIABLE, CommandAgent, ExitCode, variables_of
 from spangrad.errors import AgentError
 from spangrad.processes import MARK
 from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, RUN_ID
@@ -36,7 +37,9 @@ LABEL_HOST = "spangrad.host"
 """The mark of the agent host that started a container."""
 LABEL_WORKER = "spangrad.worker"
 """The worker of that host, as `spangrad.leases.this_process` names it."""
-_PASSED = re.compile(r"(OTEL|OPENAI)_\w+|TRACEPARENT|TRACESTATE|BAGGAGE")
+_ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
+"""Variables that may hold addresses of services."""
+_PASSED = re.compile(rf"{_ADDRESSED.pattern}|TRACEPARENT|TRACESTATE|BAGGAGE|{prompt_client.TEXT}(_\w+)?")
 _ADDRESS = re.compile(r"\bhttps?://[^\s,;'\"]+")
 _REMOVE_SECONDS = 30.0
 _MEANINGS = {
@@ -101,7 +104,7 @@ class ContainerAgent(CommandAgent):
             raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container_engine.")
         super().__init__([container.engine], directory, instrument=False, tell=tell)
 
-    async def __call__(self, given: object, endpoint: str | None) -> object:
+    async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
         """Run a container once.
 
         Raises:
@@ -109,11 +112,11 @@ class ContainerAgent(CommandAgent):
             InvalidOutput: its last line is too long.
         """
         name = f"spangrad-{uuid.uuid4().hex}"
-        environment = reachable(environment_of(endpoint), self._container.address)
+        variables = reachable(await variables_of(endpoint, environment), self._container.address)
         ended = False
         _running[name] = self._container.engine
         try:
-            output = await self._run(given, run_command(self._container, name, environment, labels()), environment)
+            output = await self._run(given, run_command(self._container, name, variables, labels()), variables)
             ended = True
             return output
         except ExitCode as error:
@@ -131,9 +134,15 @@ def run_command(container: Container, name: str, environment: Mapping[str, str],
     return [
         container.engine, "run", "--rm", "--interactive", "--name", name, "--network", container.network,
         *[word for key, value in facts.items() for word in ("--label", f"{key}={value}")],
-        *[word for key in sorted(environment) if _PASSED.fullmatch(key) for word in ("--env", key)],
+        *[word for key in _passed(environment) for word in ("--env", key)],
         *container.arguments, container.image, *container.command,
     ]  # fmt: skip
+
+
+def _passed(environment: Mapping[str, str]) -> list[str]:
+    """Variables that the container finds; the prompt's text may have any name."""
+    text = environment.get(prompt_client.VARIABLE)
+    return sorted(key for key in environment if _PASSED.fullmatch(key) or key == text)
 
 
 def labels() -> dict[str, str]:
@@ -147,7 +156,7 @@ def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, 
     if address is None:
         return dict(environment)
     return {
-        key: _ADDRESS.sub(lambda found: _moved(found[0], address), value) if _PASSED.fullmatch(key) else value
+        key: _ADDRESS.sub(lambda found: _moved(found[0], address), value) if _ADDRESSED.fullmatch(key) else value
         for key, value in environment.items()
     }
 

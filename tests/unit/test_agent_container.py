@@ -68,6 +68,10 @@ def test_the_engines_command_line() -> None:
         "BAGGAGE": "a=b",
         "PATH": "/bin",
         "MY_OPENAI_KEY": "not passed",
+        "SPANGRAD_ENVIRONMENT": "{}",
+        "SPANGRAD_PROMPT_VARIABLE": "ASK_LIKE_THIS",
+        "ASK_LIKE_THIS": "politely",
+        "SPANGRAD_RUNNER__QUEUE_TOKEN": "not passed",
         MARK: "mark",
     }
     labels = {semconv.RUN_ID: "run", semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: "0"}
@@ -75,7 +79,19 @@ def test_the_engines_command_line() -> None:
         *["podman", "run", "--rm", "--interactive", "--name", "name", "--network", "host"],
         *["--label", "spangrad.run.id=run", "--label", "spangrad.rollout.id=r", "--label", "spangrad.rollout.attempt=0"],
         *["--label", "spangrad.worker=worker 1", "--label", "spangrad.host=mark"],
-        *["--env", "BAGGAGE", "--env", "OPENAI_API_KEY", "--env", "OPENAI_BASE_URL", "--env", "OTEL_SERVICE_NAME", "--env", "TRACEPARENT"],
+        *[
+            "--env",
+            "ASK_LIKE_THIS",
+            "--env",
+            "BAGGAGE",
+            "--env",
+            "OPENAI_API_KEY",
+            "--env",
+            "OPENAI_BASE_URL",
+            "--env",
+            "OTEL_SERVICE_NAME",
+        ],
+        *["--env", "SPANGRAD_ENVIRONMENT", "--env", "SPANGRAD_PROMPT_VARIABLE", "--env", "TRACEPARENT"],
         *["--gpus", "all", "org/agent:1", "agent", "--fast"],
     ]
     assert Container.read(container.write()) == container
@@ -101,6 +117,8 @@ def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://[::1]:4318/v1/traces",
         "OPENAI_PROXY": "http://gateway.example:80/?of=http://127.0.0.1",
         "HOME": "http://127.0.0.1",
+        "SPANGRAD_PROMPT": "Say http://127.0.0.1",
+        "SPANGRAD_ENVIRONMENT": '{"url": "http://127.0.0.1:8191/e"}',
     }
     assert reachable(ours, None) == ours
     assert reachable(ours, "host.docker.internal") == {
@@ -109,6 +127,8 @@ def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://host.docker.internal:4318/v1/traces",
         "OPENAI_PROXY": "http://gateway.example:80/?of=http://127.0.0.1",
         "HOME": "http://127.0.0.1",
+        "SPANGRAD_PROMPT": "Say http://127.0.0.1",
+        "SPANGRAD_ENVIRONMENT": '{"url": "http://host.docker.internal:8191/e"}',
     }
 
 
