@@ -31,7 +31,7 @@ class ClickHouseInterface:
     """The interface's requests, answered."""
 
     def __init__(self, engine: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
-        """Answer from `engine`, with what waits in `spans`; `limits` hold for readers; `budget` bounds the bytes of all bodies read or run."""
+        """Answer from `engine`, with what waits in `spans`; `limits` hold for readers, `budget` for the bytes of all bodies at once."""
         self._engine = engine
         self._guardian = guardian
         self._budget = budget
