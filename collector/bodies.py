@@ -6,6 +6,7 @@ Invariant: what stands before the engine was read by protobuf's own parser first
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ _RESOURCE_SPANS = 0x0A
 """Tag of the only field of a request: number 1, with a length."""
 _NUMBER, _SERVICE, _TEXT = b"\xc0\x3e", b"\xca\x3e", b"\xd2\x3e"
 """Tags of the fields that spans.proto adds: 1000 (a varint), 1001 and 1002 (with a length)."""
-_EMPTY_LIST = b"\x12\x02\x2a\x00"
+_EMPTY_LIST = re.compile(rb"\x12\x02\x2a\x00")
 """An attribute whose value is a list without items, which the engine can't tell from no value."""
 _CACHED_SIZE = 4096
 
@@ -50,7 +51,7 @@ def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
         wire: the same as bytes.
     """
     spans = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
-    parts = None if _EMPTY_LIST in wire else _resource_spans(wire)
+    parts = None if _EMPTY_LIST.search(wire) else _resource_spans(wire)
     return TraceBody(request, spans, wire, parts)
 
 

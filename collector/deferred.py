@@ -104,8 +104,7 @@ class DeferredSpans:
         with self._lock:
             try:
                 self._store()
-            except EngineRefusedError as error:
-                logger.error("%d bytes of acknowledged spans wait in %s: %s", self._journal.size, self._journal.path, error)
+            except EngineRefusedError:
                 return False
         return True
 
@@ -154,6 +153,7 @@ class DeferredSpans:
         try:
             self._try_to_store()
         except EngineRefusedError as error:
+            logger.error("%d bytes of acknowledged spans wait in %s: %s", self._journal.size, self._journal.path, error)
             self._failed, self._again = error, time.monotonic() + RETRY_SECONDS
             raise
         self._failed, self._since = None, 0.0

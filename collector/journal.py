@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from spangrad.errors import StoreError
+
 logger = logging.getLogger(__name__)
 
 _HEAD = b"spangrad journal 1\n"
@@ -32,6 +34,7 @@ class Journal:
         """Open the file, or create it.
 
         Raises:
+            StoreError: it is something else.
             OSError: it is not to be had.
         """
         self.path = path
@@ -41,6 +44,11 @@ class Journal:
             self._cut(0)
             os.pwrite(self._file, _HEAD, 0)
             self._end = len(_HEAD)
+        elif os.pread(self._file, len(_HEAD), 0) != _HEAD:
+            os.close(self._file)
+            raise StoreError(
+                f"{path} is not a journal that this version reads. Start the version that wrote it once, or move the file away."
+            )
 
     @property
     def size(self) -> int:
@@ -58,8 +66,9 @@ class Journal:
             pieces += (_RECORD.pack(len(body), zlib.crc32(body)), body)
         data = memoryview(b"".join(pieces))
         disk = os.fstatvfs(self._file)
-        if disk.f_bavail * disk.f_frsize < KEPT_FREE + len(data):
-            raise OSError(errno.ENOSPC, "less than 256 MiB would be left of the store's disk", str(self.path))
+        # What stands here must fit into tables, too.
+        if disk.f_bavail * disk.f_frsize < KEPT_FREE + self.size + 2 * len(data):
+            raise OSError(errno.ENOSPC, "less than 256 MiB would be left of the disk with these spans in the tables", str(self.path))
         at = self._end
         try:
             while data:
@@ -74,10 +83,8 @@ class Journal:
         """All bodies, in the order in which they came.
 
         Raises:
-            OSError: the file is not a journal of ours.
+            OSError: the disk fails.
         """
-        if os.pread(self._file, len(_HEAD), 0) != _HEAD:
-            raise OSError(errno.EINVAL, "not a journal of this version: move it away", str(self.path))
         at = len(_HEAD)
         while at < self._end:
             record = os.pread(self._file, _RECORD.size, at)

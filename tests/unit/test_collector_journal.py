@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collector.journal import Journal
+from spangrad.errors import StoreError
 
 BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
 
@@ -111,5 +112,5 @@ def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.M
 def test_another_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "journal").write_bytes(b"something else, long enough to be a head")
 
-    with pytest.raises(OSError, match="not a journal of this version"):
+    with pytest.raises(StoreError, match="is not a journal that this version reads"):
         reopened(tmp_path / "journal")
