@@ -20,10 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from spangrad.callables import reference_of
+from spangrad.callables import is_file, reference_of
 from spangrad.client_result import Measure, Result, Show, Tally, Validation
 from spangrad.client_workers import Work, Workers
-from spangrad.decorator import mark_of
 from spangrad.errors import AgentError, SettingsError
 from spangrad.processes import MARK
 from spangrad.queue_http import QueueHttp
@@ -41,8 +40,8 @@ except ModuleNotFoundError as error:
 
 Data = str | Path | Sequence[Task | Mapping[str, object]]
 """A source as `spangrad run --tasks` takes it, or rows."""
-Reward = Callable[..., Any] | str
-"""A function of (input, output), or what `--evaluator` takes."""
+Reference = Callable[..., Any] | str
+"""A function, or what `--evaluator` and `--environment` take: `module:function`, or the URL of a service."""
 TRAIN, TEST = "train", "test"
 """Names of the data in the queue."""
 _WAIT_SECONDS = 2.0
@@ -110,7 +109,8 @@ class Client:
         agent: Callable[..., Any],
         *,
         n_workers: int = 1,
-        evaluator: Reward | None = None,
+        evaluator: Reference | None = None,
+        environment: Reference | None = None,
         epochs: int = 1,
         groups: int | None = None,
         validate_every: int | None = None,
@@ -127,6 +127,7 @@ class Client:
             agent: a function at the top level of a file, called with a task's input, and with `endpoint=` where it has that parameter.
             n_workers: worker processes, each with `runner.workers` agent processes.
             evaluator: whose value for (input, output) is the reward. None: what the decorator names, else the agent's own value.
+            environment: makes of the input what the agent works in. None: nothing does.
             epochs: times that the data is put. Not for demand.
             groups: of training after which to end, in demand. None: when nothing is wanted for `idle_seconds`.
             validate_every: groups of training between two times that the test data is put. None: it is put at the end alone.
@@ -139,7 +140,7 @@ class Client:
             KeyboardInterrupt: Ctrl-C, after running attempts had runner.drain_seconds to end; the rest stays in the queue.
         """
         began = time.monotonic()
-        work = self._work(agent, evaluator)
+        work = self._work(agent, evaluator, environment)
         if validate_every is not None:
             self._need(TEST)
         stored, tasks = self._need(TRAIN)
@@ -165,19 +166,22 @@ class Client:
                 validations.append(self._validation(course, Tally()))
         return Result(self.run_id, course.train.groups, course.train.measure, tuple(validations), time.monotonic() - began)
 
-    def validate(self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reward | None = None) -> Measure:
+    def validate(
+        self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reference | None = None, environment: Reference | None = None
+    ) -> Measure:
         """Put the test data once, in mode `validate`: measured, never trained.
 
         Args:
             agent: as `train`.
             n_workers: as `train`.
             evaluator: as `train`.
+            environment: as `train`.
 
         Raises:
             AgentError: as `train`.
             QueueError: as `train`.
         """
-        work = self._work(agent, evaluator)
+        work = self._work(agent, evaluator, environment)
         self._need(TEST)
         with Show("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
             tally = Tally()
@@ -270,18 +274,19 @@ class Client:
             self._data[name] = self._store.upload(name, tasks), tasks
         return self._data[name]
 
-    def _work(self, agent: Callable[..., Any], evaluator: Reward | None) -> Work:
+    def _work(self, agent: Callable[..., Any], evaluator: Reference | None, environment: Reference | None) -> Work:
         if not callable(agent):
             raise AgentError(f"the agent is {agent!r:.200}, not a function.")
         reference, directory = reference_of(agent, "the agent")
-        marked = mark_of(agent)
-        if evaluator is None and marked is not None and isinstance(marked.evaluator, str):
-            evaluator = marked.evaluator
         runner = self.settings.runner
         return Work(
             run_id=self.run_id,
             agent=reference,
-            evaluator=evaluator if isinstance(evaluator, str | None) else _evaluator(evaluator, directory),
+            stages={
+                name: one if isinstance(one, str) else _found(name, one, directory)
+                for name, one in (("evaluator", evaluator), ("environment", environment))
+                if one is not None
+            },
             directory=directory,
             environment={
                 variable_of(key): str(value) if isinstance(value, str | Path) else json.dumps(value) for key, value in self._given.items()
@@ -296,16 +301,16 @@ class Client:
         return Workers(work, count, self.settings.runner.drain_seconds)
 
 
-def _evaluator(evaluator: Callable[..., Any], directory: Path) -> str:
-    """The evaluator's name where the agent's modules are looked for.
+def _found(name: str, function: Callable[..., Any], directory: Path) -> str:
+    """A function's name where the agent's modules are looked for.
 
     Raises:
         AgentError: other processes cannot find it, or not there.
     """
-    reference, place = reference_of(evaluator, "the evaluator")
-    if place != directory and not reference.startswith("/"):
+    reference, place = reference_of(function, f"the {name}")
+    if place != directory and not is_file(reference):
         raise AgentError(
-            f"the evaluator {reference} lies below {place}, the agent's modules below {directory}: workers look in one place. Import it in "
+            f"the {name} {reference} lies below {place}, the agent's modules below {directory}: workers look in one place. Import it in "
             "the agent's file and wrap it in a function there, or name it as a text that the agent's environment can import."
         )
     return reference

@@ -33,8 +33,8 @@ class Work:
     run_id: str
     agent: str
     """`module:function` or `file.py:function`."""
-    evaluator: str | None
-    """The same, or what else `--evaluator` takes. None: the agent's own value is the reward."""
+    stages: Mapping[str, str]
+    """What `--evaluator` and `--environment` are given, if anything."""
     directory: Path
     """Where the agent's modules are looked for first."""
     environment: Mapping[str, str]
@@ -46,7 +46,7 @@ class Work:
     def command(self, number: int) -> list[str]:
         """The command line of the n-th worker."""
         words = ["--run-id", self.run_id, "--agent", self.agent, "--directory", str(self.directory)]
-        words += ["--evaluator", self.evaluator] if self.evaluator is not None else []
+        words += [word for name, reference in self.stages.items() for word in (f"--{name}", reference)]
         if self.follow is not None and number == 0:
             return own_command("run", "--follow-demand", "--tasks", STORED + self.follow, *words)
         return own_command("worker", *words)
