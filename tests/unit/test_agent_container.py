@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
     try:
         with world(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1) as here:
             tasks = [Task(what, what) for what in ("well", "exit", "look")]
-            image = ContainerAgent("org/agent:1", ("sh", "contained.sh"), "judge:judge", here.directory, arguments=("--memory", "1g"))
+            image = replace(agent(here), evaluator="judge:judge")
             async with Runner(here.settings, image) as runner:
                 await runner.queue.enqueue("run", [new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1)])
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
