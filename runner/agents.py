@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from spangrad import prompt_client
 from spangrad.settings import Settings
 
 _NOT_FOR_HOSTS = frozenset({"TRACEPARENT", "TRACESTATE", "BAGGAGE"})
@@ -110,7 +111,7 @@ def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]
 
 
 def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
-    """The environment that an agent's process starts in: ours, with the addresses of policy and store.
+    """The environment that an agent's process starts in: ours, with the addresses of policy, store and prompts.
 
     Args:
         environ: the runner's own environment.
@@ -122,6 +123,11 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
     found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
         found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
+    if settings.runner.queue_url is not None:
+        found[prompt_client.URL] = settings.runner.queue_url
+        found[prompt_client.VARIABLE] = settings.prompts.variable
+        if settings.runner.queue_token is not None:
+            found[prompt_client.TOKEN] = settings.runner.queue_token.get_secret_value()
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
     found["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.

@@ -207,12 +207,12 @@ class Attempts:
 def rollout_of(lease: Lease) -> Rollout:
     """What a lease is of."""
     key = RolloutKey(lease.run_id, lease.rollout_id, lease.attempt)
-    return Rollout(key, Task(lease.task_id, lease.task_input()), lease.mode, lease.group_id, lease.group_size)
+    return Rollout(key, Task(lease.task_id, lease.task_input(), lease.prompt), lease.mode, lease.group_id, lease.group_size)
 
 
 def _rollout(standing: Standing, attempt: int) -> Rollout:
     key = RolloutKey(standing.run_id, standing.rollout_id, attempt)
-    return Rollout(key, Task(standing.task_id, None), Mode(standing.mode), standing.group_id, standing.group_size)
+    return Rollout(key, Task(standing.task_id, None, standing.prompt), Mode(standing.mode), standing.group_id, standing.group_size)
 
 
 def _ended_by_queue(attempt: Attempt) -> bool:

@@ -68,6 +68,7 @@ class Roots:
                 semconv.TASK_ID: rollout.task.task_id,
                 semconv.GROUP_ID: rollout.group_id,
                 semconv.GROUP_SIZE: rollout.group_size,
+                **_prompt(rollout),
             },
         )
 
@@ -115,8 +116,14 @@ def carrier(rollout: Rollout, span: Span) -> dict[str, str]:
         semconv.ROLLOUT_ID: rollout.key.rollout_id,
         semconv.ROLLOUT_MODE: str(rollout.mode),
         semconv.ROLLOUT_ATTEMPT: str(rollout.key.attempt),
+        **{name: str(value) for name, value in _prompt(rollout).items()},
     }
     return carrier_of(with_baggage(trace.set_span_in_context(span, Context()), entries))
+
+
+def _prompt(rollout: Rollout) -> dict[str, str | int]:
+    prompt = rollout.task.prompt
+    return {} if prompt is None else {semconv.PROMPT_NAME: prompt.name, semconv.PROMPT_VERSION: prompt.version}
 
 
 def by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str, float] | None:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,9 +29,10 @@ from runner.queue.wire import NewRollout, State, Which
 from runner.queue.wire import Rollout as Standing
 from runner.roots import Roots, require_store
 from runner.worker import Worker
-from spangrad.errors import QueueError
+from spangrad.errors import QueueError, SettingsError
+from spangrad.prompt_store import PromptStore
 from spangrad.settings import Settings
-from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
+from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
 _logger = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class Runner:
         self._resume = resume
         self._stack = AsyncExitStack()
         self._cursor = 0
+        self._prompt: PromptVersion | None = None
+        """What rollouts are pinned to whose tasks name no prompt. None: nothing."""
         self.queue: QueueClient
         self._worker: Worker
         self._attempts: Attempts
@@ -130,6 +133,7 @@ class Runner:
             AgentError: a crashed agent cannot be loaded any more.
             StoreError: the root spans are not taken.
             QueueError: the queue stays away.
+            PromptError: what prompts.pin names is not published.
         """
         settings = self._settings.runner
         greedy = wants_greedy(self._settings, mode)
@@ -137,7 +141,8 @@ class Runner:
         cursor = self._cursor
         ids = [rollout.key.rollout_id for rollout in rollouts]
         try:
-            await self.queue.enqueue(settings.run_id, [queued(rollout, self._settings) for rollout in rollouts])
+            await self._look_up_prompt()
+            await self.queue.enqueue(settings.run_id, [self._queued(rollout, self._settings) for rollout in rollouts])
             return await self._wait(ids, cursor, progress)
         except BaseException:
             await self._abandon(ids, cursor)
@@ -174,10 +179,11 @@ class Runner:
         async def served(policy: str) -> int | None:
             return await self._attempts.gateway.served(policy) if self._attempts.gateway is not None else None
 
-        source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=queued, served=served)
+        source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=self._queued, served=served)
         told = asyncio.create_task(ending.wait())
         try:
             while not told.done():
+                await self._look_up_prompt()
                 await source.look()
                 waits: set[asyncio.Future[Any]] = {told, self._worker.failed}
                 await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -195,6 +201,22 @@ class Runner:
             ids += [one.rollout_id for one in page.rollouts]
             after = page.cursor
         return ids
+
+    async def _look_up_prompt(self) -> None:
+        """Which version of prompts.pin is published now."""
+        name, settings = self._settings.prompts.pin, self._settings.runner
+        if name is None:
+            return
+        if settings.queue_url is None:
+            raise SettingsError("prompts.pin needs runner.queue_url: the queue's server keeps the prompts.")
+        token = settings.queue_token.get_secret_value() if settings.queue_token else None
+        found = await asyncio.to_thread(PromptStore(settings.queue_url, token).get, name)
+        self._prompt = PromptVersion(name, found.version)
+
+    def _queued(self, rollout: Rollout, settings: Settings) -> NewRollout:
+        """A rollout as the queue takes it, pinned to the prompt that its task names, else to that of prompts.pin."""
+        task = rollout.task if rollout.task.prompt else replace(rollout.task, prompt=self._prompt)
+        return queued(replace(rollout, task=task), settings)
 
     async def _wait(self, ids: Sequence[str], cursor: int, progress: Callable[[Outcome], None] | None) -> list[Outcome]:
         left = set(ids)
@@ -300,6 +322,7 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
         rollout_id=rollout.key.rollout_id,
         timeout_seconds=settings.runner.timeout_seconds,
         max_attempts=settings.runner.max_attempts,
+        prompt=rollout.task.prompt,
     )
 
 

@@ -4,8 +4,9 @@ In: a task's input, as JSON on the program's standard input. Out: the last line 
 JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left; nor when its host is
 asked to end, because the runner has died.
 
-The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment, beside what the agent
-host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output, go to the
+The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment, and the prompt that the
+attempt is pinned to (`prompt_client.program_variables`), beside what the agent host was started with (OPENAI_API_KEY,
+OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output, go to the
 attempt's log.
 """
 
@@ -24,6 +25,7 @@ from typing import IO
 from spangrad.attempt_log import attempt_log
 from spangrad.errors import AgentError
 from spangrad.processes import die_with_parent
+from spangrad.prompt_client import program_variables
 from spangrad.propagation import carrier_of
 
 _INSTRUMENT = "opentelemetry-instrument"
@@ -75,6 +77,7 @@ class CommandAgent:
         """
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
+        environment = _environment(endpoint) | await asyncio.to_thread(program_variables, os.environ)
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
@@ -84,7 +87,7 @@ class CommandAgent:
                 stdout=stdout,
                 stderr=stderr,
                 cwd=self._directory,
-                env=_environment(endpoint),
+                env=environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

@@ -30,6 +30,7 @@ COMMANDS = {
     "queue": "Serve the queue of rollouts; look at them, cancel them, retry the dead.",
     "run": "Run an agent on tasks, several rollouts a task.",
     "worker": "Run an agent on the rollouts that a queue hands out.",
+    "prompt": "Prompts that agents fetch: keep versions of them, look for better ones.",
     "demo": "See the whole loop learn, on this machine.",
     "sql": "Ask the span store a question in SQL.",
     "rewards": "Look at rewards, and define new ones over spans that are there already.",

@@ -34,6 +34,10 @@ class QueueError(SpangradError):
     """The queue of rollouts refused, failed or could not be reached."""
 
 
+class PromptError(SpangradError):
+    """A prompt is not there, could not be fetched or kept, or its optimisation cannot go on."""
+
+
 class AgentError(SpangradError):
     """An agent could not be loaded or started at all (a failed attempt is data, not an error)."""
 

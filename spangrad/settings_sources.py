@@ -21,8 +21,10 @@ from pydantic_settings import SettingsError as UnreadableVariableError
 from spangrad.errors import SettingsError
 from spangrad.settings import ENV_NESTING, ENV_PREFIX, Settings
 
-ENV_NOT_SETTINGS = frozenset({"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"})
-"""Variables with our prefix that name files, and are read where those files are used."""
+_FILES = {"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"}
+_FOR_AGENTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", "_URL", "_VARIABLE", "_VERSION")}
+ENV_NOT_SETTINGS = frozenset(_FILES | _FOR_AGENTS)
+"""Variables with our prefix that name files, or that tell agents of prompts; they are read where they are used."""
 DEFAULT_FILE = "spangrad.toml"
 
 

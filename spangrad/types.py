@@ -23,6 +23,8 @@ class Mode(StrEnum):
     """Checks a server or a canary: never trained."""
     GREEDY = "greedy"
     """At temperature 0, for its group to be compared with (ReMax): never trained."""
+    TRIAL = "trial"
+    """Tries a candidate of a prompt: measured, never trained."""
     PRODUCTION = "production"
     """A service's own traffic: trained only when the trainer is told to."""
 
@@ -176,12 +178,23 @@ class RolloutKey:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptVersion:
+    """A version of a prompt that agents fetch."""
+
+    name: str
+    version: int
+    """From 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One question put to an agent."""
 
     task_id: str
     input: object
     """What the agent is given: any JSON value."""
+    prompt: PromptVersion | None = None
+    """What every attempt at it fetches under that name. None: what is published when the attempt asks first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUPS, ROLLOUTS, Database
 from runner.queue.wire import Ask, Attempt, Demand, Lease, NewRollout, Rollout, Run, State, Wanted
-from spangrad.types import AttemptFailure, Mode
+from spangrad.types import AttemptFailure, Mode, PromptVersion
 
 CHUNK = 1000
 """Ids in one statement."""
@@ -88,6 +88,8 @@ def enqueue(
                     "priority": one.priority,
                     "timeout_seconds": one.timeout_seconds or defaults.timeout_seconds,
                     "max_attempts": attempts,
+                    "prompt_name": one.prompt.name if one.prompt else None,
+                    "prompt_version": one.prompt.version if one.prompt else None,
                     "attempts_left": attempts,
                     "state": State.QUEUED.value,
                     "attempt": -1,
@@ -127,6 +129,7 @@ def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) 
             priority=row.priority,
             timeout_seconds=row.timeout_seconds,
             lease_seconds=seconds,
+            prompt=_prompt(row),
         )
         for row in rows
     ]
@@ -252,7 +255,12 @@ def _rollout(row: sa.Row[Any], attempts: list[Attempt]) -> Rollout:
         worker=row.worker,
         cursor=row.ended,
         attempts=attempts,
+        prompt=_prompt(row),
     )
+
+
+def _prompt(row: sa.Row[Any]) -> PromptVersion | None:
+    return PromptVersion(row.prompt_name, row.prompt_version) if row.prompt_name is not None else None
 
 
 def _attempt(row: sa.RowMapping) -> Attempt:
@@ -293,7 +301,7 @@ HAND_OUT = (
             ROLLOUTS.c[name]
             for name in (
                 "seq", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
-                "timeout_seconds",
+                "timeout_seconds", "prompt_name", "prompt_version",
             )
         ]
     )

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from runner.queue.client import default_url
 from runner.queue.metrics import Metrics
+from runner.queue.prompts import PromptAnswers
 from runner.queue.purge import keep_tidy
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
@@ -118,6 +119,7 @@ def application(service: Service, token: str | None) -> web.Application:
             web.get("/v1/runs/{run}/ended", answers.ended),
             web.get("/v1/runs/{run}/demand", answers.demand),
             web.put("/v1/runs/{run}/demand", answers.want),
+            *PromptAnswers(service).routes(),
             web.get("/healthz", answers.health),
             web.get("/readyz", answers.ready),
             web.get("/metrics", metrics.handle),

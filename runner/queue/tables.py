@@ -38,6 +38,8 @@ ROLLOUTS = sa.Table(
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("timeout_seconds", sa.Float, nullable=False),
     sa.Column("max_attempts", sa.Integer, nullable=False),
+    sa.Column("prompt_name", sa.String, comment="that its attempts are pinned to, like the column below. NULL: to none"),
+    sa.Column("prompt_version", sa.Integer),
     sa.Column("attempts_left", sa.Integer, nullable=False),
     sa.Column("state", sa.String, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False, comment="the number of the newest attempt; -1: none was made"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from spangrad.types import AttemptFailure, Mode
+from spangrad.types import AttemptFailure, Mode, PromptVersion
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
@@ -55,6 +55,8 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     """That an attempt may run, from when it was handed out. None: runner.timeout_seconds of the server."""
     max_attempts: Count | None = None
     """None: runner.max_attempts of the server."""
+    prompt: PromptVersion | None = None
+    """What its attempts fetch under that name. None: what is published when they ask."""
 
 
 class Enqueue(Struct, frozen=True, kw_only=True):
@@ -88,7 +90,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     """That each lease holds unrenewed. None: runner.queue_lease_seconds of the server."""
 
 
-class Lease(Struct, frozen=True, kw_only=True):
+class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The right, and the duty, to make one attempt of a rollout."""
 
     run_id: str
@@ -104,6 +106,8 @@ class Lease(Struct, frozen=True, kw_only=True):
     priority: int
     timeout_seconds: float
     lease_seconds: float
+    prompt: PromptVersion | None = None
+    """As it was enqueued."""
 
     def task_input(self) -> Any:
         """What the agent is given."""
@@ -259,7 +263,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     seconds: float | None
 
 
-class Rollout(Struct, frozen=True, kw_only=True):
+class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout, for people and for those who wait for its end."""
 
     run_id: str
@@ -278,6 +282,8 @@ class Rollout(Struct, frozen=True, kw_only=True):
     """Its place in the order in which the run's rollouts ended. None: it has not."""
     attempts: list[Attempt]
     """Oldest first; in lists only the last one."""
+    prompt: PromptVersion | None = None
+    """That its attempts are pinned to. None: to none."""
 
 
 class Rollouts(Struct, frozen=True, kw_only=True):
