@@ -51,11 +51,12 @@ class World:
         return CommandAgent(("sh", "agent.sh"), directory=self.directory)
 
     def start_worker(
-        self, agent: Sequence[str] = ("--", "sh", "agent.sh"), env: Mapping[str, str] | None = None, **changes: object
+        self, *options: str, agent: Sequence[str] = ("--", "sh", "agent.sh"), env: Mapping[str, str] | None = None, **changes: object
     ) -> Child:
         """`spangrad worker`, started.
 
         Args:
+            options: of its command line.
             agent: the end of its command line.
             env: added to its environment.
             changes: to the runner's settings.
@@ -70,7 +71,7 @@ class World:
         log = self.directory / f"worker-{len(self.children)}.log"
         child = Child(
             "spangrad worker",
-            own_command("worker", "--directory", str(self.directory), *words, *agent),
+            own_command("worker", "--directory", str(self.directory), *options, *words, *agent),
             log,
             {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2", **(env or {})},
             inherit_settings=False,

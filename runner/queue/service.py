@@ -167,6 +167,8 @@ class Service:
             key = (one.rollout_id, one.attempt)
             if running := self._running.get(key):
                 self._held.renew(key, running.lease_seconds)
+                if one.ran is not None:
+                    self._run.renew(key, running.timeout_seconds + running.lease_seconds - one.ran)
             else:
                 lost.append(key)
         if not lost:
@@ -345,8 +347,8 @@ class Service:
             ran = now.monotonic - one.began if not fresh and one.boot == self._boot else 0.0
             self._running[key] = one
             self._held.renew(key, one.lease_seconds)
-            # A worker has a lease's time to end an attempt by itself: it knows better how.
-            self._run.renew(key, one.timeout_seconds + one.lease_seconds - ran)
+            # A worker has a lease's time to end an attempt by itself: it knows better how, and how much of the time was the agent's.
+            self._run.renew(key, one.lease_seconds + max(one.timeout_seconds - ran, 0.0))
 
     def _drop(self, key: Key) -> bool:
         self._held.forget(key)

@@ -52,7 +52,7 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     priority: Priority = 0
     """The largest goes first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
-    """That an attempt may run, from when it was handed out. None: runner.timeout_seconds of the server."""
+    """That an agent may run; from the hand-out, where its worker does not say since when. None: runner.timeout_seconds of the server."""
     max_attempts: Count | None = None
     """None: runner.max_attempts of the server."""
     prompt: PromptVersion | None = None
@@ -125,6 +125,8 @@ class Held(Struct, frozen=True, kw_only=True):
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
+    ran: Annotated[float, Meta(ge=0)] | None = None
+    """In a heartbeat: how long its agent has run, so that nothing else counts. None: since the hand-out."""
 
 
 class Beat(Struct, frozen=True, kw_only=True):

@@ -175,7 +175,7 @@ async def test_a_thousand_cancellations_in_flight_free_every_place(queue_db: str
     with world(tmp_path, queue_url=settings.queue_url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):
         async with QueueClient.of(settings) as client:
             for _ in range(4):
-                here.start_worker(("--agent", "sleepers:agent"))
+                here.start_worker(agent=("--agent", "sleepers:agent"))
             for time in (1, 2):  # the second time shows that every place of the first one is free
                 await client.enqueue("run", with_mood("sleep", some(1000, f"{time} ")))
 
