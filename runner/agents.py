@@ -107,8 +107,8 @@ class Limits:
     """That each attempt may print into its log."""
 
 
-def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]:
-    """The command line of an agent host that runs `concurrency` attempts at once.
+def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
+    """The command line of an agent host.
 
     The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
     """
@@ -120,14 +120,8 @@ def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]
         "spangrad.agent_host",
         "--path",
         directory,
-        "--concurrency",
-        str(concurrency),
         "--log-bytes",
         str(limits.log_bytes),
-        "--initialisations",
-        str(limits.initialisations),
-        "--evaluations",
-        str(limits.evaluations),
         *spec.host_arguments(),
     ]
 
