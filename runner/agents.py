@@ -29,13 +29,13 @@ class CallableAgent:
     value is.
 
     It may be None where the agent calls `span_processors.reward.reward` instead."""
-    environment: str | None = None
-    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
-    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
     directory: Path = Path()
     """Where the modules are looked for first."""
     python: Path = Path(sys.executable)
     """The interpreter of the agent's environment, where the wheel `spangrad` is installed."""
+    environment: str | None = None
+    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
+    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
 
     @property
     def name(self) -> str:
@@ -66,14 +66,14 @@ class CommandAgent:
     """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
 
     The line is needed even where the program rewards itself on its own spans."""
-    environment: str | None = None
-    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
     directory: Path = Path()
     """The program's working directory, and where the evaluator's module is looked for first."""
     instrument: bool = False
     """Start it under `opentelemetry-instrument`, which must be installed beside the program or be in PATH."""
     python: Path = Path(sys.executable)
     """The interpreter of the process that starts it and evaluates."""
+    environment: str | None = None
+    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
 
     @property
     def name(self) -> str:
