@@ -62,6 +62,7 @@ class Critic:
         body: dict[str, Any] = {"model": self._model, "messages": messages}
         if self._temperature is not None:
             body["temperature"] = self._temperature
+        problem = ""
         async with self._room:
             for tried in range(_TRIES):
                 if tried:

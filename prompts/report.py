@@ -74,14 +74,15 @@ def plot(result: Result, file: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), dpi=150)
     known = [(one.edit.round if one.edit else 0, one.score) for one in result.candidates if one.score is not None]
     axes.plot([round for round, _ in known], [score for _, score in known], "o", color="0.7", label="candidates")
-    bests = [(one.number, result.candidate(one.beam[0]).score) for one in result.rounds]
-    axes.plot([round for round, _ in bests], [score for _, score in bests], "-o", label="best so far")
+    bests = [result.candidate(one.beam[0]).score or 0.0 for one in result.rounds]
+    axes.plot(range(len(bests)), bests, "-o", label="best so far")
     axes.set(xlabel="round", ylabel="mean score, held-out tasks", title=f"prompt {result.question.start.name}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     figure.tight_layout()
     figure.savefig(file)

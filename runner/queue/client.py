@@ -35,6 +35,8 @@ from runner.queue.wire import (
     Lease,
     Leases,
     NewRollout,
+    Purge,
+    Purged,
     Refusal,
     Release,
     Result,
@@ -150,6 +152,14 @@ class QueueClient:
     async def retry(self, which: Which) -> int:
         """Queue dead letters again; how many."""
         return (await self._change("/v1/retry", Retried, which)).queued
+
+    async def purge(self, older_than_seconds: float, run_id: str | None = None) -> int:
+        """Have rollouts forgotten that ended so long ago; how many."""
+        gone, more = 0, True
+        while more:
+            done = await self._change("/v1/purge", Purged, Purge(older_than_seconds=older_than_seconds, run_id=run_id))
+            gone, more = gone + done.rollouts, done.more
+        return gone
 
     async def rollout(self, rollout_id: str) -> Rollout:
         """One rollout, with its attempts."""

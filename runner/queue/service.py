@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from runner.ids import ordered_ids
 from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
+from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
 from runner.queue.tables import QueueDatabase
 from runner.queue.wire import (
@@ -35,6 +36,8 @@ from runner.queue.wire import (
     Fail,
     Lease,
     Leases,
+    Purge,
+    Purged,
     Release,
     Results,
     Retried,
@@ -117,6 +120,7 @@ class Service:
             "/v1/leases/release": (Release, self.release),
             "/v1/cancel": (Which, self.cancel),
             "/v1/retry": (Which, self.retry),
+            "/v1/purge": (Purge, self.purge),
         }
 
     def attempts(self) -> list[Running]:
@@ -152,7 +156,8 @@ class Service:
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
-            if leases or self._stopping or not await _within(news, end):
+            # Whoever died as he waited is handed nothing: that would count as an attempt.
+            if leases or self._stopping or not await _within(news, end) or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Beat) -> Results:
@@ -210,6 +215,10 @@ class Service:
         queued = await self._write(lambda transaction: self._endings.retry(transaction, which))
         _tell(self._arrivals)
         return Retried(queued=queued)
+
+    async def purge(self, asked: Purge) -> Purged:
+        """Forget rollouts that ended long ago."""
+        return await purge(self._read, self._write, asked)
 
     async def want(self, run_id: str, wanted: Wanted) -> Demand:
         """Keep what a branch wants of a run."""

@@ -49,6 +49,7 @@ ROLLOUTS = sa.Table(
     sa.Column("began", sa.Float, comment="by that machine's monotonic clock"),
     sa.Column("began_at", sa.Float, comment="seconds since 1970: for people, never compared"),
     sa.Column("ended", _BIG, comment="its place in the order of endings. NULL: it has not ended"),
+    sa.Column("ended_at", sa.Float, comment="seconds since 1970: says how long it is kept, and nothing else. NULL: it has not ended"),
     sa.Index("rollouts_by_state", "state", "run_id", sa.text("priority DESC"), "seq"),
     sa.Index("rollouts_by_group", "run_id", "group_id"),
     sa.Index(

@@ -230,6 +230,24 @@ class Retried(Struct, frozen=True, kw_only=True):
     queued: int
 
 
+class Purge(Struct, frozen=True, kw_only=True):
+    """POST /v1/purge: forget rollouts that have ended, and their attempts."""
+
+    older_than_seconds: Annotated[float, Meta(ge=0)]
+    """That they ended before."""
+    run_id: Name | None = None
+    """None: of all runs."""
+
+
+class Purged(Struct, frozen=True, kw_only=True):
+    """Its answer."""
+
+    rollouts: int
+    """That are forgotten."""
+    more: bool
+    """Whether others may be left that are as old: ask again."""
+
+
 class Attempt(Struct, frozen=True, kw_only=True):
     """One attempt of a rollout."""
 

@@ -182,7 +182,8 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
         "FROM otel.v_rollout_spans WHERE RunId = {run:String} AND RowKind = 'span' AND SpanName IN ('rollout', 'ask') "
         "GROUP BY ALL ORDER BY ALL"
     )
-    rollouts = len(result["candidates"]) * 6 + 3 * 4  # each candidate on the held-out tasks, three critiques' minibatches
+    # Each candidate on the held-out tasks, and two prompts on those to learn from: what the first one did with them is read again.
+    rollouts = len(result["candidates"]) * 6 + 2 * 4
     assert spans == [(False, "places", rollouts, rollouts, 0), (True, "places", rollouts, rollouts, 0)]
     # Both calls of an attempt had the prompt that its spans name.
     assert (

@@ -247,11 +247,8 @@ class Env:
 
 async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path) -> None:
     settings = service_settings()
-    agent = CallableAgent("mine:leased", "json:dumps", server.address_of(settings).url, tmp_path)
-    async with (
-        server.running(settings, Env, 1),
-        runner(tmp_path, CallableAgent(agent.agent, None, agent.environment, tmp_path)) as (made, _),
-    ):
+    agent = CallableAgent("mine:leased", directory=tmp_path, environment=server.address_of(settings).url)
+    async with server.running(settings, Env, 1), runner(tmp_path, agent) as (made, _):
         # The only instance is had by the second attempt, clean: the first one's host was killed with it in its hands.
         (found,) = await outcomes(made, ["kill"])
         assert (found.key.attempt, found.failure) == (1, AttemptFailure.INVALID_OUTPUT)
