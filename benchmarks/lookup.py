@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -61,7 +62,10 @@ def _run(directory: Path, workload: Workload, arguments: argparse.Namespace) -> 
         command = [sys.executable, "-m", "benchmarks.lookup", "--read", str(child.process.pid), "--url", url, "--reader", reader]
         same = ["--rollouts", str(workload.rollouts), "--seed", str(workload.seed), "--batches", str(arguments.batches)]
         same += ["--ids", arguments.ids]
-        return json.loads(subprocess.run([*command, *same], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+        # As `spangrad build` runs Polars.
+        environment = {**os.environ, "POLARS_MAX_THREADS": "1"}
+        done = subprocess.run([*command, *same], stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        return json.loads(done.stdout.splitlines()[-1])
 
     try:
         wait_until(lambda: answers(f"{url}/ping"), 60, "the store", [child])

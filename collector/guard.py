@@ -92,9 +92,10 @@ class StatementGuard:
             )
         if _find(sql, _ESCAPED, _ESCAPED_CALL):
             raise ForbiddenError("a quoted name with a backslash must not be called as a function")
-        if _find(sql, _CLIENT_FILES, _WORD_ENDS):
+        # A search for a word costs a hundredth of one by a pattern.
+        if ("outfile" in sql or "infile" in sql) and _find(sql, _CLIENT_FILES, _WORD_ENDS):
             raise ForbiddenError("INTO OUTFILE and FROM INFILE reach files of the store's machine. Send or read the rows over HTTP.")
-        if _find(sql, _ENGINE, self._engine):
+        if "engine" in sql and _find(sql, _ENGINE, self._engine):
             raise ForbiddenError(
                 "this table engine is not allowed here, or hides behind a comment or an escape. Name one that keeps its rows."
             )

@@ -16,22 +16,24 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from runner.agents import AgentSpec, Limits, agent_environment
+from runner.agents import AgentSpec, Limits, agent_environment, is_service
 from runner.attempt_files import AttemptFiles
-from runner.attempts import Attempts, Why
+from runner.attempts import Attempts, Services, Why
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
+from runner.environments.client import EnvironmentClient
 from runner.gateway_client import GatewayClient
 from runner.groups import rollouts_of, wants_greedy
 from runner.hosts import HostPool
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, State, Which
 from runner.queue.wire import Rollout as Standing
+from runner.reward_client import RewardClient
 from runner.roots import Roots, require_store
 from runner.worker import Worker
 from spangrad.errors import QueueError, SettingsError
 from spangrad.prompt_store import PromptStore
-from spangrad.settings import Settings
+from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
 _logger = logging.getLogger(__name__)
@@ -103,8 +105,7 @@ class Runner:
             attempts = await open_attempts(self._settings, self._agent, stack, self._open_queue)
             self._attempts, self.queue = attempts, attempts.queue
             self._cursor = (await self.queue.run(settings.run_id)).cursor
-            slots = settings.workers * settings.concurrency
-            worker = Worker(self.queue, settings.run_id, attempts, slots, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+            worker = Worker(self.queue, settings.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
             self._worker = await stack.enter_async_context(worker)
             self._stack = stack.pop_all()
         return self
@@ -294,6 +295,7 @@ async def open_attempts(
         gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
+    services = await _open_services(settings.runner, agent, stack)
     roots = Roots(settings.store)
     stack.push_async_callback(roots.shut)
     opened = await queue()
@@ -301,14 +303,32 @@ async def open_attempts(
     directory = settings.runner.directory
     environment = agent_environment(os.environ, settings, agent.name)
     hosts = settings.runner
-    pool = HostPool(
-        agent, hosts.workers, hosts.concurrency, environment, directory / "logs", Limits(hosts.evaluations, hosts.attempt_log_bytes)
-    )
+    limits = Limits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations, hosts.attempt_log_bytes)
+    pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", limits)
     stack.push_async_callback(pool.close)
     await pool.start()
     files = AttemptFiles(directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)
-    return Attempts(pool, gateway, roots, opened, files, settings.runner.timeout_seconds)
+    return Attempts(pool, gateway, roots, opened, files, settings.runner, services)
+
+
+async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: AsyncExitStack) -> Services:
+    """What the agent is leased and judged by over HTTP.
+
+    Raises:
+        EnvironmentsError: a service does not answer, or refuses us.
+    """
+    environments = rewards = None
+    if agent.environment and is_service(agent.environment):
+        token = settings.environments_token
+        environments = EnvironmentClient(agent.environment, token.get_secret_value() if token else None)
+        await stack.enter_async_context(environments)
+    if agent.evaluator and is_service(agent.evaluator):
+        token = settings.rewards_token
+        most = settings.workers * settings.evaluations
+        rewards = RewardClient(agent.evaluator, token.get_secret_value() if token else None, most)
+        await stack.enter_async_context(rewards)
+    return Services(environments, rewards)
 
 
 def queued(rollout: Rollout, settings: Settings) -> NewRollout:

@@ -27,6 +27,7 @@ COMMANDS = {
     "tune": "Train on files: supervised (SFT) or on preferences (DPO).",
     "policy": "Look at policy versions, publish one, go back to one, keep one.",
     "lineage": "What a policy version was made from, and what a span has made.",
+    "environments": "Serve environments for agents to work in, leased to one attempt at a time.",
     "queue": "Serve the queue of rollouts; look at them, cancel them, retry the dead.",
     "run": "Run an agent on tasks, several rollouts a task.",
     "worker": "Run an agent on the rollouts that a queue hands out.",

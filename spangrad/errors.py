@@ -42,6 +42,10 @@ class AgentError(SpangradError):
     """An agent could not be loaded or started at all (a failed attempt is data, not an error)."""
 
 
+class EnvironmentsError(SpangradError):
+    """A service of environments could not be started or reached at all (an attempt that got none is data, not an error)."""
+
+
 class BuilderError(SpangradError):
     """The transition builder was asked for something it cannot build."""
 

@@ -31,6 +31,10 @@ GROUP_SIZE: Final = "spangrad.group.size"
 ROLLOUT_CALLS: Final = "spangrad.rollout.calls"
 ROLLOUT_FINAL: Final = "spangrad.rollout.final"
 ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
+INIT_SECONDS: Final = "spangrad.rollout.init.seconds"
+RUN_SECONDS: Final = "spangrad.rollout.run.seconds"
+EVALUATE_SECONDS: Final = "spangrad.rollout.evaluate.seconds"
+"""How long a stage took, without the wait for a place in it. Absent: the attempt did not come so far, or has no such stage."""
 
 # The gateway's span.
 GATEWAY_SCOPE: Final = "spangrad.gateway"

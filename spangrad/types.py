@@ -135,7 +135,9 @@ class AttemptFailure(StrEnum):
     NO_REWARD = "no_reward"
     """The agent ended well, and nothing said what that is worth."""
     EVALUATION = "evaluation"
-    """The evaluator raised."""
+    """The evaluator raised, or the reward service gave no answer that can be read."""
+    ENVIRONMENT = "environment"
+    """What the agent was to work in could not be made ready, or was lost under it."""
     UNCOUNTED = "uncounted"
     """The gateway was restarted meanwhile and cannot say how many calls it answered, so some may be missing."""
     UNFLUSHED = "unflushed"
@@ -146,6 +148,17 @@ class AttemptFailure(StrEnum):
     """Nothing was heard of its worker for longer than its lease holds."""
     RELEASED = "released"
     """Its worker gave it back; it does not count as one of the rollout's attempts."""
+
+
+class Stage(StrEnum):
+    """What an attempt goes through, each part with places of its own."""
+
+    INIT = "init"
+    """Its environment is made, or leased."""
+    RUN = "run"
+    """Its agent runs."""
+    EVALUATE = "evaluate"
+    """Its output is judged."""
 
 
 class RewardSource(StrEnum):

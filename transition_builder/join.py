@@ -78,14 +78,15 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """
     links = [*_SPAN, "ParentSpanId"]
     recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
-    real = spans.filter(pl.col("RowKind") == "span")
-    holders = real.filter(dialects.holds_answer(real))
+    real = spans.select("RowKind", *_SPAN).with_row_index("row").filter(pl.col("RowKind") == "span")
     # Usually nothing lies between the two, and that is seen at little cost.
-    below = recorded.select("TraceId", SpanId="ParentSpanId")
-    apart = holders.join(below, on=_SPAN, how="anti")
+    apart = spans[real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=_SPAN, how="anti", maintain_order="left")["row"]]
+    apart = apart.filter(dialects.holds_answer(apart))
     apart = apart.select(*_SPAN, "Timestamp", "ServiceName", "SpanName").unique(_SPAN, keep="first", maintain_order=True)
     if apart.is_empty():
         return apart
+    holders = spans[real["row"]]
+    holders = holders.filter(dialects.holds_answer(holders))
     recorded = recorded.unique(_SPAN, maintain_order=True)
     own = spans.select("RowKind", *links).filter(pl.col("RowKind") == "span").select(links).unique(_SPAN, keep="first", maintain_order=True)
     nodes = pl.concat([own, recorded.join(own, on=_SPAN, how="anti")])

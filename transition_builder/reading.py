@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 KEYS_A_QUERY = 500
 _QUERIES = 20
 """So many are dearer than one that reads everything."""
-_PLAIN = {"enable_http_compression": 0}
-"""Arrow is compressed already, where that is worth it."""
+_WHOLE = {"enable_http_compression": 0, "buffer_size": 16 * 2**20}
+"""In one piece, up to so many bytes, and plain: pieces, and what packs and unpacks them, cost both sides more than copies do."""
 _NEWEST = """
 SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
     toUnixTimestamp64Micro(v.IngestedAt) AS IngestedAt
@@ -72,7 +72,7 @@ class Reader:
             StoreError: the store failed.
         """
         with store_errors(self.url):
-            table = self.client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_PLAIN)
+            table = self.client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_WHOLE)
         frame = pl.from_arrow(_with_plain_map_keys(table))
         assert isinstance(frame, pl.DataFrame)
         return frame
@@ -94,7 +94,7 @@ def microseconds(time: datetime) -> int:
 
 def batches(keys: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """Distinct keys, as many at a time as fit a statement (the engine parses at most 256 KiB)."""
-    distinct = iter(dict.fromkeys(keys))
+    distinct = iter(keys.unique(maintain_order=True).to_list() if isinstance(keys, pl.Series) else dict.fromkeys(keys))
     while some := tuple(islice(distinct, KEYS_A_QUERY)):
         yield some
 

@@ -9,7 +9,7 @@ A span that was delivered twice is dropped here: FINAL would sort whole granules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -40,22 +40,26 @@ from transition_builder.unclaimed import claim
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-_DROPPED = """
-SELECT DISTINCT TraceId, SpanId FROM otel.dropped_attributes
-WHERE Signal = 'span' AND Attributes > 0 AND TraceId IN %(traces)s
+_BESIDE = """
+WITH {traces} AS traces
+SELECT TraceId, SpanId, '' AS RolloutKey FROM otel.dropped_attributes WHERE Signal = 'span' AND Attributes > 0 AND TraceId IN traces
+UNION ALL
+SELECT '', '', RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces
+SETTINGS max_threads = 1
 """
+"""What is found by trace: spans of which attributes were kept back, and the keys of what does not name its rollout."""
 _TIMES = {
     "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
     "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
 }
+_ARRIVED = {name: dtype for name, dtype in ARRIVALS.items() if name != "Dropped"}
 _NAMED = "RolloutKeySource = 'rollout'"
 _ANY = "true"
 _RECORDED = "IdsSource != 'agent'"
 """Calls that the gateway recorded. The plain road's are built from the agents' own spans, which say what they are part of."""
-_INHERITED_KEYS = "RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces)"
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
-_SETTINGS = "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'lz4_frame'"
-"""For reads of few granules. Packed even on loopback: every copy on the way costs more than LZ4 does."""
+_SETTINGS = "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
+"""For reads of few granules."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
 """What is the same in all deliveries of a row: the sorting key of the tables."""
 
@@ -75,78 +79,65 @@ class Source:
 
     def arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """What has arrived of the given rollouts (RolloutId, TraceId): ARRIVALS, a row each delivery."""
-        found, asked = list[pl.DataFrame](), set[str]()
-        for some in rollouts.iter_slices(KEYS_A_QUERY):
-            traces = tuple(dict.fromkeys(some["TraceId"]))
-            found.append(self._arrivals(tuple(dict.fromkeys(some["RolloutId"])), traces, _NAMED))
-            asked.update(traces)
-        named = (trace for frame in found for trace in frame.filter(NAMED)["TraceId"].unique(maintain_order=True))
-        return concat([*found, *self._inherited(trace for trace in named if trace not in asked)], ARRIVALS)
+        return self._with_inherited(self._by_keys(rollouts["RolloutId"], _NAMED), rollouts["TraceId"])
 
     def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame) -> Frames:
         """Everything that is known of the given rollouts (ROLLOUTS), given their ARRIVALS, perhaps among others'."""
-        of_them = arrivals.filter(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode()))
-        spans = _first_deliveries(of_them)
-        inherited = spans.filter(~NAMED & IS_GATEWAY)["TraceId"]
-        return self._frames(_read_of(rollouts, spans), conform(spans, SPANS), self._calls([*rollouts["RolloutId"], *inherited]))
+        of_them = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
+        spans = _first_deliveries(arrivals if of_them.all() else arrivals.filter(of_them))
+        inherited = spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()
+        return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])))
 
-    def claimed_frames(self, rollouts: pl.DataFrame, traces: Iterable[str]) -> Frames:
+    def claimed_frames(self, rollouts: pl.DataFrame, traces: pl.Series) -> Frames:
         """Everything that is known of rollouts without a root to claim their traces: each row is claimed by its own trace.
 
         Args:
             rollouts: ROLLOUTS.
             traces: of calls of theirs.
         """
-        keys = tuple(dict.fromkeys(rollouts["RolloutId"]))
-        found = [self._arrivals(some, (), _ANY) for some in batches(keys)]
-        further = dict.fromkeys([*traces, *(trace for frame in found for trace in frame["TraceId"])])
-        spans = _first_deliveries(concat([*found, *self._inherited(further)], ARRIVALS))
-        calls = self._calls([*keys, *further])
-        owners = self._owners([*spans["TraceId"], *calls["TraceId"]])
+        found = self._by_keys(rollouts["RolloutId"], _ANY)
+        spans = _first_deliveries(self._with_inherited(found, traces))
+        calls = self._calls(pl.concat([rollouts["RolloutId"], traces, found["TraceId"]]))
+        owners = self._owners(pl.concat([spans["TraceId"], calls["TraceId"]]))
         once = spans.unique(["TraceId", "SpanId", "RowKind", "Choice"], maintain_order=True)
-        return self._frames(_read_of(rollouts, spans), conform(claim(once, owners), SPANS), conform(claim(calls, owners), CALLS))
+        return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS))
 
-    def _inherited(self, traces: Iterable[str]) -> Iterator[pl.DataFrame]:
-        """ARRIVALS of traces that do not name their rollouts."""
-        return (self._arrivals((), some, _ANY) for some in batches(traces))
+    def _with_inherited(self, found: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
+        """ARRIVALS: those found by their keys, and those that do not name their rollouts, of the same traces and some others."""
+        beside, inherited = list[pl.DataFrame](), list[pl.DataFrame]()
+        for some in batches(pl.concat([traces, found["TraceId"]])):
+            beside.append(self._reader.frame(_BESIDE.format(traces=constant(some))))
+            inherited.append(self._by_keys(beside[-1]["RolloutKey"].filter(beside[-1]["SpanId"] == ""), _INHERITED, some))
+        dropped = concat(beside, DROPPED).select(pl.struct(*DROPPED)).to_series()
+        return pl.concat([found, *inherited]).with_columns(Dropped=pl.struct(*DROPPED).is_in(dropped.implode()))
 
-    def _arrivals(self, keys: Collection[str], traces: Collection[str], of_keys: str) -> pl.DataFrame:
-        """ARRIVALS by their keys, as far as a condition holds, and those that inherit from traces."""
-        constants, among, where = list[str](), list[str](), list[str]()
-        if keys:
-            constants.append(f"{constant(keys)} AS keys")
-            among.append("RolloutKey IN keys")
-            where.append(of_keys)
-        if traces:
-            constants.append(f"{constant(traces)} AS traces")
-            among.append(_INHERITED_KEYS)
-            where.append(_INHERITED)
-        return self._read("rollout_spans", ARRIVALS, constants, " OR ".join(among), " OR ".join(where))
+    def _by_keys(self, keys: pl.Series, where: str, traces: Collection[str] = ()) -> pl.DataFrame:
+        """Rows of otel.rollout_spans by their keys, as far as a condition holds, which may ask for traces."""
+        constants = [f"{constant(traces)} AS traces"] if traces else []
+        return concat((self._read("rollout_spans", _ARRIVED, some, where, constants) for some in batches(keys)), _ARRIVED)
 
-    def _calls(self, keys: Iterable[str]) -> pl.DataFrame:
+    def _calls(self, keys: pl.Series) -> pl.DataFrame:
         """CALLS by their keys."""
         schema = {**CALLS, "IngestedAt": MICROSECONDS}
-        read = (self._read("calls", schema, [f"{constant(some)} AS keys"], "RolloutKey IN keys", _RECORDED) for some in batches(keys))
-        return concat(map(_first_deliveries, read), CALLS)
+        return concat((_first_deliveries(self._read("calls", schema, some, _RECORDED)) for some in batches(keys)), CALLS)
 
-    def _read(self, table: str, schema: Schema, constants: Iterable[str], among: str, where: str) -> pl.DataFrame:
+    def _read(self, table: str, schema: Schema, keys: Collection[str], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
+        """Rows of a table by their keys, as far as a condition over some further constants holds."""
         columns = ", ".join(_TIMES.get(name, name) for name in schema)
+        known = ", ".join([f"{constant(keys)} AS keys", *constants])
         then = f"({where}) AND {self._reader.arrived(table)}"
         return self._reader.frame(
-            f"WITH {', '.join(constants)} SELECT {columns} FROM otel.{table} PREWHERE {among} WHERE {then} SETTINGS {_SETTINGS}"
+            f"WITH {known} SELECT {columns} FROM otel.{table} PREWHERE RolloutKey IN keys WHERE {then} SETTINGS {_SETTINGS}"
         )
 
-    def _frames(self, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> Frames:
+    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame) -> Frames:
+        dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()
         # In one piece: each step of a build is the cheaper for it.
-        spans, calls = spans.rechunk(), calls.rechunk()
+        spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
         answers = self._answers(spans, calls)
         store = (self._reader.client, self._reader.url, self._settings.builder)
         given = sql.read(*store, rollouts, spans, calls)
-        return Frames(rollouts, spans, calls, answers, given, responses.read(*store, spans, answers), self._dropped(spans))
-
-    def _dropped(self, spans: pl.DataFrame) -> pl.DataFrame:
-        """DROPPED among spans."""
-        return concat((self._reader.frame(_DROPPED, {"traces": some}) for some in batches(spans["TraceId"])), DROPPED)
+        return Frames(rollouts, spans, calls, answers, given, responses.read(*store, spans, answers), dropped)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """What openai-level spans without a gateway call below them hold: their `output.value` is too long for the lean table."""

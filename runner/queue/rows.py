@@ -152,18 +152,20 @@ def demand(connection: sa.Connection, run_id: str) -> Demand:
     """What is wanted of a run, and what was enqueued."""
     order = (DEMANDS.c.policy, DEMANDS.c.branch)
     wanted = [
-        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version)
+        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled)
         for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
     ]
-    mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN, GROUPS.c.cancelled == sa.false())
-    enqueued = connection.execute(sa.select(sa.func.count()).select_from(GROUPS).where(*mine)).scalar_one()
-    return Demand(groups=max((one.groups for one in wanted), default=0), enqueued=enqueued, branches=wanted)
+    mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)
+    count = sa.select(GROUPS.c.cancelled, sa.func.count()).where(*mine).group_by(GROUPS.c.cancelled)
+    groups = {bool(cancelled): number for cancelled, number in connection.execute(count)}
+    level = max((one.groups for one in wanted), default=0)
+    return Demand(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=wanted)
 
 
 def want(transaction: sa.Connection, database: Database, run_id: str, wanted: Wanted) -> Demand:
     """Keep what a branch wants; fewer groups than it wanted before is older news, and changes nothing."""
     key = {"run_id": run_id, "policy": wanted.policy, "branch": wanted.branch}
-    values = {"groups": wanted.groups, "oldest_version": wanted.oldest_version}
+    values = {"groups": wanted.groups, "oldest_version": wanted.oldest_version, "filled": wanted.filled}
     mine = [DEMANDS.c[name] == value for name, value in key.items()]
     database.insert_new(transaction, DEMANDS, [{**key, **values}])
     transaction.execute(DEMANDS.update().where(*mine, DEMANDS.c.groups <= wanted.groups).values(values))

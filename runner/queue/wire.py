@@ -52,7 +52,7 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     priority: Priority = 0
     """The largest goes first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
-    """That an attempt may run, from when it was handed out. None: runner.timeout_seconds of the server."""
+    """That an agent may run; from the hand-out, where its worker does not say since when. None: runner.timeout_seconds of the server."""
     max_attempts: Count | None = None
     """None: runner.max_attempts of the server."""
     prompt: PromptVersion | None = None
@@ -125,6 +125,8 @@ class Held(Struct, frozen=True, kw_only=True):
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
+    ran: Annotated[float, Meta(ge=0)] | None = None
+    """In a heartbeat: how long its agent has run, so that nothing else counts. None: since the hand-out."""
 
 
 class Beat(Struct, frozen=True, kw_only=True):
@@ -228,6 +230,24 @@ class Retried(Struct, frozen=True, kw_only=True):
     queued: int
 
 
+class Purge(Struct, frozen=True, kw_only=True):
+    """POST /v1/purge: forget rollouts that have ended, and their attempts."""
+
+    older_than_seconds: Annotated[float, Meta(ge=0)]
+    """That they ended before."""
+    run_id: Name | None = None
+    """None: of all runs."""
+
+
+class Purged(Struct, frozen=True, kw_only=True):
+    """Its answer."""
+
+    rollouts: int
+    """That are forgotten."""
+    more: bool
+    """Whether others may be left that are as old: ask again."""
+
+
 class Attempt(Struct, frozen=True, kw_only=True):
     """One attempt of a rollout."""
 
@@ -300,6 +320,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """Of mode train, in all, since the run's beginning."""
     oldest_version: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
     """Whose calls the branch can still train. None: the branch does not say."""
+    filled: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    """Of `groups`, those that are there: spent, or whole in the trainer's hands. As many as `groups`: no other one is waited for."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -309,6 +331,8 @@ class Demand(Struct, frozen=True, kw_only=True):
     """The most that any branch wants."""
     enqueued: int
     """Groups of mode train that were enqueued in the run, without those of which a rollout was cancelled."""
+    cancelled: int
+    """Those."""
     branches: list[Wanted]
 
 
