@@ -58,8 +58,11 @@ _ANY = "true"
 _RECORDED = "IdsSource != 'agent'"
 """Calls that the gateway recorded. The plain road's are built from the agents' own spans, which say what they are part of."""
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
-_SETTINGS = "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
-"""For reads of few granules."""
+_SETTINGS = (
+    "max_threads = 1, preferred_block_size_bytes = 16777216,"
+    " output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
+)
+"""For reads of few granules: one thread, and one block, where that is no longer than what is held of an answer."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
 """What is the same in all deliveries of a row: the sorting key of the tables."""
 
