@@ -6,6 +6,8 @@
 #   COLLECTOR    of the demo: embedded (the store's own receivers) or otelcol (the real OpenTelemetry Collector before it)
 #   GATEWAY      of the demo: on, or off (the agent calls vLLM itself; the gateway only publishes new weights)
 #   BENCH        which benchmarks `make bench` runs
+#   ARGS         of the target's command, such as `make test ARGS="-k ledger"`
+#   WORKERS      how many processes share the tests: two, but none beside ARGS, where starting them would take longer than the tests
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
@@ -14,6 +16,7 @@ COLLECTOR ?= embedded
 GATEWAY ?= on
 BENCH ?= ingest lookup gateway span_export build publish dispatch
 ARGS ?=
+WORKERS ?= $(if $(ARGS),0,2)
 
 export TORCH_INDEX
 
@@ -29,7 +32,7 @@ export SPANGRAD_CHGO ?= $(READY)/chgo
 endif
 
 BIN := .venv/bin
-PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer dashboards examples tests benchmarks packaging
+PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards examples tests benchmarks packaging
 
 .PHONY: setup setup-server otelcol demo test test-slow check format bench docs clean
 .DEFAULT_GOAL := setup
@@ -50,7 +53,7 @@ demo: setup
 	$(BIN)/spangrad demo --seed $(SEED) --collector $(COLLECTOR) --gateway $(GATEWAY) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Command = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
 
-def agent_spec(command: tuple[str, ...], agent: str | None, evaluator: str | None, directory: Path, *, instrument: bool) -> AgentSpec:
+def agent_spec(
+    command: tuple[str, ...], agent: str | None, evaluator: str | None, directory: Path, *, instrument: bool, environment: str | None = None
+) -> AgentSpec:
     """The agent that is named.
 
     Raises:
@@ -31,8 +33,8 @@ def agent_spec(command: tuple[str, ...], agent: str | None, evaluator: str | Non
     if bool(agent) == bool(command):
         raise AgentError("name one agent: --agent MODULE:FUNCTION, or a command after `--`.")
     if agent:
-        return CallableAgent(agent, evaluator=evaluator, directory=directory)
-    return CommandAgent(command, evaluator=evaluator, directory=directory, instrument=instrument)
+        return CallableAgent(agent, evaluator=evaluator, environment=environment, directory=directory)
+    return CommandAgent(command, evaluator=evaluator, environment=environment, directory=directory, instrument=instrument)
 
 
 def read_tasks(path: Path) -> list[Task]:

@@ -140,6 +140,19 @@ def _retry(*rollouts: str, run: OneRun = None, group: str | None = None, config:
     print(f"queued again: {_ask(config, set_, lambda client: client.retry(which))}")
 
 
+@queue.command(name="purge")
+def _purge(*, older_than_days: float | None = None, run: RunId = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Forget rollouts that have ended, with their attempts; each run's newest one stays.
+
+    Args:
+        older_than_days: that they ended before; runner.queue_keep_days by default.
+    """
+    days = resolve(config, set_).runner.queue_keep_days if older_than_days is None else older_than_days
+    if days is None or days < 0:
+        raise SettingsError("name --older-than-days DAYS, 0 or more: runner.queue_keep_days is not set.")
+    print(f"forgotten: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
+
+
 def _ask(config: Path | None, set_: list[str] | None, what: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
     """What the queue answers."""
     from runner.queue.client import PlainQueue, QueueClient

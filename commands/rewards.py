@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
@@ -42,7 +43,7 @@ _DROPS_OF_DATASET = (
     "SELECT Reason, Detail, count() AS Drops FROM {drops} AS d GROUP BY Reason, Detail ORDER BY Drops DESC, Reason, Detail LIMIT 20"
 )
 
-rewards = App(name="rewards", help="Look at rewards, and define new ones over spans that are there already.")
+rewards = App(name="rewards", help="Look at rewards, define new ones over spans that are there already, serve an evaluator.")
 
 
 @rewards.command(name="list")
@@ -113,6 +114,24 @@ def _backfill(
             summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, said, run_id)
         _report(client, store.url, made, str(summary) if summary.rollouts else "nothing new")
         client.close()
+
+
+@rewards.command(name="serve")
+def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Serve a Python evaluator to runners, over HTTP, until told to end.
+
+    Args:
+        evaluator: MODULE:FUNCTION that is given (input, output), and `environment`, where it has a parameter of that name.
+        directory: where its modules are.
+        port: where it listens; runner.rewards_port by default.
+    """
+    settings = resolve(config, set_, {"runner.rewards_port": port})
+    log_to_stderr()
+    from runner.reward_server import serve
+    from spangrad.agent_host import load
+
+    sys.path.insert(0, str(directory.resolve()))
+    serve(settings.runner, load(evaluator))
 
 
 def parse_time(text: str, now: datetime) -> datetime:

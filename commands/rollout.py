@@ -68,6 +68,8 @@ def _kept(settings: Settings, id_: str, attempt: int | None) -> Iterator[str]:
             end = one.end
             told = f"{end['reason'] or 'succeeded'} {end['detail']}".strip() if end else "its worker did not say how it ended"
             yield f"attempt {one.attempt}: {told}"
+            if stages := end.get("stages"):
+                yield "  " + ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in stages.items())
             if one.log is not None:
                 yield f"  the end of {one.log}:"
                 yield from (f"  | {line}" for line in one.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

@@ -25,6 +25,7 @@ def run(
     tasks: Path | None = None,
     agent: str | None = None,
     evaluator: str | None = None,
+    environment: str | None = None,
     directory: Path = Path(),
     instrument: bool = False,
     mode: Mode = Mode.TRAIN,
@@ -42,7 +43,8 @@ def run(
         command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer.
         tasks: file of JSON lines, each {"task_id": ..., "input": ...}. Needed unless --resume.
         agent: a Python callable, as MODULE:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward.
+        evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
+        environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
         directory: where the agent's modules, or its program's files, are.
         instrument: start the command under opentelemetry-instrument.
         mode: what the rollouts are for.
@@ -61,7 +63,7 @@ def run(
         )
     if follow_demand and (tasks is None or settings.runner.queue_url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
-    spec = agent_spec(command, agent, evaluator, directory, instrument=instrument)
+    spec = agent_spec(command, agent, evaluator, directory, instrument=instrument, environment=environment)
     if follow_demand and tasks is not None:
         asyncio.run(_follow(settings, spec, read_tasks(tasks), seed))
         return

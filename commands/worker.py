@@ -23,6 +23,7 @@ def worker(
     *command: Command,
     agent: str | None = None,
     evaluator: str | None = None,
+    environment: str | None = None,
     directory: Path = Path(),
     instrument: bool = False,
     run_id: str | None = None,
@@ -37,7 +38,8 @@ def worker(
     Args:
         command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer.
         agent: a Python callable, as MODULE:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward.
+        evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
+        environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
         directory: where the agent's modules, or its program's files, are.
         instrument: start the command under opentelemetry-instrument.
         run_id: the run to work for.
@@ -45,7 +47,7 @@ def worker(
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "runner.queue_url": queue_url})
     log_to_stderr()
-    asyncio.run(_work(settings, agent_spec(command, agent, evaluator, directory, instrument=instrument)))
+    asyncio.run(_work(settings, agent_spec(command, agent, evaluator, directory, instrument=instrument, environment=environment)))
 
 
 async def _work(settings: Settings, spec: AgentSpec) -> None:

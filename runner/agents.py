@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from spangrad import prompt_client
 from spangrad.settings import Settings
 
 _NOT_FOR_HOSTS = frozenset({"TRACEPARENT", "TRACESTATE", "BAGGAGE"})
@@ -24,9 +25,13 @@ class CallableAgent:
     agent: str
     """`module:function`, called with a task's input (and `endpoint=`, when it has a parameter of that name)."""
     evaluator: str | None = None
-    """`module:function`, called with (input, output), whose value is the reward. None: the agent's own value is.
+    """`module:function`, called with (input, output), whose value is the reward; or the URL of a reward service. None: the agent's own
+    value is.
 
     It may be None where the agent calls `span_processors.reward.reward` instead."""
+    environment: str | None = None
+    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
+    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
     directory: Path = Path()
     """Where the modules are looked for first."""
     python: Path = Path(sys.executable)
@@ -37,9 +42,14 @@ class CallableAgent:
         """What its spans call their service, unless the environment names it."""
         return self.agent.partition(":")[0]
 
+    @property
+    def initialiser(self) -> str | None:
+        """Makes environments in the host. None: a service leases them, or there are none."""
+        return None if is_service(self.environment) else self.environment
+
     def host_arguments(self) -> list[str]:
         """Arguments of the agent host."""
-        return ["--agent", self.agent, *_evaluator(self.evaluator)]
+        return ["--agent", self.agent, *_stages(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,8 @@ class CommandAgent:
     """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
 
     The line is needed even where the program rewards itself on its own spans."""
+    environment: str | None = None
+    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
     directory: Path = Path()
     """The program's working directory, and where the evaluator's module is looked for first."""
     instrument: bool = False
@@ -68,9 +80,14 @@ class CommandAgent:
         """What its spans call their service, unless the environment names it."""
         return Path(self.command[0]).name if self.command else "agent"
 
+    @property
+    def initialiser(self) -> str | None:
+        """Makes environments in the host. None: a service leases them, or there are none."""
+        return None if is_service(self.environment) else self.environment
+
     def host_arguments(self) -> list[str]:
         """Arguments of the agent host."""
-        return ["--command", json.dumps(self.command), *(["--instrument"] if self.instrument else []), *_evaluator(self.evaluator)]
+        return ["--command", json.dumps(self.command), *(["--instrument"] if self.instrument else []), *_stages(self)]
 
 
 AgentSpec = CallableAgent | CommandAgent
@@ -80,6 +97,10 @@ AgentSpec = CallableAgent | CommandAgent
 class Limits:
     """What a host allows beside the number of attempts."""
 
+    initialisations: int
+    """Initialisers at once."""
+    ahead: int
+    """Attempts that may have an environment before they run."""
     evaluations: int
     """Evaluators at once."""
     log_bytes: int
@@ -103,6 +124,8 @@ def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]
         str(concurrency),
         "--log-bytes",
         str(limits.log_bytes),
+        "--initialisations",
+        str(limits.initialisations),
         "--evaluations",
         str(limits.evaluations),
         *spec.host_arguments(),
@@ -110,7 +133,7 @@ def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]
 
 
 def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
-    """The environment that an agent's process starts in: ours, with the addresses of policy and store.
+    """The environment that an agent's process starts in: ours, with the addresses of policy, store and prompts.
 
     Args:
         environ: the runner's own environment.
@@ -122,6 +145,11 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
     found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
         found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
+    if settings.runner.queue_url is not None:
+        found[prompt_client.URL] = settings.runner.queue_url
+        found[prompt_client.VARIABLE] = settings.prompts.variable
+        if settings.runner.queue_token is not None:
+            found[prompt_client.TOKEN] = settings.runner.queue_token.get_secret_value()
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
     found["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.
@@ -132,5 +160,16 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
     return found
 
 
-def _evaluator(reference: str | None) -> list[str]:
-    return [] if reference is None else ["--evaluator", reference]
+def is_service(reference: str | None) -> bool:
+    """Whether an environment or an evaluator is asked for over HTTP."""
+    return reference is not None and reference.startswith(("http://", "https://"))
+
+
+def _stages(spec: AgentSpec) -> list[str]:
+    """What the host does before the agent runs, and after."""
+    found: list[str] = []
+    if spec.evaluator:
+        found += ["--outputs"] if is_service(spec.evaluator) else ["--evaluator", spec.evaluator]
+    if spec.environment:
+        found += ["--leased"] if is_service(spec.environment) else ["--environment", spec.environment]
+    return found

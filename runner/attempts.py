@@ -1,28 +1,38 @@
-"""Makes one attempt of a rollout: root span, announcement, agent, count of calls.
+"""Makes one attempt of a rollout, stage by stage: environment, agent, evaluator; around them root span, announcement, count of calls.
 
 In: a lease, and a word when it is not wanted any more. Out: how the attempt ended, its root span closed but not sent yet. Invariant: every
-lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason and no reward.
+lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason and no reward. Each stage has
+places of its own, which an attempt holds while it is in that stage; what was leased for it is given back, however it ends.
+
+An attempt that has an environment waits with it for a place among those that run. So the places before that are few, and a lease of the
+queue is taken for one of those (`Attempts.entry`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from opentelemetry.trace import Span
 
 from runner.attempt_files import AttemptFiles
+from runner.environments.client import EnvironmentClient, Instance, NoInstanceError
 from runner.gateway_client import GatewayClient
-from runner.hosts import Answer, HostPool, Job
+from runner.hosted import Ends, Hosted
+from runner.hosts import AgentHost, HostPool
+from runner.jobs import Answer, Job
+from runner.places import Place, Places, StageClock
 from runner.queue.client import QueueClient
 from runner.queue.wire import Attempt, Lease, State
 from runner.queue.wire import Rollout as Standing
+from runner.reward_client import RewardClient
 from runner.roots import Roots, carrier
 from spangrad.errors import SpangradError
-from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
+from spangrad.settings import RunnerSettings
+from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Stage, Task
 
 T = TypeVar("T")
 _BETWEEN = Answer(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
@@ -81,73 +91,109 @@ class Ended:
     answer: Answer
     calls: int | None
     """Policy calls. None: nobody counted."""
-    seconds: float
-    """That the agent ran."""
+    stages: Mapping[Stage, float]
+    """Seconds in each stage that it came to."""
     final: bool
     """Whether its root has the final mark."""
     told: bool
     """Whether the queue knows already."""
+
+    @property
+    def seconds(self) -> float:
+        """That the agent ran."""
+        return self.stages.get(Stage.RUN, 0.0)
+
+
+@dataclass(slots=True)
+class _Making:
+    """An attempt that is being made."""
+
+    rollout: Rollout
+    timeout_seconds: float
+    """That the agent may take."""
+    stop: Stop
+    clock: StageClock
+    entry: Place
+    """Held until it has a place among those that run, or, where nothing comes before that, until it has run."""
+    span: Span | None = None
+    """None: it has not begun."""
+    calls: int | None = 0
+    """Policy calls. None: it has begun, and they are not counted."""
+    carried: Mapping[str, str] = field(default_factory=dict[str, str])
+    """`traceparent` and `baggage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What is asked over HTTP for an attempt."""
+
+    environments: EnvironmentClient | None = None
+    """None: the agent has none, or its host makes them."""
+    rewards: RewardClient | None = None
+    """None: the agent's host evaluates, or nobody does."""
 
 
 class Attempts:
     """What attempts are made with."""
 
     def __init__(
-        self, pool: HostPool, gateway: GatewayClient | None, roots: Roots, queue: QueueClient, files: AttemptFiles, timeout_seconds: float
+        self,
+        pool: HostPool,
+        gateway: GatewayClient | None,
+        roots: Roots,
+        queue: QueueClient,
+        files: AttemptFiles,
+        settings: RunnerSettings,
+        services: Services,
     ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            pool: where agents run.
+            gateway: who counts their calls. None: nobody.
+            roots: who writes the root spans.
+            queue: who has the rollouts.
+            files: what is kept of attempts.
+            settings: how many may be in each stage, and for how long.
+            services: who is asked for environments and rewards.
+        """
         self._pool = pool
         self.gateway = gateway
         self.roots = roots
         self.files = files
         self.queue = queue
-        self._timeout = timeout_seconds
+        self._settings = settings
+        self._services = services
+        self._ahead = Places(settings.workers * settings.initialised_ahead)
+        self._asking = Places(settings.workers * settings.initialisations)
+        self._judging = Places(settings.workers * settings.evaluations)
+        running = settings.workers * settings.concurrency
+        before = settings.workers * settings.initialised_ahead if pool.initialises or services.environments else 0
+        self.entry = before or running
+        """Attempts that can begin at once."""
+        self.most = before + 2 * running
+        """Attempts at once: those that come before, those that run, and as many that are evaluated or told of."""
 
-    async def make(self, lease: Lease, stop: Stop, ran: Callable[[], None], broken: Callable[[SpangradError], None]) -> Ended:
+    async def make(
+        self, lease: Lease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
+    ) -> Ended:
         """Make an attempt.
 
         Args:
             lease: of what.
             stop: ends it early.
-            ran: called once, when it holds no place among those that run any more: its evaluator may still be at work.
+            clock: counts its stages.
+            entered: called once, when somebody else can begin in its place.
             broken: called when it cannot go on for a reason that is not its own; it then waits to be stopped.
         """
-        rollout = rollout_of(lease)
+        timeout = min(lease.timeout_seconds, self._settings.timeout_seconds)
+        making = _Making(rollout_of(lease), timeout, stop, clock, Place(entered))
         self.roots.claim(lease.rollout_id, lease.attempt)
-        span: Span | None = None
-        began: float | None = None
         answer = Answer(None, AttemptFailure.CANCELLED, "it had not begun")
-        calls: int | None = 0
-        seconds = 0.0
-        freed = False
         try:
-            try:
-                host = await stop.first(self._pool.take())
-
-                def free() -> None:
-                    nonlocal freed
-                    freed = True
-                    self._pool.free(host)
-                    ran()
-
-                try:
-                    began, calls = time.monotonic(), None
-                    span = self.roots.open(rollout)
-                    carried = carrier(rollout, span)
-                    if self.gateway is not None:
-                        await self.gateway.announce(rollout.key, rollout.mode, carried["traceparent"])
-                    timeout = min(lease.timeout_seconds, self._timeout)
-                    answer = await host.run(self._job(rollout, carried), timeout, stop.asked, free)
-                finally:
-                    self._pool.give(host, freed=freed)
-            finally:
-                if began is not None:
-                    seconds = time.monotonic() - began
-                if not freed:
-                    ran()
-            if self.gateway is not None and not stop.asked.done():
-                calls = await self.gateway.calls(rollout.key)
-                if calls is None and answer.failure is None:
-                    answer = Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
+            with making.entry:
+                answer = await self._through(making)
+            answer = await self._counted(making, answer)
             if lease.attempt:
                 await self._write_lost(await self.queue.rollout(lease.rollout_id), None)
         except StoppedError:
@@ -159,8 +205,107 @@ class Attempts:
         if why is not None:
             answer = Answer(None, why.failure, why.detail)
         final = why.final if why is not None else answer.failure is None or lease.last
-        self.roots.close(span or self.roots.open(rollout), answer, calls, final=final)
-        return Ended(lease, answer, calls, seconds, final=final, told=why is not None and why.told)
+        stages = clock.taken()
+        self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, stages, final=final)
+        return Ended(lease, answer, making.calls, stages, final=final, told=why is not None and why.told)
+
+    async def _through(self, making: _Making) -> Answer:
+        """All stages, with an environment that is leased, or without one."""
+        if self._services.environments is None:
+            return await self._judged(making, await self._hosted(making, None), None)
+        try:
+            async with self._leased(making, self._services.environments) as instance:
+                answer = await self._judged(making, await self._hosted(making, instance), instance)
+                if instance.lost.done():
+                    return Answer(None, AttemptFailure.ENVIRONMENT, instance.lost.result())
+                return answer
+        except NoInstanceError as error:
+            return Answer(None, error.failure, str(error))
+
+    @asynccontextmanager
+    async def _leased(self, making: _Making, environments: EnvironmentClient) -> AsyncGenerator[Instance]:
+        """An environment of a service, for as long as the block."""
+        stop, key = making.stop, making.rollout.key
+        with await stop.first(self._ahead.take()) as ahead:
+            with await stop.first(self._asking.take()):
+                await self._begin(making)
+                with making.clock.counting(Stage.INIT):
+                    asked = environments.lease(key.rollout_id, key.attempt, making.rollout.task.input, self._settings.init_timeout_seconds)
+                    instance = await stop.first(asked)
+            entry = making.entry
+            making.entry = Place(lambda: (ahead.free(), entry.free()))
+            try:
+                yield instance
+            finally:
+                environments.release(instance)
+
+    async def _hosted(self, making: _Making, instance: Instance | None) -> Answer:
+        """The stages in an agent host."""
+        host = await making.stop.first(self._pool.take())
+        slot = Place(lambda: self._pool.free(host))
+        try:
+            if instance is None:
+                await self._begin(making)
+            else:
+                making.entry.free()
+            ends: Ends = [making.stop.asked] if instance is None else [making.stop.asked, instance.lost]
+            async with Hosted(host, self._job(making, instance)) as hosted:
+                return await self._staged(making, hosted, host, slot, ends)
+        finally:
+            self._pool.give(host, freed=slot.freed)
+
+    async def _staged(self, making: _Making, hosted: Hosted, host: AgentHost, slot: Place, ends: Ends) -> Answer:
+        stop, clock, settings = making.stop, making.clock, self._settings
+        running = slot
+        if self._pool.initialises:
+            with await stop.first(host.places.initialising.take()), clock.counting(Stage.INIT):
+                more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
+            if not more:
+                return await hosted.finish(ends)
+            running = await stop.first(host.places.running.take())
+            slot.free()
+            making.entry.free()
+        with running, clock.counting(Stage.RUN):
+            more = await hosted.go(Stage.RUN, making.timeout_seconds, ends)
+        making.entry.free()
+        if more:
+            with await stop.first(host.places.judging.take()), clock.counting(Stage.EVALUATE):
+                await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
+        return await hosted.finish(ends)
+
+    async def _judged(self, making: _Making, answer: Answer, instance: Instance | None) -> Answer:
+        """The answer, with the rewards of a service where one gives them."""
+        rewards = self._services.rewards
+        if rewards is None or answer.failure is not None:
+            return answer
+        key, task = making.rollout.key, making.rollout.task
+        body = {
+            "rollout_id": key.rollout_id,
+            "attempt": key.attempt,
+            "task_id": task.task_id,
+            "input": task.input,
+            "output": answer.output,
+            "environment": instance.environment if instance is not None else None,
+        }
+        with await making.stop.first(self._judging.take()), making.clock.counting(Stage.EVALUATE):
+            return await making.stop.first(rewards.judge(body, self._settings.evaluation_timeout_seconds))
+
+    async def _begin(self, making: _Making) -> None:
+        """Open the root, and announce the attempt."""
+        making.calls = None
+        making.span = self.roots.open(making.rollout)
+        making.carried = carrier(making.rollout, making.span)
+        if self.gateway is not None:
+            await self.gateway.announce(making.rollout.key, making.rollout.mode, making.carried["traceparent"])
+
+    async def _counted(self, making: _Making, answer: Answer) -> Answer:
+        """The answer, once the gateway has counted the calls."""
+        if self.gateway is None or making.stop.asked.done():
+            return answer
+        making.calls = await self.gateway.calls(making.rollout.key)
+        if making.calls is None and answer.failure is None:
+            return Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
+        return answer
 
     async def mourn(self, standing: Standing) -> None:
         """Write the roots that nobody else will of a rollout that has ended: of an attempt whose worker is gone, or of a cancellation."""
@@ -193,26 +338,28 @@ class Attempts:
         if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
             self.roots.close(self.roots.open(rollout), answer, calls, final=final)
 
-    def _job(self, rollout: Rollout, carried: Mapping[str, str]) -> Job:
+    def _job(self, making: _Making, instance: Instance | None) -> Job:
+        key = making.rollout.key
         return Job(
-            id=f"{rollout.key.rollout_id}/{rollout.key.attempt}",
-            input=rollout.task.input,
-            traceparent=carried["traceparent"],
-            baggage=carried["baggage"],
-            endpoint=self.gateway.endpoint(rollout.key) if self.gateway is not None else None,
-            log=self.files.directory(rollout.key.rollout_id, rollout.key.attempt),
+            id=f"{key.rollout_id}/{key.attempt}",
+            input=making.rollout.task.input,
+            traceparent=making.carried["traceparent"],
+            baggage=making.carried["baggage"],
+            endpoint=self.gateway.endpoint(key) if self.gateway is not None else None,
+            log=self.files.directory(key.rollout_id, key.attempt),
+            environment=instance.environment if instance is not None else None,
         )
 
 
 def rollout_of(lease: Lease) -> Rollout:
     """What a lease is of."""
     key = RolloutKey(lease.run_id, lease.rollout_id, lease.attempt)
-    return Rollout(key, Task(lease.task_id, lease.task_input()), lease.mode, lease.group_id, lease.group_size)
+    return Rollout(key, Task(lease.task_id, lease.task_input(), lease.prompt), lease.mode, lease.group_id, lease.group_size)
 
 
 def _rollout(standing: Standing, attempt: int) -> Rollout:
     key = RolloutKey(standing.run_id, standing.rollout_id, attempt)
-    return Rollout(key, Task(standing.task_id, None), Mode(standing.mode), standing.group_id, standing.group_size)
+    return Rollout(key, Task(standing.task_id, None, standing.prompt), Mode(standing.mode), standing.group_id, standing.group_size)
 
 
 def _ended_by_queue(attempt: Attempt) -> bool:

@@ -1,7 +1,7 @@
 """Agent hosts, seen from the runner: processes that run attempts, and are replaced when they die or hang.
 
-In: jobs. Out: answers, one a job. Invariant: a job is answered even when its process dies (`crash`) or its time is over (`timeout`),
-and no process outlives its pool.
+In: an agent. Out: hosts with places for attempts; `runner.hosted` takes one attempt through them. Invariant: each job is answered even
+when its process dies (`crash`), and no process outlives its pool.
 """
 
 from __future__ import annotations
@@ -13,56 +13,42 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.agents import AgentSpec, Limits, host_command
+from runner.places import Places
 from spangrad.agent_host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
 from spangrad.processes import MARK, die_with_parent, kill_marked
 from spangrad.types import AttemptFailure
 
 _START_SECONDS = 120.0
-_CANCEL_SECONDS = 5.0
-"""How long a host may take to cancel an attempt before it counts as hung."""
-_FLUSH_SECONDS = 30.0
-"""How long a host may take to send the spans of an attempt that ended in time, when the store did not take them at once."""
 _DRAIN_SECONDS = 1.0
 """How long a dead host's answers are read: a process that it left behind may hold their pipe open for ever."""
 _END_SECONDS = 12.0
 """How long a host may take to end: its spans may wait 10 s for the store."""
 _TAIL_BYTES = 2000
+_LOAD_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before a host that was killed while it loaded is started again; after the last one the pool gives up."""
 _LOADED = ""
 """Stands for the id of a host's first message, which has none."""
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One attempt, as an agent host is told of it."""
+class HostPlaces:
+    """Places for what is done in one host, by its stage."""
 
-    id: str
-    input: object
-    traceparent: str
-    baggage: str
-    endpoint: str | None
-    """The attempt's own endpoint of the policy. None: there is no gateway."""
-    log: str | None = None
-    """Directory that what the attempt prints is written to. None: it goes to the host's log."""
+    def __init__(self, concurrency: int, limits: Limits) -> None:
+        """All are free."""
+        self.initialising = Places(limits.initialisations)
+        self.running = Places(concurrency)
+        self.judging = Places(limits.evaluations)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """How an attempt ended: with rewards, or with a failure."""
-
-    rewards: Mapping[str, float] | float | None
-    """None exactly when it failed; empty when the agent has rewarded itself on its own spans."""
-    failure: AttemptFailure | None
-    """None when it succeeded."""
-    detail: str = ""
-    """What happened, for people."""
+class _KilledLoadingError(AgentError):
+    """A signal ended the process before the agent was loaded: somebody, or the kernel, killed it. The next one may live."""
 
 
 class AgentHost:
@@ -76,6 +62,7 @@ class AgentHost:
         pipe: asyncio.ReadTransport,
         log: _Log,
         mark: str,
+        places: HostPlaces,
     ) -> None:
         self._process = process
         self._jobs = jobs
@@ -84,7 +71,9 @@ class AgentHost:
         self._log = log
         self._mark = mark
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._ran: dict[str, Callable[[], None]] = {}
+        self.moves: dict[str, Callable[[str], None]] = {}
+        """Who is told that a stage of an attempt is over, and which one waits."""
+        self.places = places
         self._groups: set[int] = set()
         """Process groups of the programs that it runs, by leader."""
         self._life = asyncio.create_task(self._live())
@@ -126,8 +115,8 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log, mark)
-        loaded = host._expect(_LOADED)
+        host = cls(process, jobs, answers, pipe, log, mark, HostPlaces(concurrency, limits))
+        loaded = host.expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 message = await loaded
@@ -138,10 +127,17 @@ class AgentHost:
             raise
         if not message.get("ready"):
             await host.stop()
-            raise AgentError(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
+            kind = AgentError if "error" in message or (process.returncode or 0) >= 0 else _KilledLoadingError
+            raise kind(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
         return host
 
-    def _expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
+    @property
+    def ended(self) -> bool:
+        """Whether the process has, and was answered for."""
+        return self._life.done()
+
+    def expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
+        """Done with the next answer to this id."""
         self._waiting[id] = asyncio.get_running_loop().create_future()
         return self._waiting[id]
 
@@ -171,70 +167,25 @@ class AgentHost:
             if "program" in message:
                 (self._groups.discard if message["ended"] else self._groups.add)(message["program"])
                 continue
-            if "ran" in message:
-                if (ran := self._ran.pop(message["id"], None)) is not None:
-                    ran()
+            if "stage" in message:
+                if (moved := self.moves.get(message["id"])) is not None:
+                    moved(message["stage"])
                 continue
             answered = self._waiting.pop(message.get("id", _LOADED), None)
             if answered is not None and not answered.done():
                 answered.set_result(message)
 
-    async def ended(self) -> None:
+    def forget(self, id: str) -> None:
+        """Nobody waits for it any more."""
+        self._waiting.pop(id, None)
+        self.moves.pop(id, None)
+
+    async def over(self) -> None:
         """Wait for the process's end."""
         await asyncio.shield(self._life)
 
-    async def run(self, job: Job, timeout_seconds: float, stopped: asyncio.Future[Any], ran: Callable[[], None]) -> Answer:
-        """Have a job done, or ended early; `retired` is set on the way when this process died or hung.
-
-        Args:
-            job: what to do.
-            timeout_seconds: that it may take.
-            stopped: done when it is not wanted any more; it then fails as `cancelled`, once it has ended.
-            ran: called when only its evaluator is left, if it comes so far and has one.
-        """
-        if self._life.done():
-            return Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
-        answered = self._expect(job.id)
-        self._ran[job.id] = ran
-        try:
-            self._send(asdict(job))
-            await asyncio.wait([answered, stopped], timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if answered.done():
-                return await self._read_answer(job.id, answered.result())
-            self._send({"cancel": job.id})
-            done, _ = await asyncio.wait([answered], timeout=_CANCEL_SECONDS)
-            if not done or answered.result().get("stuck"):
-                _logger.warning("an attempt hangs: its process gets no more of them, and is replaced")
-                self.retired = True
-            if stopped.done():
-                return Answer(None, AttemptFailure.CANCELLED, "stopped")
-            if done and answered.result()["failure"] != AttemptFailure.TIMEOUT:
-                return await self._read_answer(job.id, answered.result())  # it was in time; its spans were not
-            return Answer(None, AttemptFailure.TIMEOUT, f"not done after {timeout_seconds:g} s")
-        except asyncio.CancelledError:
-            self._send({"cancel": job.id})
-            raise
-        finally:
-            self._waiting.pop(job.id, None)
-            self._ran.pop(job.id, None)
-
-    async def _read_answer(self, id: str, message: Mapping[str, Any]) -> Answer:
-        """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
-        if message["failure"]:
-            return Answer(None, AttemptFailure(message["failure"]), message["detail"])
-        if not message["flushed"] and not await self._flush(id):
-            return Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
-        return Answer(message["reward"], None, message["detail"])
-
-    async def _flush(self, id: str) -> bool:
-        if self._life.done():
-            return False
-        answered = self._expect(id)
-        self._send({"flush": id})
-        done, _ = await asyncio.wait([answered], timeout=_FLUSH_SECONDS)
-        return bool(done) and bool(answered.result().get("flushed"))
-
-    def _send(self, message: Mapping[str, object]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
+        """Say something, if the process can still hear it."""
         if not self._jobs.is_closing():
             self._jobs.write(json.dumps(message).encode() + b"\n")
 
@@ -244,12 +195,12 @@ class AgentHost:
         try:
             if not self.retired:  # what hangs will not end by itself
                 async with asyncio.timeout(_END_SECONDS):
-                    await self.ended()
+                    await self.over()
         except TimeoutError:
             _logger.warning("an agent's process did not end in %g s and is killed", _END_SECONDS)
         finally:
             _kill_group(self._process.pid)
-            await self.ended()
+            await self.over()
 
 
 class _Log:
@@ -278,7 +229,11 @@ def _kill_group(leader: int) -> None:
 
 
 class HostPool:
-    """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced."""
+    """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced.
+
+    A slot is a place among those that run. Where hosts make environments themselves, it is one among those that come before: such an
+    attempt takes its place among those that run (`AgentHost.places`) later, in the same host.
+    """
 
     def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: Limits) -> None:
         self._spec = spec
@@ -287,6 +242,10 @@ class HostPool:
         self._environment = environment
         self._logs = logs
         self._limits = limits
+        self.initialises = spec.initialiser is not None
+        """Whether hosts make environments."""
+        self._each = limits.ahead if self.initialises else concurrency
+        """Slots of each host."""
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
         self._serving: dict[AgentHost, int] = {}
         """Hosts that get jobs, by number."""
@@ -301,20 +260,29 @@ class HostPool:
             AgentError: the agent cannot be loaded.
         """
         hosts = await asyncio.gather(*(self._start(number) for number in range(self._workers)))
-        for _ in range(self._concurrency):
+        for _ in range(self._each):
             for host in hosts:
                 self._slots.put_nowait(host)
 
     async def _start(self, number: int) -> AgentHost:
         log = self._logs / f"agent-host-{number}.log"
-        host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
+        pauses = iter(_LOAD_PAUSES)
+        while True:
+            try:
+                host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
+                break
+            except _KilledLoadingError as error:
+                if (pause := next(pauses, None)) is None:
+                    raise
+                _logger.warning("%s\nIt is started again in %g s.", error, pause)
+                await asyncio.sleep(pause)
         self._serving[host] = number
         self._busy[host] = 0
         self._in_background(self._watch(host))
         return host
 
     async def _watch(self, host: AgentHost) -> None:
-        await host.ended()
+        await host.over()
         self._replace(host)
 
     def _replace(self, host: AgentHost) -> None:
@@ -329,7 +297,7 @@ class HostPool:
         except AgentError as error:
             self._slots.put_nowait(error)
             return
-        for _ in range(self._concurrency):
+        for _ in range(self._each):
             self._slots.put_nowait(host)
 
     async def _end(self, host: AgentHost) -> None:

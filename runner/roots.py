@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import aiohttp
 from opentelemetry import trace
@@ -20,17 +21,22 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, StatusCode
 
-from runner.hosts import Answer
+from runner.jobs import Answer
 from spangrad import semconv
 from spangrad.errors import StoreError
 from spangrad.propagation import carrier_of, with_baggage
 from spangrad.settings import StoreSettings
 from spangrad.telemetry import bearer, tracer_provider, traces_url
-from spangrad.types import Rollout
+from spangrad.types import Rollout, Stage
 
 _SERVICE = "spangrad-runner"
 _FLUSH_MILLISECONDS = 5_000
 _CLAIMS_KEPT = 100_000
+_SECONDS = {
+    Stage.INIT: semconv.INIT_SECONDS,
+    Stage.RUN: semconv.RUN_SECONDS,
+    Stage.EVALUATE: semconv.EVALUATE_SECONDS,
+}
 
 
 class Roots:
@@ -68,21 +74,27 @@ class Roots:
                 semconv.TASK_ID: rollout.task.task_id,
                 semconv.GROUP_ID: rollout.group_id,
                 semconv.GROUP_SIZE: rollout.group_size,
+                **_prompt(rollout),
             },
         )
 
-    def close(self, span: Span, answer: Answer, calls: int | None, *, final: bool) -> None:
+    def close(
+        self, span: Span, answer: Answer, calls: int | None, stages: Mapping[Stage, float] = MappingProxyType({}), *, final: bool
+    ) -> None:
         """Write on a root how its attempt went, and end it.
 
         Args:
             span: of the attempt.
             answer: rewards, or a failure.
             calls: policy calls that the gateway answered. None: nobody counted.
+            stages: seconds in each stage that it came to.
             final: whether no other attempt will come.
         """
         span.set_attribute(semconv.ROLLOUT_FINAL, final)
         if calls is not None:
             span.set_attribute(semconv.ROLLOUT_CALLS, calls)
+        for stage, seconds in stages.items():
+            span.set_attribute(_SECONDS[stage], seconds)
         if answer.failure is not None:
             span.set_attribute(semconv.ROLLOUT_FAILURE, answer.failure)
             span.set_status(StatusCode.ERROR, answer.detail)
@@ -115,8 +127,14 @@ def carrier(rollout: Rollout, span: Span) -> dict[str, str]:
         semconv.ROLLOUT_ID: rollout.key.rollout_id,
         semconv.ROLLOUT_MODE: str(rollout.mode),
         semconv.ROLLOUT_ATTEMPT: str(rollout.key.attempt),
+        **{name: str(value) for name, value in _prompt(rollout).items()},
     }
     return carrier_of(with_baggage(trace.set_span_in_context(span, Context()), entries))
+
+
+def _prompt(rollout: Rollout) -> dict[str, str | int]:
+    prompt = rollout.task.prompt
+    return {} if prompt is None else {semconv.PROMPT_NAME: prompt.name, semconv.PROMPT_VERSION: prompt.version}
 
 
 def by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str, float] | None:

@@ -12,26 +12,29 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from runner.agents import AgentSpec, Limits, agent_environment
+from runner.agents import AgentSpec, Limits, agent_environment, is_service
 from runner.attempt_files import AttemptFiles
-from runner.attempts import Attempts, Why
+from runner.attempts import Attempts, Services, Why
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
+from runner.environments.client import EnvironmentClient
 from runner.gateway_client import GatewayClient
 from runner.groups import rollouts_of, wants_greedy
 from runner.hosts import HostPool
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, State, Which
 from runner.queue.wire import Rollout as Standing
+from runner.reward_client import RewardClient
 from runner.roots import Roots, require_store
 from runner.worker import Worker
-from spangrad.errors import QueueError
-from spangrad.settings import Settings
-from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
+from spangrad.errors import QueueError, SettingsError
+from spangrad.prompt_store import PromptStore
+from spangrad.settings import RunnerSettings, Settings
+from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
 _logger = logging.getLogger(__name__)
 
@@ -82,6 +85,8 @@ class Runner:
         self._resume = resume
         self._stack = AsyncExitStack()
         self._cursor = 0
+        self._prompt: PromptVersion | None = None
+        """What rollouts are pinned to whose tasks name no prompt. None: nothing."""
         self.queue: QueueClient
         self._worker: Worker
         self._attempts: Attempts
@@ -100,8 +105,7 @@ class Runner:
             attempts = await open_attempts(self._settings, self._agent, stack, self._open_queue)
             self._attempts, self.queue = attempts, attempts.queue
             self._cursor = (await self.queue.run(settings.run_id)).cursor
-            slots = settings.workers * settings.concurrency
-            worker = Worker(self.queue, settings.run_id, attempts, slots, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+            worker = Worker(self.queue, settings.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
             self._worker = await stack.enter_async_context(worker)
             self._stack = stack.pop_all()
         return self
@@ -130,6 +134,7 @@ class Runner:
             AgentError: a crashed agent cannot be loaded any more.
             StoreError: the root spans are not taken.
             QueueError: the queue stays away.
+            PromptError: what prompts.pin names is not published.
         """
         settings = self._settings.runner
         greedy = wants_greedy(self._settings, mode)
@@ -137,7 +142,8 @@ class Runner:
         cursor = self._cursor
         ids = [rollout.key.rollout_id for rollout in rollouts]
         try:
-            await self.queue.enqueue(settings.run_id, [queued(rollout, self._settings) for rollout in rollouts])
+            await self._look_up_prompt()
+            await self.queue.enqueue(settings.run_id, [self._queued(rollout, self._settings) for rollout in rollouts])
             return await self._wait(ids, cursor, progress)
         except BaseException:
             await self._abandon(ids, cursor)
@@ -174,10 +180,11 @@ class Runner:
         async def served(policy: str) -> int | None:
             return await self._attempts.gateway.served(policy) if self._attempts.gateway is not None else None
 
-        source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=queued, served=served)
+        source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=self._queued, served=served)
         told = asyncio.create_task(ending.wait())
         try:
             while not told.done():
+                await self._look_up_prompt()
                 await source.look()
                 waits: set[asyncio.Future[Any]] = {told, self._worker.failed}
                 await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -195,6 +202,22 @@ class Runner:
             ids += [one.rollout_id for one in page.rollouts]
             after = page.cursor
         return ids
+
+    async def _look_up_prompt(self) -> None:
+        """Which version of prompts.pin is published now."""
+        name, settings = self._settings.prompts.pin, self._settings.runner
+        if name is None:
+            return
+        if settings.queue_url is None:
+            raise SettingsError("prompts.pin needs runner.queue_url: the queue's server keeps the prompts.")
+        token = settings.queue_token.get_secret_value() if settings.queue_token else None
+        found = await asyncio.to_thread(PromptStore(settings.queue_url, token).get, name)
+        self._prompt = PromptVersion(name, found.version)
+
+    def _queued(self, rollout: Rollout, settings: Settings) -> NewRollout:
+        """A rollout as the queue takes it, pinned to the prompt that its task names, else to that of prompts.pin."""
+        task = rollout.task if rollout.task.prompt else replace(rollout.task, prompt=self._prompt)
+        return queued(replace(rollout, task=task), settings)
 
     async def _wait(self, ids: Sequence[str], cursor: int, progress: Callable[[Outcome], None] | None) -> list[Outcome]:
         left = set(ids)
@@ -272,6 +295,7 @@ async def open_attempts(
         gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
+    services = await _open_services(settings.runner, agent, stack)
     roots = Roots(settings.store)
     stack.push_async_callback(roots.shut)
     opened = await queue()
@@ -279,14 +303,32 @@ async def open_attempts(
     directory = settings.runner.directory
     environment = agent_environment(os.environ, settings, agent.name)
     hosts = settings.runner
-    pool = HostPool(
-        agent, hosts.workers, hosts.concurrency, environment, directory / "logs", Limits(hosts.evaluations, hosts.attempt_log_bytes)
-    )
+    limits = Limits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations, hosts.attempt_log_bytes)
+    pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", limits)
     stack.push_async_callback(pool.close)
     await pool.start()
     files = AttemptFiles(directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)
-    return Attempts(pool, gateway, roots, opened, files, settings.runner.timeout_seconds)
+    return Attempts(pool, gateway, roots, opened, files, settings.runner, services)
+
+
+async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: AsyncExitStack) -> Services:
+    """What the agent is leased and judged by over HTTP.
+
+    Raises:
+        EnvironmentsError: a service does not answer, or refuses us.
+    """
+    environments = rewards = None
+    if agent.environment and is_service(agent.environment):
+        token = settings.environments_token
+        environments = EnvironmentClient(agent.environment, token.get_secret_value() if token else None)
+        await stack.enter_async_context(environments)
+    if agent.evaluator and is_service(agent.evaluator):
+        token = settings.rewards_token
+        most = settings.workers * settings.evaluations
+        rewards = RewardClient(agent.evaluator, token.get_secret_value() if token else None, most)
+        await stack.enter_async_context(rewards)
+    return Services(environments, rewards)
 
 
 def queued(rollout: Rollout, settings: Settings) -> NewRollout:
@@ -300,6 +342,7 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
         rollout_id=rollout.key.rollout_id,
         timeout_seconds=settings.runner.timeout_seconds,
         max_attempts=settings.runner.max_attempts,
+        prompt=rollout.task.prompt,
     )
 
 

@@ -49,8 +49,7 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
 
     async with AsyncExitStack() as stack:
         attempts = await open_attempts(settings, agent, stack, queue)
-        slots = settings.runner.workers * settings.runner.concurrency
-        made = Worker(attempts.queue, settings.runner.run_id, attempts, slots, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+        made = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
         worker = await stack.enter_async_context(made)
         mourning = asyncio.create_task(_mourn(attempts, settings.runner.run_id))
         told = asyncio.create_task(ending.wait())

@@ -14,11 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.attempts import Attempts, Ended, Stop, Why
+from runner.places import StageClock
 from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import Completion, Failure, Lease, Result, State
 from runner.roots import by_name
 from spangrad.leases import this_process
-from spangrad.types import AttemptFailure
+from spangrad.types import AttemptFailure, Stage
 
 _logger = logging.getLogger(__name__)
 
@@ -38,22 +39,21 @@ class Worker:
             queue: who has the rollouts.
             run_id: whose.
             attempts: makes them.
-            slots: attempts at once.
+            slots: attempts that can begin at once.
             store_patience_seconds: how long the store may be away.
         """
         self._queue = queue
         self._run_id = run_id
         self._attempts = attempts
         self._free = slots
-        self._most = 2 * slots
-        """Held at once: those that run, and as many that are evaluated or told of. Slow evaluators end the leasing."""
         self._patience = store_patience_seconds
         self._room = asyncio.Event()
         self._held: dict[tuple[str, int], Stop] = {}
+        self._clocks: dict[tuple[str, int], StageClock] = {}
         self._making: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[Ended] = asyncio.Queue()
         self._told = asyncio.Condition()
-        self._beating = Beating(queue, self._lost)
+        self._beating = Beating(queue, self._lost, self._ran)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self.name = this_process()
@@ -124,7 +124,7 @@ class Worker:
 
     async def _lease(self) -> None:
         while not self._draining and not self.failed.done():
-            room = min(self._free, self._most - len(self._held))
+            room = min(self._free, self._attempts.most - len(self._held))
             if room < 1:
                 self._room.clear()
                 await self._room.wait()
@@ -134,7 +134,9 @@ class Worker:
                 self._begin(lease)
 
     def _begin(self, lease: Lease) -> None:
-        stop = self._held[lease.rollout_id, lease.attempt] = Stop()
+        key = lease.rollout_id, lease.attempt
+        stop = self._held[key] = Stop()
+        self._clocks[key] = StageClock()
         if self._draining:
             stop.now(_RELEASED)
         self._free -= 1
@@ -145,10 +147,16 @@ class Worker:
 
     async def _make(self, lease: Lease, stop: Stop) -> None:
         try:
-            self._ended.put_nowait(await self._attempts.make(lease, stop, self._freed, self._fail))
+            clock = self._clocks[lease.rollout_id, lease.attempt]
+            self._ended.put_nowait(await self._attempts.make(lease, stop, clock, self._freed, self._fail))
         except Exception as error:
             self._fail(error)
             raise
+
+    def _ran(self, lease: Lease) -> float | None:
+        """How long the agent of an attempt has run: the wait for a place, and what comes before and after, counts for nobody."""
+        clock = self._clocks.get((lease.rollout_id, lease.attempt))
+        return clock and clock.seconds(Stage.RUN)
 
     def _freed(self) -> None:
         self._free += 1
@@ -175,6 +183,7 @@ class Worker:
             for one in ended:
                 self._beating.drop(one.lease)
                 self._held.pop((one.lease.rollout_id, one.lease.attempt), None)
+                self._clocks.pop((one.lease.rollout_id, one.lease.attempt), None)
             self._room.set()
             await self._changed()
 
@@ -202,7 +211,7 @@ class Worker:
     def _keep(self, ended: Sequence[Ended]) -> None:
         for one in ended:
             answer = one.answer
-            facts = {"worker": self.name, "reason": answer.failure, "detail": answer.detail, "calls": one.calls, "seconds": one.seconds}
+            facts = {"worker": self.name, "reason": answer.failure, "detail": answer.detail, "calls": one.calls, "stages": one.stages}
             self._attempts.files.end(one.lease.rollout_id, one.lease.attempt, facts)
 
 

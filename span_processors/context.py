@@ -12,9 +12,11 @@ from opentelemetry import baggage
 from opentelemetry.context import Context
 
 from spangrad.propagation import context_from
-from spangrad.semconv import CONTEXT_KEYS, ROLLOUT_ATTEMPT, ROLLOUT_ID
+from spangrad.semconv import CONTEXT_KEYS, PROMPT_NAME, PROMPT_VERSION, ROLLOUT_ATTEMPT, ROLLOUT_ID
 
 _NAMES = ("traceparent", "tracestate", "baggage")
+_OF_ATTEMPT = frozenset({ROLLOUT_ATTEMPT, PROMPT_NAME, PROMPT_VERSION})
+_NUMBERS = frozenset({ROLLOUT_ATTEMPT, PROMPT_VERSION})
 
 
 def environment_context(environ: Mapping[str, str]) -> Context:
@@ -27,18 +29,18 @@ def rollout_attributes(context: Context | None, process: Mapping[str, str]) -> d
 
     Args:
         context: where the span starts. None: the current context.
-        process: the same attributes as the process was started with, used for what the context does not say. A rollout and
-            its attempt come from one place: another rollout's attempt is never mixed in.
+        process: the same attributes as the process was started with, used for what the context does not say. A rollout,
+            its attempt and its prompt come from one place: another rollout's are never mixed in.
     """
     carried = baggage.get_all(context)
     found: dict[str, str | int] = {}
     for key in CONTEXT_KEYS:
         value = carried.get(key)
-        if value is None and not (key == ROLLOUT_ATTEMPT and ROLLOUT_ID in carried):
+        if value is None and not (key in _OF_ATTEMPT and ROLLOUT_ID in carried):
             value = process.get(key)
         if value is not None:
             text = str(value)
-            found[key] = int(text) if key == ROLLOUT_ATTEMPT and text.isdecimal() else text
+            found[key] = int(text) if key in _NUMBERS and text.isdecimal() else text
     return found
 
 

@@ -4,9 +4,10 @@ In: a task's input, as JSON on the program's standard input. Out: the last line 
 JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left; nor when its host is
 asked to end, because the runner has died.
 
-The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment, beside what the agent
-host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output, go to the
-attempt's log.
+The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment variables, the prompt that the
+attempt is pinned to (`prompt_client.program_variables`) and, where the attempt has an environment, SPANGRAD_ENVIRONMENT (JSON), beside
+what the agent host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output,
+go to the attempt's log.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import IO
 from spangrad.attempt_log import attempt_log
 from spangrad.errors import AgentError
 from spangrad.processes import die_with_parent
+from spangrad.prompt_client import program_variables
 from spangrad.propagation import carrier_of
 
+ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
 """Longest last line that is read."""
@@ -62,12 +65,13 @@ class CommandAgent:
         program = _program(command, directory)
         self._command = [_instrumenter(program), *command] if instrument else list(command)
 
-    async def __call__(self, given: object, endpoint: str | None) -> object:
+    async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
         """Run the program once.
 
         Args:
             given: the task's input.
             endpoint: the attempt's own endpoint of the policy. None: the program's environment says where it is.
+            environment: that it works in, as JSON. None: there is none.
 
         Raises:
             ExitCode: the program failed.
@@ -75,6 +79,7 @@ class CommandAgent:
         """
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
+        variables = _environment(endpoint, environment) | await asyncio.to_thread(program_variables, os.environ)
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
@@ -84,7 +89,7 @@ class CommandAgent:
                 stdout=stdout,
                 stderr=stderr,
                 cwd=self._directory,
-                env=_environment(endpoint),
+                env=variables,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -116,10 +121,12 @@ def kill_groups() -> None:
         _kill_group(leader)
 
 
-def _environment(endpoint: str | None) -> dict[str, str]:
+def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
     environment = {**os.environ, **{name.upper(): value for name, value in carrier_of().items()}}
     if endpoint is not None:
         environment["OPENAI_BASE_URL"] = endpoint
+    if leased is not None:
+        environment[ENVIRONMENT_VARIABLE] = json.dumps(leased)
     return environment
 
 

@@ -1,17 +1,19 @@
 """`python -m spangrad.agent_host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
 
-In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log"}` starts an attempt,
-`{"cancel": id}` ends one early, `{"flush": id}` sends what spans are left; the end of the pipe ends the host. Out, on what was standard
-output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`, then for each attempt `{"id", "ran": true}` when only its
-evaluator is left, and, in the order of their ends, `{"id", "reward", "failure", "detail", "stuck", "flushed"}`, for each flush
-`{"id", "flushed"}`, and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
-Invariant: each attempt is answered once, after its spans were sent, or with `flushed` false; nothing that the agent prints gets
-between the answers.
+In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log", "environment"}` begins the
+first stage of an attempt, `{"go": id}` its next one, `{"cancel": id}` ends one early, `{"flush": id}` sends what spans are left; the
+end of the pipe ends the host. Out, on what was standard output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`,
+then for each attempt `{"id", "stage"}` when a stage is over, with the one that waits for its `go` (`run`, `evaluate`; `end`: none is
+left), and `{"id", "reward", "failure", "detail", "stuck", "flushed", "output"}` when it has ended, for each flush `{"id", "flushed"}`,
+and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
+Invariant: each attempt is answered once, after its environment was closed and its spans were sent, or with `stuck` true or `flushed`
+false; nothing that the agent prints gets between the answers.
 
-An agent is a callable `agent(input)` or, by that parameter's name, `agent(input, endpoint)`, an evaluator `evaluator(input, output)`;
-either may be async. The evaluator's value is the reward, without one the agent's own: a finite number, or a mapping of names to finite
-numbers; None is no reward, unless there is no evaluator and the agent has called `span_processors.reward.reward`. `stuck` says that a
-thread of a cancelled attempt still runs, so that this process is better replaced.
+An agent is a callable `agent(input)`, an evaluator `evaluator(input, output)`; either may be async, and gets the attempt's `endpoint` (an
+agent) and `environment`, where it has parameters of those names. The evaluator's value is the reward, without one the agent's own: a finite
+number, or a mapping of names to finite numbers; None is no reward, unless there is no evaluator and the agent has called
+`span_processors.reward.reward`. Where somebody else evaluates, the agent's value is answered as `output`. `stuck` says that a thread of a
+cancelled attempt still runs, or that its environment does not close, so that this process is better replaced.
 
 The agent's modules may have any names, ours included: only `spangrad` and `span_processors` are imported here.
 """
@@ -25,18 +27,17 @@ import gc
 import importlib
 import inspect
 import json
-import math
-import numbers
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from opentelemetry import context, trace
 from opentelemetry.instrumentation.auto_instrumentation import initialize
@@ -44,83 +45,47 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
 from spangrad.attempt import AttemptNote, with_note
+from spangrad.attempt_answer import END_STAGE, Answer, Stages, Threads, handed_on, raised
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.errors import AgentError
+from spangrad.flushing import Flusher
+from spangrad.local_environment import LocalEnvironment
 from spangrad.processes import MARK, kill_marked
 from spangrad.propagation import context_from
-from spangrad.types import AttemptFailure
+from spangrad.reward_values import rewards_from
+from spangrad.types import AttemptFailure, Stage
 
 LINE_LIMIT_BYTES = 256 * 2**20
 """Longest line of the protocol."""
 
-_FLUSH_MILLISECONDS = 10_000
 _END_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """How an attempt ended."""
-
-    id: str
-    reward: Mapping[str, float] | float | None
-    """None exactly when it failed; empty when the agent has rewarded itself."""
-    failure: AttemptFailure | None
-    """None when it succeeded."""
-    detail: str = ""
-    """What happened, for people."""
-    stuck: bool = False
-    """Whether a thread of it still runs."""
-    flushed: bool = False
-    """Whether its spans were sent."""
-
-
-def rewards_from(value: object) -> Mapping[str, float] | float | None:
-    """Read a reward as agents and evaluators give it; None is none.
-
-    Raises:
-        ValueError: it is neither a finite number nor a mapping of names to finite numbers.
-    """
-    if isinstance(value, Mapping):
-        items = cast("Mapping[object, object]", value).items()
-        return {_name(name): _finite(one, f"reward {name!r}") for name, one in items} or None
-    return None if value is None else _finite(value, "the reward")
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"a reward's name is {name!r}, not a text")
-    return name
-
-
-def _finite(value: object, what: str) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r:.200}, not a finite number")
-    return float(value)
 
 
 class Host:
     """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
 
-    def __init__(
-        self,
-        agent: Callable[..., Any],
-        evaluator: Callable[..., Any] | None,
-        concurrency: int,
-        *,
-        evaluations: int = 1,
-        log_bytes: int = 0,
-    ) -> None:
-        self._agent = agent
-        self._wants_endpoint = "endpoint" in inspect.signature(agent).parameters
-        self._evaluator = evaluator
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="agent")
-        self._judging = ThreadPoolExecutor(evaluations, thread_name_prefix="evaluator")
-        self._evaluations = asyncio.Semaphore(evaluations)
+    def __init__(self, stages: Stages, threads: Threads, *, log_bytes: int = 0) -> None:
+        self._stages = stages
+        self._threads_of = {
+            Stage.INIT: ThreadPoolExecutor(threads.initialisers, thread_name_prefix="initialiser"),
+            Stage.RUN: ThreadPoolExecutor(threads.agents, thread_name_prefix="agent"),
+            Stage.EVALUATE: ThreadPoolExecutor(threads.evaluators, thread_name_prefix="evaluator"),
+        }
+        self._closing = ThreadPoolExecutor(threads.agents, thread_name_prefix="closer")
+        self._wanted = {
+            name: inspect.signature(function).parameters.keys() & {"endpoint", "environment"}
+            for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator))
+            if function is not None
+        }
         self._tell: Callable[[Mapping[str, object]], None] = lambda message: None
+        self._gates: dict[str, asyncio.Future[None]] = {}
+        """Attempts that wait to go on."""
         self._threads: set[Future[Any]] = set()
         self._log_bytes = log_bytes
         self._cancelled: set[str] = set()
-        self._flusher = _Flusher()
+        self._flusher = Flusher()
+        self._left_open = False
+        """Whether an environment did not close: its thread may run on."""
 
     async def serve(self, jobs: asyncio.StreamReader, answer: Callable[[Mapping[str, object]], None]) -> bool:
         """Answer jobs until there will be no more, then end what still runs.
@@ -148,6 +113,9 @@ class Host:
                 if (task := running.get(message["cancel"])) is not None:
                     self._cancelled.add(message["cancel"])
                     task.cancel()
+            elif "go" in message:
+                if (gate := self._gates.pop(message["go"], None)) is not None and not gate.done():
+                    gate.set_result(None)
             elif "flush" in message:
                 flushes.add(task := asyncio.create_task(flush(message["flush"])))
                 task.add_done_callback(flushes.discard)
@@ -158,69 +126,96 @@ class Host:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_END_SECONDS)
-        return not self._threads
+        return not self._threads and not self._left_open
 
     async def _attempt(self, job: Mapping[str, Any]) -> Answer:
-        name: str = job["id"]
-        note = AttemptNote()
         log = AttemptLog(job.get("log"), self._log_bytes)
         begin_log(log)
         try:
-            return await self._noted(name, job, note)
+            return await self._noted(job["id"], job, AttemptNote())
         finally:
             log.close()
 
     async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
+        environment = LocalEnvironment(self._stages.initialiser, self._closing)
+        environment.value = job.get("environment")
+        closed = True
         try:
-            reward, failure, detail = await self._run(name, job["input"], job.get("endpoint"), note)
+            try:
+                ended = await self._through(name, job, environment, note)
+                self._tell({"id": name, "stage": END_STAGE})
+            finally:
+                closed = await environment.close()
+                self._left_open |= not closed
         except asyncio.CancelledError as cancelled:
-            return Answer(name, None, AttemptFailure.TIMEOUT, "cancelled", stuck=isinstance(cancelled, _StuckError))
+            stuck = not closed or isinstance(cancelled, _StuckError)
+            return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=stuck)
         if name in self._cancelled:  # the agent has made something else of it
-            return Answer(name, None, AttemptFailure.TIMEOUT, "cancelled")
+            return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=not closed)
         try:
             flushed = await self._flusher.flush()
         except asyncio.CancelledError:
             flushed = False  # the agent was in time, whatever becomes of its spans
-        return Answer(name, reward, failure, detail, flushed=flushed)
+        return replace(ended, stuck=not closed, flushed=flushed)
 
-    async def _run(
-        self, name: str, given: object, endpoint: str | None, note: AttemptNote
-    ) -> tuple[Mapping[str, float] | float | None, AttemptFailure | None, str]:
+    async def _through(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> Answer:
+        """Go through the stages, as they are opened."""
+        given, stages = job["input"], self._stages
+        if stages.initialiser is not None:
+            try:
+                await environment.open(partial(self._call, Stage.INIT), given)
+            except (Exception, SystemExit) as error:  # whatever somebody's code raises is the attempt's end, not ours
+                return raised(name, AttemptFailure.ENVIRONMENT, error)
+            await self._gate(name, Stage.RUN)
+        having = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
         try:
-            output = await self._call(self._pool, self._agent, given, **({"endpoint": endpoint} if self._wants_endpoint else {}))
+            output = await self._call(Stage.RUN, stages.agent, given, **self._of(having, "agent"))
         except ExitCode as error:
-            return None, AttemptFailure.EXIT_CODE, str(error)
+            return Answer(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
         except InvalidOutput as error:
-            return None, AttemptFailure.INVALID_OUTPUT, str(error)
-        except (Exception, SystemExit) as error:  # whatever the agent raises is the attempt's end, not ours
-            traceback.print_exc()
-            return None, AttemptFailure.EXCEPTION, f"{type(error).__name__}: {error}"[:1000]
-        try:
-            value = output if self._evaluator is None else await self._evaluate(name, self._evaluator, given, output)
+            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
         except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            return None, AttemptFailure.EVALUATION, f"{type(error).__name__}: {error}"[:1000]
+            return raised(name, AttemptFailure.EXCEPTION, error)
+        if stages.outputs:
+            return handed_on(name, output)
+        if stages.evaluator is not None:
+            await self._gate(name, Stage.EVALUATE)
+            try:
+                output = await self._call(Stage.EVALUATE, stages.evaluator, given, output, **self._of(having, "evaluator"))
+            except (Exception, SystemExit) as error:
+                return raised(name, AttemptFailure.EVALUATION, error)
+        return self._rewarded(name, output, note)
+
+    def _rewarded(self, name: str, value: object, note: AttemptNote) -> Answer:
         try:
             reward = rewards_from(value)
         except ValueError as error:
-            return None, AttemptFailure.INVALID_OUTPUT, str(error)
-        if reward is None and self._evaluator is None and note.rewarded:
-            return {}, None, ""
+            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
+        alone = self._stages.evaluator is None
+        if reward is None and alone and note.rewarded:
+            return Answer(name, {})
         if reward is None:
-            return None, AttemptFailure.NO_REWARD, f"{'the agent' if self._evaluator is None else 'the evaluator'} gave no reward"
-        return reward, None, ""
+            return Answer(name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if alone else 'evaluator'} gave no reward")
+        return Answer(name, reward)
 
-    async def _evaluate(self, name: str, evaluator: Callable[..., Any], given: object, output: object) -> object:
-        """Evaluate when there is room; the attempt's place among those that run is free from here on."""
-        self._tell({"id": name, "ran": True})
-        async with self._evaluations:
-            return await self._call(self._judging, evaluator, given, output)
+    def _of(self, having: Mapping[str, object], whose: str) -> dict[str, object]:
+        """What a function is given beside its arguments, because it has parameters of these names."""
+        return {name: value for name, value in having.items() if name in self._wanted[whose]}
 
-    async def _call(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    async def _gate(self, name: str, stage: Stage) -> None:
+        """Say that this stage comes next, and wait for a place in it."""
+        gate = self._gates[name] = asyncio.get_running_loop().create_future()
+        self._tell({"id": name, "stage": stage})
+        try:
+            await gate
+        finally:
+            self._gates.pop(name, None)
+
+    async def _call(self, stage: Stage, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if _is_async(function):
             return await function(*args, **kwargs)
-        thread = pool.submit(contextvars.copy_context().run, function, *args, **kwargs)
+        thread = self._threads_of[stage].submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
         self._threads.add(thread)
         thread.add_done_callback(self._threads.discard)
         try:
@@ -234,29 +229,6 @@ class Host:
 
 class _StuckError(asyncio.CancelledError):
     """Cancelled, while a thread that cannot be stopped runs on."""
-
-
-class _Flusher:
-    """Flushes the tracer provider off the event loop; attempts that end during a flush share the next one."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._next: asyncio.Task[bool] | None = None
-
-    async def flush(self) -> bool:
-        """Send all spans that have ended; False when that takes too long."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._flush())
-        return await asyncio.shield(self._next)
-
-    async def _flush(self) -> bool:
-        async with self._turn:
-            self._next = None  # spans that end from here on need another flush
-            provider = trace.get_tracer_provider()
-            if not isinstance(provider, TracerProvider) or await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):
-                return True
-            print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
-            return False
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -333,9 +305,13 @@ def main() -> None:
     parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
+    parser.add_argument("--outputs", action="store_true", help="answer with the agent's output: somebody else evaluates it")
+    parser.add_argument("--environment", help="the initialiser, as module:function")
+    parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
     parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--evaluations", type=int, default=1, help="evaluators at once")
+    parser.add_argument("--initialisations", type=int, default=1, help="plain initialisers at once")
+    parser.add_argument("--evaluations", type=int, default=1, help="plain evaluators at once")
     parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
@@ -353,13 +329,15 @@ def main() -> None:
             if args.command
             else load(args.agent or "")
         )
-        host = Host(
+        stages = Stages(
             agent,
+            load(args.environment) if args.environment else None,
             load(args.evaluator) if args.evaluator else None,
-            args.concurrency,
-            evaluations=args.evaluations,
-            log_bytes=args.log_bytes,
+            args.leased,
+            args.outputs,
         )
+        threads = Threads(args.concurrency, args.initialisations, args.evaluations)
+        host = Host(stages, threads, log_bytes=args.log_bytes)
     except AgentError as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)

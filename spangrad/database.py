@@ -44,7 +44,7 @@ class Database:
     """A database with the tables of one owner."""
 
     def __init__(self, url: sa.URL, tables: sa.MetaData, owner: Owner) -> None:
-        """Open it, and make the tables that are missing.
+        """Open it, and make the tables and columns that are missing.
 
         Raises:
             SpangradError: the owner's: nobody answers there.
@@ -57,6 +57,7 @@ class Database:
             event.listen(self.engine, "connect", _configure_sqlite)
         event.listen(self.engine, "begin", self._begin)
         with self.transaction() as transaction:
+            _add_columns(transaction, tables)
             tables.create_all(transaction)
 
     @contextmanager
@@ -109,6 +110,20 @@ class Database:
                 f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(error.orig).__name__}). See that the database "
                 f"runs, that its disk has room, then start again: {self._owner.promise}"
             ) from error
+
+
+def _add_columns(transaction: sa.Connection, tables: sa.MetaData) -> None:
+    """Add the columns that tables of an earlier release lack: columns that came later may be NULL."""
+    found = sa.inspect(transaction)
+    there = set(found.get_table_names())
+    quote = transaction.dialect.identifier_preparer.quote
+    for table in tables.sorted_tables:
+        if table.name in there:
+            known = {column["name"] for column in found.get_columns(table.name)}
+            for column in table.columns:
+                if column.name not in known:
+                    kind = column.type.compile(transaction.dialect)
+                    transaction.exec_driver_sql(f"ALTER TABLE {quote(table.name)} ADD COLUMN {quote(column.name)} {kind}")
 
 
 def database_url(text: str, owner: Owner) -> sa.URL:

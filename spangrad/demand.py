@@ -28,6 +28,8 @@ class Demand:
     """Of mode train, in all, since the run began."""
     oldest_version: int
     """The oldest version whose calls may still be trained: what an older one sampled comes too late."""
+    filled: int
+    """Of `groups`, those that are spent or whole in the trainer's hands. As many as `groups`: what else runs is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)

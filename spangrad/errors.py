@@ -34,8 +34,16 @@ class QueueError(SpangradError):
     """The queue of rollouts refused, failed or could not be reached."""
 
 
+class PromptError(SpangradError):
+    """A prompt is not there, could not be fetched or kept, or its optimisation cannot go on."""
+
+
 class AgentError(SpangradError):
     """An agent could not be loaded or started at all (a failed attempt is data, not an error)."""
+
+
+class EnvironmentsError(SpangradError):
+    """A service of environments could not be started or reached at all (an attempt that got none is data, not an error)."""
 
 
 class BuilderError(SpangradError):

@@ -34,6 +34,11 @@ def carrier_of(source: Context | None = None) -> dict[str, str]:
     return carrier
 
 
+def baggage_of(header: str) -> dict[str, str]:
+    """What a `baggage` header says; nothing where it is malformed."""
+    return {key: str(value) for key, value in baggage.get_all(context_from({"baggage": header}, Context())).items()}
+
+
 def with_baggage(source: Context, entries: Mapping[str, str]) -> Context:
     """The context with further baggage."""
     for key, value in entries.items():

@@ -16,8 +16,12 @@ ROLLOUT_ATTEMPT: Final = "spangrad.rollout.attempt"
 PROCESS_ID: Final = "spangrad.process.id"
 SEQ: Final = "spangrad.seq"
 
-CONTEXT_KEYS: Final = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT)
-"""What baggage carries and every span repeats."""
+PROMPT_NAME: Final = "spangrad.prompt.name"
+PROMPT_VERSION: Final = "spangrad.prompt.version"
+"""Which version of which prompt the attempt was given, or the span's code has fetched."""
+
+CONTEXT_KEYS: Final = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT, PROMPT_NAME, PROMPT_VERSION)
+"""What baggage carries and every span of an agent repeats."""
 
 # The root span of an attempt.
 ROOT_SPAN_NAME: Final = "rollout"
@@ -27,6 +31,10 @@ GROUP_SIZE: Final = "spangrad.group.size"
 ROLLOUT_CALLS: Final = "spangrad.rollout.calls"
 ROLLOUT_FINAL: Final = "spangrad.rollout.final"
 ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
+INIT_SECONDS: Final = "spangrad.rollout.init.seconds"
+RUN_SECONDS: Final = "spangrad.rollout.run.seconds"
+EVALUATE_SECONDS: Final = "spangrad.rollout.evaluate.seconds"
+"""How long a stage took, without the wait for a place in it. Absent: the attempt did not come so far, or has no such stage."""
 
 # The gateway's span.
 GATEWAY_SCOPE: Final = "spangrad.gateway"
@@ -54,8 +62,6 @@ SAMPLING_FREQUENCY_PENALTY: Final = "spangrad.sampling.frequency_penalty"
 SAMPLING_REPETITION_PENALTY: Final = "spangrad.sampling.repetition_penalty"
 SAMPLING_CONSTRAINED: Final = "spangrad.sampling.constrained"
 """True when a grammar, a JSON schema or a required tool masked tokens."""
-
-PROMPT_VERSION: Final = "spangrad.prompt.version"
 
 REWARD: Final = "spangrad.reward"
 """A reward as an attribute of any span; `spangrad.reward.NAME` where it has a name. What stands on no call's span is the rollout's."""

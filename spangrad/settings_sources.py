@@ -21,8 +21,11 @@ from pydantic_settings import SettingsError as UnreadableVariableError
 from spangrad.errors import SettingsError
 from spangrad.settings import ENV_NESTING, ENV_PREFIX, Settings
 
-ENV_NOT_SETTINGS = frozenset({"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"})
-"""Variables with our prefix that name files, and are read where those files are used."""
+_FILES = {"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"}
+_FOR_AGENTS = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
+_OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", "_URL", "_VARIABLE", "_VERSION")}
+ENV_NOT_SETTINGS = frozenset(_FILES | _FOR_AGENTS | _OF_PROMPTS)
+"""Variables with our prefix that name files, or that tell agents of their attempt; they are read where they are used."""
 DEFAULT_FILE = "spangrad.toml"
 
 

@@ -23,6 +23,8 @@ class Mode(StrEnum):
     """Checks a server or a canary: never trained."""
     GREEDY = "greedy"
     """At temperature 0, for its group to be compared with (ReMax): never trained."""
+    TRIAL = "trial"
+    """Tries a candidate of a prompt: measured, never trained."""
     PRODUCTION = "production"
     """A service's own traffic: trained only when the trainer is told to."""
 
@@ -133,7 +135,9 @@ class AttemptFailure(StrEnum):
     NO_REWARD = "no_reward"
     """The agent ended well, and nothing said what that is worth."""
     EVALUATION = "evaluation"
-    """The evaluator raised."""
+    """The evaluator raised, or the reward service gave no answer that can be read."""
+    ENVIRONMENT = "environment"
+    """What the agent was to work in could not be made ready, or was lost under it."""
     UNCOUNTED = "uncounted"
     """The gateway was restarted meanwhile and cannot say how many calls it answered, so some may be missing."""
     UNFLUSHED = "unflushed"
@@ -144,6 +148,17 @@ class AttemptFailure(StrEnum):
     """Nothing was heard of its worker for longer than its lease holds."""
     RELEASED = "released"
     """Its worker gave it back; it does not count as one of the rollout's attempts."""
+
+
+class Stage(StrEnum):
+    """What an attempt goes through, each part with places of its own."""
+
+    INIT = "init"
+    """Its environment is made, or leased."""
+    RUN = "run"
+    """Its agent runs."""
+    EVALUATE = "evaluate"
+    """Its output is judged."""
 
 
 class RewardSource(StrEnum):
@@ -176,12 +191,23 @@ class RolloutKey:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptVersion:
+    """A version of a prompt that agents fetch."""
+
+    name: str
+    version: int
+    """From 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One question put to an agent."""
 
     task_id: str
     input: object
     """What the agent is given: any JSON value."""
+    prompt: PromptVersion | None = None
+    """What every attempt at it fetches under that name. None: what is published when the attempt asks first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,29 @@ def words_of(array: NDArray[np.float32], dtype: str) -> NDArray[np.unsignedinteg
     import numpy as np
 
     words = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
-    if dtype not in {"float32", "bfloat16"}:
-        raise CheckpointError(f"float32 weights are cast to bfloat16 alone, not to {dtype}. Start the engine with engine.dtype = bfloat16.")
-    return words if dtype == "float32" else _to_bfloat16(words)
+    return words if _word_bytes(dtype) == 4 else _to_bfloat16(words)
+
+
+def nbytes(array: NDArray[np.float32], dtype: str) -> int:
+    """Bytes of what `words_of` gives, without the cast.
+
+    Raises:
+        CheckpointError: the dtype is none that float32 is cast to.
+    """
+    return array.size * _word_bytes(dtype)
+
+
+def _word_bytes(dtype: str) -> int:
+    """Bytes of a word of a dtype that float32 is cast to."""
+    match dtype:
+        case "float32":
+            return 4
+        case "bfloat16":
+            return 2
+        case _:
+            raise CheckpointError(
+                f"float32 weights are cast to bfloat16 alone, not to {dtype}. Start the engine with engine.dtype = bfloat16."
+            )
 
 
 def _checksum(where: Path | str, words: Iterable[tuple[str, NDArray[np.unsignedinteger]]], dtype: str | None) -> str:

@@ -1,17 +1,56 @@
-"""Fixtures that several parts' tests share."""
+"""Fixtures that several parts' tests share, and how several processes share the tests.
+
+In: what pytest collected. Out: for each worker of pytest-xdist (`make test` starts two) whole files, so that what a file's tests share is
+started once. Invariant: all tests with a real vLLM run in one worker, so that at no time two of them start theirs.
+"""
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 from running_engine import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from running_postgres import running_postgres
 from running_store import running_store, store_settings
 
+from spangrad import processes
 from spangrad.settings import Settings, StoreSettings
+
+# How long an example takes says nothing where other tests run beside it.
+hypothesis.settings.register_profile("beside others", deadline=None)
+hypothesis.settings.load_profile("beside others")
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # A port is free until its server binds it: workers that chose from the same ports could choose the same one meanwhile.
+    own = slice(int(worker.removeprefix("gw")), None, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    processes._SERVER_PORTS = processes._SERVER_PORTS[own]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests with a real vLLM together, and begin with them: they are the longest group."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out groups and, of what is in none, files."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return nodeid.partition("::")[0] if group == nodeid else group
+
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -34,12 +73,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one vLLM leaves for the next: how the model's class is made, which takes a process that imports all of vLLM to find out."""
+    cache = tmp_path_factory.mktemp("vllm") / "cache"
+    cache.mkdir()
+    return cache
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Path, vllm_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
     """A running vLLM that serves `tiny_model`, shared by the whole test run: its version only grows. Mark tests with `vllm`."""
     if not VLLM_PYTHON.exists():
         pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
     directory = tmp_path_factory.mktemp("engine")
-    settings = engine_settings(tiny_model, directory / "cache")
+    settings = engine_settings(tiny_model, vllm_cache)
     with running_engine(settings, directory / "engine.log"):
         yield settings
 

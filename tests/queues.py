@@ -6,20 +6,22 @@ In: a database. Out: a running queue and a client of it. Invariant: it never out
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import SecretStr
 
 from runner.queue import server
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.service import Service
-from runner.queue.wire import Completion, Failure, Held, Lease, NewRollout, State
+from runner.queue.wire import Completion, Failure, Held, Lease, NewRollout, Rollout, State
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
@@ -76,6 +78,21 @@ def some(count: int, prefix: str = "r", group_size: int = 1, **facts: object) ->
         )
         for i in range(count)
     ]
+
+
+def with_mood(mood: str, rollouts: Iterable[NewRollout]) -> list[NewRollout]:
+    """Rollouts whose input is a word that the agents of `workers` know."""
+    return [msgspec.structs.replace(one, input=msgspec.Raw(json.dumps(mood).encode())) for one in rollouts]
+
+
+async def until_ended(client: QueueClient, count: int) -> list[Rollout]:
+    """The rollouts that have ended, once there are so many."""
+    found: list[Rollout] = []
+    cursor = 0
+    while len(found) < count:
+        page = await client.ended("run", after=cursor, limit=1000, wait_seconds=20)
+        cursor, found = page.cursor, found + page.rollouts
+    return found
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

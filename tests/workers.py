@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,14 @@ from pathlib import Path
 from fakes import AttemptGateway, OtlpSink
 from runner.agents import CommandAgent
 from spangrad import semconv
-from spangrad.processes import Child, own_command
+from spangrad.processes import MARK, Child, own_command
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 
 AGENT = """
     read given
     case "$given" in
         *crash*) kill -9 $$;;
+        *poison*) kill -9 $PPID;;
         *exit*) echo broken >&2; exit 3;;
         *hang*) sleep 600 & sleep 600;;
         *garbage*) echo "no number";;
@@ -49,8 +50,17 @@ class World:
         """The agent in sh."""
         return CommandAgent(("sh", "agent.sh"), directory=self.directory)
 
-    def start_worker(self, **changes: object) -> Child:
-        """`spangrad worker`, ready."""
+    def start_worker(
+        self, *options: str, agent: Sequence[str] = ("--", "sh", "agent.sh"), env: Mapping[str, str] | None = None, **changes: object
+    ) -> Child:
+        """`spangrad worker`, started.
+
+        Args:
+            options: of its command line.
+            agent: the end of its command line.
+            env: added to its environment.
+            changes: to the runner's settings.
+        """
         runner = {**self.settings.runner.model_dump(mode="json"), **changes}
         values = {
             "store.otlp_endpoint": self.settings.store.otlp_endpoint,
@@ -61,9 +71,9 @@ class World:
         log = self.directory / f"worker-{len(self.children)}.log"
         child = Child(
             "spangrad worker",
-            own_command("worker", "--directory", str(self.directory), *words, "--", "sh", "agent.sh"),
+            own_command("worker", "--directory", str(self.directory), *options, *words, *agent),
             log,
-            {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"},
+            {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2", **(env or {})},
             inherit_settings=False,
         )
         self.children.append(child)
@@ -79,7 +89,16 @@ class World:
 
     def processes(self) -> list[str]:
         """Command lines of the agent's programs that are there."""
-        return [command for command, where in _processes() if where == str(self.directory) and command.startswith(("sh", "sleep"))]
+        return [_command(pid) for pid in self.programs()]
+
+    def programs(self) -> list[int]:
+        """Processes of the agent's programs, and what those have started."""
+        return [pid for pid in _pids() if str(self.directory) == _directory(pid) and _command(pid).startswith(("sh", "sleep"))]
+
+    def left(self) -> list[str]:
+        """Command lines of whatever descends from an agent host of ours, by the mark that it has inherited, in whichever process group."""
+        ours = self.settings.store.otlp_endpoint.encode()
+        return [_command(pid) for pid in _pids() if f"{MARK}=".encode() in (inherited := _environment(pid)) and ours in inherited]
 
     def hosts(self) -> list[int]:
         """Agent hosts of our workers."""
@@ -124,12 +143,23 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _processes() -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for pid in _pids():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            found.append((command, str(Path(f"/proc/{pid}/cwd").readlink())))
-        except OSError:
-            continue
-    return [one for one in found if one[0]]
+def _command(pid: int) -> str:
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _environment(pid: int) -> bytes:
+    return _read(pid, "environ")
+
+
+def _directory(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/cwd").readlink())
+    except OSError:
+        return ""
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

@@ -5,7 +5,8 @@ Invariant: the level is a pure function of facts that only grow, so that under t
 leaves it right. A queue that is away holds up nothing.
 
 What is spent is asked for again: a group that was trained makes room for the next, and one that was put aside (stale, without anything to
-learn from: DAPO's filter) is replaced. In flight are wanted as many as the steps within the staleness bound can use.
+learn from: DAPO's filter) is replaced. In flight are wanted as many as the steps within the staleness bound can use. When so many are
+whole, the queue hears that, too: what else runs could not be used in time. A group that was cancelled is counted by neither.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Spent:
     trained: int
     """Groups in their batches, or of which a run over files trained a rollout."""
     put_aside: Mapping[ExpiryReason, int]
-    """Other groups, by the reason."""
+    """Other groups, by the reason; those that were cancelled too."""
 
     @property
     def groups(self) -> int:
-        """All of them."""
-        return self.trained + sum(self.put_aside.values())
+        """All of them but those that were cancelled: the queue does not count them as enqueued."""
+        return self.trained + sum(count for reason, count in self.put_aside.items() if reason is not ExpiryReason.CANCELLED)
 
 
 def in_flight(settings: TrainerSettings, steps: int) -> int:
@@ -69,16 +70,18 @@ def wanted(spent: Spent, settings: TrainerSettings) -> int:
     return spent.groups + in_flight(settings, spent.steps)
 
 
-def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int]) -> Demand:
+def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
     """What the queue is told.
 
     Args:
         spent: by the ledger.
         settings: of the trainer.
         lineage: the committed versions that led to the one about to be trained, which is last.
+        ready: groups that are whole, and not spent yet, once a batch of them was taken.
     """
     oldest = lineage[-1 - settings.max_staleness :][0]
-    return Demand(settings.policy, settings.branch, wanted(spent, settings), oldest)
+    level = wanted(spent, settings)
+    return Demand(settings.policy, settings.branch, level, oldest, min(spent.groups + ready, level))
 
 
 def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
@@ -118,14 +121,20 @@ class Caller:
         self._quiet_until = 0.0
         self._away = False
 
-    def call(self) -> None:
-        """Tell what is wanted now, if the queue does not know it; one that is away is told of once, and asked again later."""
+    def call(self, ready: int = 0) -> None:
+        """Tell what is wanted now, if the queue does not know it; one that is away is told of once, and asked again later.
+
+        Args:
+            ready: groups that are whole, and not spent yet, once a batch of them was taken.
+        """
         trainer = self._settings.trainer
         if self._settings.runner.queue_url is None or Mode.TRAIN not in trainer.modes:
             return
-        now = demand(self._spent(), trainer, self._ledger.lineage())
         early = time.monotonic() < self._quiet_until
-        if early and (self._away or now == self._told):
+        if early and self._away:
+            return
+        now = demand(self._spent(), trainer, self._ledger.lineage(), ready)
+        if early and now == self._told:
             return
         try:
             there = state(self._settings.runner, trainer.run_id, now)

@@ -21,6 +21,8 @@ from trainer.source import GROUP_COLUMNS, Group, Loaded
 class ExpiryReason(StrEnum):
     """Why a ready group is never trained."""
 
+    CANCELLED = "cancelled"
+    """A rollout of it was cancelled: it has not ended by itself, and the queue does not count the group."""
     NO_TRANSITIONS = "no_transitions"
     """Every call of this policy in it was dropped, or is not selected."""
     ONE_ROLLOUT = "one_rollout"
@@ -45,14 +47,15 @@ class ExpiryReason(StrEnum):
 def put_aside(
     groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
 ) -> dict[Group, ExpiryReason]:
-    """The groups that the settings' trainer never trains, and why; see `expiry_reasons`."""
+    """The groups that the settings' trainer never trains, and why: those of which a rollout was cancelled, and see `expiry_reasons`."""
     own, transitions = loaded.own(settings.policy, settings.selection), loaded.transitions
     compared: pl.DataFrame | None = None
     if loaded.greedy is not None:
         transitions = with_greedy(transitions, loaded.greedy, settings.reward_weights)
         compared = _compared(loaded.greedy.filter(pl.col("Policy") == settings.policy), lineage[-1 - settings.max_staleness :])
-    return expiry_reasons(
-        groups,
+    cancelled = dict.fromkeys((group for group in groups if group.group_id in loaded.cancelled), ExpiryReason.CANCELLED)
+    return cancelled | expiry_reasons(
+        [group for group in groups if group not in cancelled],
         transitions.filter(own),
         lineage=lineage,
         max_staleness=settings.max_staleness,

@@ -25,9 +25,8 @@ from trainer.batch import Batch, parts
 from trainer.estimators import over_tokens
 from trainer.learning import check
 from trainer.losses import correct, correction_metrics
-from trainer.ray_workers import RayWorkers
 from trainer.rows import padded, scalars, tensordict
-from trainer.workers import LocalWorkers, Workers
+from trainer.workers import begin
 
 _TOLD = {
     "loss": "loss",
@@ -50,7 +49,7 @@ class Engine:
         """
         check(settings)
         self.settings = settings
-        self._workers: Workers = RayWorkers(model, settings) if settings.workers else LocalWorkers(model, settings)
+        self._workers = begin(model, settings)
         self.device = self._workers.device
         import torch
 

@@ -25,7 +25,7 @@ from spangrad.clickhouse import connect
 from spangrad.errors import GatewayError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
-from spangrad.types import VersionStatus
+from spangrad.types import Mode, VersionStatus
 from trainer import alarms, checkpoint
 from trainer.assemble import assemble
 from trainer.batch import Batch
@@ -202,6 +202,7 @@ class Trainer:
                 loaded = self.source.load(chosen)
             reasons = put_aside(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
             if not reasons:
+                self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in ready))
                 return loaded
             if ExpiryReason.STALE in reasons.values():
                 self._publish_again()

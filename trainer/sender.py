@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError, SpangradError, TrainerError
 from spangrad.settings import TrainerSettings
-from spangrad.weights import checksum_arrays, words_of
+from spangrad.weights import checksum_arrays, nbytes, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,8 @@ class Sender:
             raise TrainerError("no version is being published.")
         if path == "/checksum":
             arrays = offer.named.values()
-            return {"checksum": checksum_arrays(arrays, body["dtype"]), "whole": checksum_arrays(arrays, "float32")}
+            whole = checksum_arrays(arrays, "float32")
+            return {"checksum": whole if body["dtype"] == "float32" else checksum_arrays(arrays, body["dtype"]), "whole": whole}
         if path != "/transfers":
             raise TrainerError(f"there is no {path}.")
         match body["over"]:
@@ -200,7 +201,7 @@ def _handler(sender: Sender) -> type[BaseHTTPRequestHandler]:
             offer, dtype = found
             named = offer.named
             self.send_response(200)
-            self.send_header("content-length", str(sum(words_of(one, dtype).nbytes for one in named.values())))
+            self.send_header("content-length", str(sum(nbytes(one, dtype) for one in named.values())))
             self.end_headers()
             for one in named.values():
                 self.wfile.write(words_of(one, dtype).data)

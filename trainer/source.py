@@ -18,7 +18,7 @@ from spangrad.clickhouse import store_errors
 from spangrad.datasets import ROWS_OF, builds_sql, resolve
 from spangrad.selection import expression
 from spangrad.settings import Selection, Settings
-from spangrad.types import Mode
+from spangrad.types import AttemptFailure, Mode
 from trainer.learning import ESTIMATORS, Need
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content
 FROM {builds} AS v
 WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
+"""
+
+_CANCELLED = """
+SELECT RolloutId FROM otel.v_rollouts
+WHERE RunId = %(run)s AND RolloutId IN %(rollouts)s AND Final AND Failure = '{reason}'
 """
 
 _TRANSITIONS = """
@@ -120,6 +125,8 @@ class Loaded:
     last call, whoever made it, so a policy's values are not known from its own rows alone."""
     greedy: pl.DataFrame | None = None
     """Transitions of the groups' greedy rollouts. None: the trainer's estimator compares with none."""
+    cancelled: frozenset[str] = frozenset()
+    """Ids of groups of which a rollout was cancelled, so that its attempt ended before its agent had."""
 
     def own(self, policy: str, selection: Selection) -> pl.Series:
         """Which transitions one policy can be trained on: those that it answered and that are selected.
@@ -211,10 +218,21 @@ class Source:
             BatchRollout(Group(*group), rollout, attempt, revision)
             for *group, rollout, attempt, revision in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision").iter_rows()
         ]
+        cancelled = self._cancelled(rollouts)
         if not self._greedy:
-            return Loaded(rollouts, newest)
+            return Loaded(rollouts, newest, cancelled=cancelled)
         greedy = pl.col("Mode") == Mode.GREEDY
-        return Loaded([one for one in rollouts if one.group.mode != Mode.GREEDY], newest.filter(~greedy), newest.filter(greedy))
+        trained = [one for one in rollouts if one.group.mode != Mode.GREEDY]
+        return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled)
+
+    def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
+        if not rollouts:
+            return frozenset()
+        query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value)
+        with store_errors(self._url):
+            parameters = {"run": self._run, "rollouts": tuple(one.rollout_id for one in rollouts)}
+            ids = {name for (name,) in self._client.query(query, parameters=parameters).result_rows}
+        return frozenset(one.group.group_id for one in rollouts if one.rollout_id in ids)
 
     def _frame(self, query: str, parameters: dict[str, object]) -> pl.DataFrame:
         with store_errors(self._url):

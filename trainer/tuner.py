@@ -18,10 +18,9 @@ from spangrad.errors import TrainerError
 from spangrad.settings import Settings
 from trainer.examples import Example
 from trainer.objective import Method, Objective
-from trainer.ray_workers import RayWorkers
 from trainer.rendering import Tokens
 from trainer.rows import scalars
-from trainer.workers import LocalWorkers, Workers
+from trainer.workers import begin
 
 _NO_OP = Tokens([0, 0], [0, 0])
 _KEPT = ("loss", "grad_norm", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
@@ -41,8 +40,7 @@ class Tuner:
         """
         self._tuning, self._objective = settings.tuning, Objective.of(method, settings.tuning, steps)
         trainer = settings.trainer.model_copy(update=_ALONE)
-        kind = RayWorkers if trainer.workers else LocalWorkers
-        self._workers: Workers = kind(model, trainer, self._objective)
+        self._workers = begin(model, trainer, self._objective)
         self.device = self._workers.device
         self.reference: NDArray[np.float32] | None = None
         """Of every sequence of every example, trained before held out, its logprob under the reference. None: not asked yet, or SFT."""
@@ -89,14 +87,7 @@ class Tuner:
         assert reference is not None
         both = torch.from_numpy(sums), torch.from_numpy(reference)
         made = preferences(*both, self._objective.beta, self._objective.label_smoothing)
-        margins = made.chosen - made.rejected
-        return {
-            "loss": float(made.losses.mean()),
-            "preference_accuracy": float((margins > 0).float().mean()),
-            "preference_margin": float(margins.mean()),
-            "chosen_reward": float(made.chosen.mean()),
-            "rejected_reward": float(made.rejected.mean()),
-        }
+        return {"loss": float(made.losses.mean()), **{name: float(value.mean()) for name, value in made.figures().items()}}
 
     def save_weights(self, directory: Path) -> None:
         """Write every parameter by its Hugging Face name, with adapters merged."""

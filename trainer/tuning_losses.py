@@ -26,6 +26,17 @@ class Preferences(NamedTuple):
     """The implicit reward of the chosen reply: beta times how far its logprob (nats) rose above the reference's."""
     rejected: torch.Tensor
 
+    def figures(self) -> dict[str, torch.Tensor]:
+        """What is told of each pair beside its loss, by the metric's name; without a gradient."""
+        chosen, rejected = self.chosen.detach(), self.rejected.detach()
+        margins = chosen - rejected
+        return {
+            "preference_accuracy": (margins > 0).float(),
+            "preference_margin": margins,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+
 
 def preferences(sums: torch.Tensor, reference: torch.Tensor, beta: float, smoothing: float) -> Preferences:
     """DPO's loss of each pair: -(1 - e) log s(m) - e log s(-m), where m = chosen - rejected reward and s is the logistic function.
@@ -60,15 +71,7 @@ def dpo_loss(beta: float, smoothing: float, model_output: Any, data: Any, dp_gro
     made = preferences(sums, data["reference"].to(sums.device), beta, smoothing)
     real = data["is_real"].to(sums.device)[0::2]
     share = real / data["pairs"] * data["dp_size"]
-    with torch.no_grad():
-        margins = made.chosen - made.rejected
-        told = {
-            "preference_accuracy": (margins > 0).float(),
-            "preference_margin": margins,
-            "chosen_reward": made.chosen,
-            "rejected_reward": made.rejected,
-        }
-        metrics = {name: Metric(AggregationType.SUM, (value * share).sum()) for name, value in told.items()}
+    metrics = {name: Metric(AggregationType.SUM, (value * share).sum()) for name, value in made.figures().items()}
     return (made.losses * share).sum(), metrics
 
 

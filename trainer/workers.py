@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from spangrad.settings import TrainerSettings
 from trainer.objective import Objective
 from trainer.process import prepare_process, quiet
+from trainer.ray_workers import RayWorkers
 
 
 class Workers(Protocol):
@@ -76,3 +77,18 @@ class LocalWorkers:
 
     def close(self) -> None:
         """Nothing runs elsewhere; memory goes with the last reference."""
+
+
+def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> Workers:
+    """The workers that trainer.workers asks for, with the model loaded.
+
+    Args:
+        model: a Hugging Face model directory.
+        settings: of the trainer.
+        objective: of a run over files. None: the trainer's own.
+
+    Raises:
+        SettingsError: what the settings ask for cannot be done.
+        TrainerError: Ray has no place for them.
+    """
+    return RayWorkers(model, settings, objective) if settings.workers else LocalWorkers(model, settings, objective)

@@ -35,6 +35,8 @@ from runner.queue.wire import (
     Lease,
     Leases,
     NewRollout,
+    Purge,
+    Purged,
     Refusal,
     Release,
     Result,
@@ -151,6 +153,14 @@ class QueueClient:
         """Queue dead letters again; how many."""
         return (await self._change("/v1/retry", Retried, which)).queued
 
+    async def purge(self, older_than_seconds: float, run_id: str | None = None) -> int:
+        """Have rollouts forgotten that ended so long ago; how many."""
+        gone, more = 0, True
+        while more:
+            done = await self._change("/v1/purge", Purged, Purge(older_than_seconds=older_than_seconds, run_id=run_id))
+            gone, more = gone + done.rollouts, done.more
+        return gone
+
     async def rollout(self, rollout_id: str) -> Rollout:
         """One rollout, with its attempts."""
         return await self._ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", Rollout)
@@ -218,15 +228,19 @@ class QueueClient:
 class Beating:
     """Keeps leases while their attempts run, from a task of its own; an async context manager."""
 
-    def __init__(self, client: QueueClient, ended: Callable[[Lease, Result], None]) -> None:
+    def __init__(
+        self, client: QueueClient, ended: Callable[[Lease, Result], None], ran: Callable[[Lease], float | None] = lambda lease: None
+    ) -> None:
         """Keep none so far.
 
         Args:
             client: where to say it.
             ended: called once for a lease that is not held any more, with the reason: its attempt is to be stopped.
+            ran: how long the agent of an attempt has run. None: nobody says, and it counts from the hand-out.
         """
         self._client = client
         self._ended = ended
+        self._ran = ran
         self._leases: dict[tuple[str, int], Lease] = {}
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -270,7 +284,8 @@ class Beating:
 
     async def _say(self, held: Sequence[Lease]) -> None:
         try:
-            results = await self._client.beat(held)
+            told = [Held(rollout_id=one.rollout_id, attempt=one.attempt, ran=self._ran(one)) for one in held]
+            results = await self._client.beat(told)
         except QueueError as error:
             logger.warning("%s", error)  # the client was patient already; the leases run on, and are asked for again
             return
@@ -322,7 +337,7 @@ def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -
 
 
 def _held(leases: Sequence[Lease | Held]) -> list[Held]:
-    return [Held(rollout_id=one.rollout_id, attempt=one.attempt) for one in leases]
+    return [one if isinstance(one, Held) else Held(rollout_id=one.rollout_id, attempt=one.attempt) for one in leases]
 
 
 def _reason(content: bytes) -> str:

@@ -63,7 +63,7 @@ class Endings:
         Args:
             transaction: to do it in.
             endings: of attempts that may be over already, or have never been.
-            wall: seconds since 1970, for people.
+            wall: seconds since 1970, for people, and for how long it is kept.
         """
         rows = _rollouts(transaction, [one.rollout_id for one in endings])
         told = _ended(transaction, [one for one in endings if not _under_way(rows.get(one.rollout_id), one.attempt)])
@@ -76,8 +76,8 @@ class Endings:
                 results.append(_answer(one, row, before))
                 continue
             row["state"], row["attempts_left"] = self._next_state(one, row)
-            row["ended"] = self._number() if row["state"] not in OPEN else None
-            updates.append({f"the_{name}": row[name] for name in ("seq", "state", "attempts_left", "ended")})
+            row["ended"], row["ended_at"] = (self._number(), wall) if row["state"] not in OPEN else (None, None)
+            updates.append({f"the_{name}": row[name] for name in ("seq", "state", "attempts_left", "ended", "ended_at")})
             told[one.rollout_id, one.attempt] = made = _attempt_row(one, row, wall)
             new.append(made)
             results.append(Result(rollout_id=one.rollout_id, attempt=one.attempt, state=State(row["state"])))
@@ -103,14 +103,16 @@ class Endings:
             groups = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.group_id).where(*mine)
             transaction.execute(GROUPS.update().where(sa.tuple_(GROUPS.c.run_id, GROUPS.c.group_id).in_(groups)).values(cancelled=True))
             transaction.execute(ATTEMPTS.insert().from_select(_COPIED, _copies(one, wall)))
-            gone: dict[str, Any] = {"state": State.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq}
+            gone: dict[str, Any] = {
+                "state": State.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
+            }  # fmt: skip
             queued += transaction.execute(ROLLOUTS.update().where(*mine).values(gone)).rowcount
         self._next += highest + 1
         return Cancelled(queued=queued - len(held), running=len(held)), held
 
     def retry(self, transaction: sa.Connection, which: Which) -> int:
         """Queue dead letters again, each for as many attempts as it had; how many."""
-        again = {"state": State.QUEUED.value, "ended": None, "attempts_left": ROLLOUTS.c.max_attempts}
+        again = {"state": State.QUEUED.value, "ended": None, "ended_at": None, "attempts_left": ROLLOUTS.c.max_attempts}
         dead = ROLLOUTS.c.state == State.DEAD.value
         return sum(transaction.execute(ROLLOUTS.update().where(one, dead).values(again)).rowcount for one in _condition(which))
 
@@ -226,6 +228,6 @@ _UPDATE = (
     ROLLOUTS.update()
     .where(ROLLOUTS.c.seq == sa.bindparam("the_seq"))
     .values(
-        worker=None, **{name: sa.bindparam(f"the_{name}") for name in ("state", "attempts_left", "ended")}
+        worker=None, **{name: sa.bindparam(f"the_{name}") for name in ("state", "attempts_left", "ended", "ended_at")}
     )
 )  # fmt: skip

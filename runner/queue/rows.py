@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUPS, ROLLOUTS, Database
 from runner.queue.wire import Ask, Attempt, Demand, Lease, NewRollout, Rollout, Run, State, Wanted
-from spangrad.types import AttemptFailure, Mode
+from spangrad.types import AttemptFailure, Mode, PromptVersion
 
 CHUNK = 1000
 """Ids in one statement."""
@@ -88,6 +88,8 @@ def enqueue(
                     "priority": one.priority,
                     "timeout_seconds": one.timeout_seconds or defaults.timeout_seconds,
                     "max_attempts": attempts,
+                    "prompt_name": one.prompt.name if one.prompt else None,
+                    "prompt_version": one.prompt.version if one.prompt else None,
                     "attempts_left": attempts,
                     "state": State.QUEUED.value,
                     "attempt": -1,
@@ -127,6 +129,7 @@ def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) 
             priority=row.priority,
             timeout_seconds=row.timeout_seconds,
             lease_seconds=seconds,
+            prompt=_prompt(row),
         )
         for row in rows
     ]
@@ -149,18 +152,20 @@ def demand(connection: sa.Connection, run_id: str) -> Demand:
     """What is wanted of a run, and what was enqueued."""
     order = (DEMANDS.c.policy, DEMANDS.c.branch)
     wanted = [
-        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version)
+        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled)
         for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
     ]
-    mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN, GROUPS.c.cancelled == sa.false())
-    enqueued = connection.execute(sa.select(sa.func.count()).select_from(GROUPS).where(*mine)).scalar_one()
-    return Demand(groups=max((one.groups for one in wanted), default=0), enqueued=enqueued, branches=wanted)
+    mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)
+    count = sa.select(GROUPS.c.cancelled, sa.func.count()).where(*mine).group_by(GROUPS.c.cancelled)
+    groups = {bool(cancelled): number for cancelled, number in connection.execute(count)}
+    level = max((one.groups for one in wanted), default=0)
+    return Demand(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=wanted)
 
 
 def want(transaction: sa.Connection, database: Database, run_id: str, wanted: Wanted) -> Demand:
     """Keep what a branch wants; fewer groups than it wanted before is older news, and changes nothing."""
     key = {"run_id": run_id, "policy": wanted.policy, "branch": wanted.branch}
-    values = {"groups": wanted.groups, "oldest_version": wanted.oldest_version}
+    values = {"groups": wanted.groups, "oldest_version": wanted.oldest_version, "filled": wanted.filled}
     mine = [DEMANDS.c[name] == value for name, value in key.items()]
     database.insert_new(transaction, DEMANDS, [{**key, **values}])
     transaction.execute(DEMANDS.update().where(*mine, DEMANDS.c.groups <= wanted.groups).values(values))
@@ -250,7 +255,12 @@ def _rollout(row: sa.Row[Any], attempts: list[Attempt]) -> Rollout:
         worker=row.worker,
         cursor=row.ended,
         attempts=attempts,
+        prompt=_prompt(row),
     )
+
+
+def _prompt(row: sa.Row[Any]) -> PromptVersion | None:
+    return PromptVersion(row.prompt_name, row.prompt_version) if row.prompt_name is not None else None
 
 
 def _attempt(row: sa.RowMapping) -> Attempt:
@@ -291,7 +301,7 @@ HAND_OUT = (
             ROLLOUTS.c[name]
             for name in (
                 "seq", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
-                "timeout_seconds",
+                "timeout_seconds", "prompt_name", "prompt_version",
             )
         ]
     )

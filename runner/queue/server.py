@@ -20,6 +20,8 @@ from aiohttp import web
 
 from runner.queue.client import default_url
 from runner.queue.metrics import Metrics
+from runner.queue.prompts import PromptAnswers
+from runner.queue.purge import keep_tidy
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
@@ -47,6 +49,7 @@ WAIT_MOST = 60.0
 """Seconds that an answer may wait for news."""
 DRAIN_SECONDS = 5.0
 """That requests have to end when the server does."""
+DAY_SECONDS = 86400.0
 _OPEN = frozenset({"/healthz"})
 """Paths that tell nothing and ask for no token."""
 
@@ -88,6 +91,8 @@ async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
     await runner.setup()
     assert runner.server
     tasks = [asyncio.create_task(silent.watch(runner.server)), asyncio.create_task(service.watch())]
+    if settings.queue_keep_days is not None:
+        tasks.append(asyncio.create_task(keep_tidy(service.purge, settings.queue_keep_days * DAY_SECONDS)))
     try:
         await web.TCPSite(runner, settings.queue_host, settings.queue_port, backlog=BACKLOG).start()
         yield service
@@ -114,6 +119,7 @@ def application(service: Service, token: str | None) -> web.Application:
             web.get("/v1/runs/{run}/ended", answers.ended),
             web.get("/v1/runs/{run}/demand", answers.demand),
             web.put("/v1/runs/{run}/demand", answers.want),
+            *PromptAnswers(service).routes(),
             web.get("/healthz", answers.health),
             web.get("/readyz", answers.ready),
             web.get("/metrics", metrics.handle),

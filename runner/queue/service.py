@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from runner.ids import ordered_ids
 from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
+from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
 from runner.queue.tables import QueueDatabase
 from runner.queue.wire import (
@@ -35,6 +36,8 @@ from runner.queue.wire import (
     Fail,
     Lease,
     Leases,
+    Purge,
+    Purged,
     Release,
     Results,
     Retried,
@@ -117,6 +120,7 @@ class Service:
             "/v1/leases/release": (Release, self.release),
             "/v1/cancel": (Which, self.cancel),
             "/v1/retry": (Which, self.retry),
+            "/v1/purge": (Purge, self.purge),
         }
 
     def attempts(self) -> list[Running]:
@@ -152,7 +156,8 @@ class Service:
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
-            if leases or self._stopping or not await _within(news, end):
+            # Whoever died as he waited is handed nothing: that would count as an attempt.
+            if leases or self._stopping or not await _within(news, end) or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Beat) -> Results:
@@ -162,6 +167,8 @@ class Service:
             key = (one.rollout_id, one.attempt)
             if running := self._running.get(key):
                 self._held.renew(key, running.lease_seconds)
+                if one.ran is not None:
+                    self._run.renew(key, running.timeout_seconds + running.lease_seconds - one.ran)
             else:
                 lost.append(key)
         if not lost:
@@ -208,6 +215,10 @@ class Service:
         queued = await self._write(lambda transaction: self._endings.retry(transaction, which))
         _tell(self._arrivals)
         return Retried(queued=queued)
+
+    async def purge(self, asked: Purge) -> Purged:
+        """Forget rollouts that ended long ago."""
+        return await purge(self._read, self._write, asked)
 
     async def want(self, run_id: str, wanted: Wanted) -> Demand:
         """Keep what a branch wants of a run."""
@@ -336,8 +347,8 @@ class Service:
             ran = now.monotonic - one.began if not fresh and one.boot == self._boot else 0.0
             self._running[key] = one
             self._held.renew(key, one.lease_seconds)
-            # A worker has a lease's time to end an attempt by itself: it knows better how.
-            self._run.renew(key, one.timeout_seconds + one.lease_seconds - ran)
+            # A worker has a lease's time to end an attempt by itself: it knows better how, and how much of the time was the agent's.
+            self._run.renew(key, one.lease_seconds + max(one.timeout_seconds - ran, 0.0))
 
     def _drop(self, key: Key) -> bool:
         self._held.forget(key)

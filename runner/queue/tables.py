@@ -38,6 +38,8 @@ ROLLOUTS = sa.Table(
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("timeout_seconds", sa.Float, nullable=False),
     sa.Column("max_attempts", sa.Integer, nullable=False),
+    sa.Column("prompt_name", sa.String, comment="that its attempts are pinned to, like the column below. NULL: to none"),
+    sa.Column("prompt_version", sa.Integer),
     sa.Column("attempts_left", sa.Integer, nullable=False),
     sa.Column("state", sa.String, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False, comment="the number of the newest attempt; -1: none was made"),
@@ -47,6 +49,7 @@ ROLLOUTS = sa.Table(
     sa.Column("began", sa.Float, comment="by that machine's monotonic clock"),
     sa.Column("began_at", sa.Float, comment="seconds since 1970: for people, never compared"),
     sa.Column("ended", _BIG, comment="its place in the order of endings. NULL: it has not ended"),
+    sa.Column("ended_at", sa.Float, comment="seconds since 1970: says how long it is kept, and nothing else. NULL: it has not ended"),
     sa.Index("rollouts_by_state", "state", "run_id", sa.text("priority DESC"), "seq"),
     sa.Index("rollouts_by_group", "run_id", "group_id"),
     sa.Index(
@@ -85,6 +88,7 @@ DEMANDS = sa.Table(
     *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "policy", "branch")],
     sa.Column("groups", _BIG, nullable=False),
     sa.Column("oldest_version", _BIG),
+    sa.Column("filled", _BIG, nullable=False),
 )
 
 _OWNER = Owner("the queue's database", "runner.queue_db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)

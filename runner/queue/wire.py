@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from spangrad.types import AttemptFailure, Mode
+from spangrad.types import AttemptFailure, Mode, PromptVersion
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
@@ -52,9 +52,11 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     priority: Priority = 0
     """The largest goes first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
-    """That an attempt may run, from when it was handed out. None: runner.timeout_seconds of the server."""
+    """That an agent may run; from the hand-out, where its worker does not say since when. None: runner.timeout_seconds of the server."""
     max_attempts: Count | None = None
     """None: runner.max_attempts of the server."""
+    prompt: PromptVersion | None = None
+    """What its attempts fetch under that name. None: what is published when they ask."""
 
 
 class Enqueue(Struct, frozen=True, kw_only=True):
@@ -88,7 +90,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     """That each lease holds unrenewed. None: runner.queue_lease_seconds of the server."""
 
 
-class Lease(Struct, frozen=True, kw_only=True):
+class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The right, and the duty, to make one attempt of a rollout."""
 
     run_id: str
@@ -104,6 +106,8 @@ class Lease(Struct, frozen=True, kw_only=True):
     priority: int
     timeout_seconds: float
     lease_seconds: float
+    prompt: PromptVersion | None = None
+    """As it was enqueued."""
 
     def task_input(self) -> Any:
         """What the agent is given."""
@@ -121,6 +125,8 @@ class Held(Struct, frozen=True, kw_only=True):
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
+    ran: Annotated[float, Meta(ge=0)] | None = None
+    """In a heartbeat: how long its agent has run, so that nothing else counts. None: since the hand-out."""
 
 
 class Beat(Struct, frozen=True, kw_only=True):
@@ -224,6 +230,24 @@ class Retried(Struct, frozen=True, kw_only=True):
     queued: int
 
 
+class Purge(Struct, frozen=True, kw_only=True):
+    """POST /v1/purge: forget rollouts that have ended, and their attempts."""
+
+    older_than_seconds: Annotated[float, Meta(ge=0)]
+    """That they ended before."""
+    run_id: Name | None = None
+    """None: of all runs."""
+
+
+class Purged(Struct, frozen=True, kw_only=True):
+    """Its answer."""
+
+    rollouts: int
+    """That are forgotten."""
+    more: bool
+    """Whether others may be left that are as old: ask again."""
+
+
 class Attempt(Struct, frozen=True, kw_only=True):
     """One attempt of a rollout."""
 
@@ -241,7 +265,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     seconds: float | None
 
 
-class Rollout(Struct, frozen=True, kw_only=True):
+class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout, for people and for those who wait for its end."""
 
     run_id: str
@@ -260,6 +284,8 @@ class Rollout(Struct, frozen=True, kw_only=True):
     """Its place in the order in which the run's rollouts ended. None: it has not."""
     attempts: list[Attempt]
     """Oldest first; in lists only the last one."""
+    prompt: PromptVersion | None = None
+    """That its attempts are pinned to. None: to none."""
 
 
 class Rollouts(Struct, frozen=True, kw_only=True):
@@ -294,6 +320,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """Of mode train, in all, since the run's beginning."""
     oldest_version: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
     """Whose calls the branch can still train. None: the branch does not say."""
+    filled: Annotated[int, Meta(ge=0, lt=2**53)] = 0
+    """Of `groups`, those that are there: spent, or whole in the trainer's hands. As many as `groups`: no other one is waited for."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -303,6 +331,8 @@ class Demand(Struct, frozen=True, kw_only=True):
     """The most that any branch wants."""
     enqueued: int
     """Groups of mode train that were enqueued in the run, without those of which a rollout was cancelled."""
+    cancelled: int
+    """Those."""
     branches: list[Wanted]
 
 

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Selection
 from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
+from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.trainer import TrainerSettings
@@ -26,6 +27,7 @@ __all__ = [
     "CollectorSettings",
     "EngineSettings",
     "GatewaySettings",
+    "PromptSettings",
     "RunnerSettings",
     "Selection",
     "Settings",
@@ -51,3 +53,4 @@ class Settings(BaseSettings):
     trainer: TrainerSettings = TrainerSettings()
     tuning: TuningSettings = TuningSettings()
     runner: RunnerSettings = RunnerSettings()
+    prompts: PromptSettings = PromptSettings()

@@ -17,17 +17,28 @@ class RunnerSettings(Section):
     """Where the runner keeps what agents print, how attempts ended, and the queues of runs that have no server."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts a task."""
+    extra_groups: int = Field(default=0, ge=0)
+    """Groups that `spangrad run --follow-demand` keeps in flight beyond those that are wanted, so that the slowest are not waited for: what
+    still runs when the trainer has what it wants is cancelled. With 0 nothing is cancelled so."""
     greedy_rollouts: bool | None = None
     """Whether each group of mode train has one more rollout, at temperature 0. None: exactly where trainer.estimator is `remax`."""
     workers: int = Field(default=1, ge=1)
     """Agent processes."""
     concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each process."""
+    initialisations: int = Field(default=16, ge=1)
+    """Environments that are made, or asked for, at once in each process. What is initialised holds no place of `concurrency`."""
+    initialised_ahead: int = Field(default=16, ge=1)
+    """Attempts of each process that may have an environment, or be getting one, before they have a place of `concurrency`."""
     evaluations: int = Field(default=16, ge=1)
     """Evaluators at once in each process. What is evaluated holds no place of `concurrency`."""
     max_attempts: int = Field(default=2, ge=1)
+    init_timeout_seconds: float = Field(default=300, gt=0)
+    """That an attempt's environment may take, also in the line of a service."""
     timeout_seconds: float = Field(default=300, gt=0)
-    """That an attempt may take. Time in the queue does not count."""
+    """That an agent may take. Time in the queue does not count, nor what comes before and after the agent."""
+    evaluation_timeout_seconds: float = Field(default=300, gt=0)
+    """That the evaluator may take."""
     drain_seconds: float = Field(default=30, ge=0)
     """That attempts may go on after a worker was told to end; those that are not done by then are given back."""
     attempts_kept: int = Field(default=2000, ge=0)
@@ -49,3 +60,19 @@ class RunnerSettings(Section):
     """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time serves from it."""
     queue_lease_seconds: float = Field(default=30.0, gt=0)
     """After which a rollout is given to another worker when nothing was heard of its own, where the worker asked for no other time."""
+    environments_host: str = "127.0.0.1"
+    """Address that `spangrad environments` binds. Anything but loopback needs `environments_token`."""
+    environments_port: int = 8191
+    environments_token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that the service of environments asks for, and that agents' runners show it. None: nothing is asked."""
+    environment_lease_seconds: float = Field(default=30.0, gt=0)
+    """After which an instance is taken back when nothing was heard of who leased it."""
+    environment_seconds: float = Field(default=60.0, gt=0)
+    """That an instance may take to be made, begun, reset, looked at or closed; one that takes longer is replaced."""
+    rewards_host: str = "127.0.0.1"
+    """Address that `spangrad rewards serve` binds. Anything but loopback needs `rewards_token`."""
+    rewards_port: int = 8192
+    rewards_token: SecretStr | None = Field(default=None, min_length=1)
+    """Token that the reward service asks for, and that runners show it. None: nothing is asked."""
+    queue_keep_days: float | None = Field(default=30.0, gt=0)
+    """That the queue's server keeps rollouts, with their attempts, after they have ended. None: until `spangrad queue purge`."""

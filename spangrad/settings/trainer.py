@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
 from spangrad.settings.builder import Selection
 from spangrad.settings.section import Section
+from spangrad.types import Mode
 
 Estimator = Literal[
     "gae",
@@ -52,6 +53,12 @@ KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", 
 """Verl's estimates of a KL divergence from a token's two logprobs; with `+` the gradient is that of `k2`, which is unbiased."""
 
 
+def _may_be_trained(mode: str) -> str:
+    if mode == Mode.TRIAL:
+        raise ValueError("rollouts of mode trial try candidates of a prompt and are never trained")
+    return mode
+
+
 class Correction(Section):
     """What is done about responses that other weights, or another arithmetic, sampled (docs/learning.md)."""
 
@@ -82,7 +89,8 @@ class TrainerSettings(Section):
     """Database of the ledger, postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE. None: SQLite's ledger.db in trainer.directory."""
     lease_seconds: float = Field(default=60.0, gt=0)
     """After which another trainer may take over a step whose process no longer renews its lease."""
-    modes: tuple[str, ...] = ("train",)
+    modes: tuple[Annotated[str, AfterValidator(_may_be_trained)], ...] = ("train",)
+    """Modes of rollouts that may be trained. Trials of prompts may not."""
     dataset: str | None = None
     """NAME, or NAME@REVISION, of the transitions to train on. None: those that the builder's settings make."""
     as_of: datetime | None = None

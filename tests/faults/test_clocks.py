@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from clocks import MovedClock
 from conftest import Place
-from queues import queue_db, queue_server, queue_settings, some
+from queues import is_state, queue_db, queue_server, queue_settings, some, until, until_ended, with_mood
+from workers import kill, world
 
 from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import State
+from spangrad.processes import wait_until
 from spangrad.types import AttemptFailure
 
 __all__ = ["queue_db"]
@@ -52,6 +55,34 @@ async def test_leases_of_a_queue_whose_clock_is_moved(queue_db: str, tmp_path: P
                     await asyncio.sleep(0.05)
                 assert found.attempts[0].reason is AttemptFailure.LOST
                 assert (await client.rollout(held.rollout_id)).state is State.RUNNING, "it was freed"
+
+
+@pytest.mark.parametrize("moved", [HOUR, -HOUR])
+async def test_workers_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
+    """Server, workers, hosts and programs: no attempt that is under way is lost, late or made twice; one whose worker dies is."""
+    settings = queue_settings(queue_db, queue_lease_seconds=3)
+    mine = clock.environment
+    with world(tmp_path, queue_url=settings.queue_url, concurrency=2) as here, queue_server(settings, tmp_path / "queue.log", mine):
+        async with QueueClient.of(settings) as client:
+            await client.enqueue("run", with_mood("slow", some(40)))
+            for _ in range(2):
+                here.start_worker(env=mine)
+            await until_ended(client, 5)
+            clock.move(moved)
+            ended = await until_ended(client, 40)
+            whole = [await client.rollout(one.rollout_id) for one in ended]
+            assert Counter(one.reason for rollout in whole for one in rollout.attempts) == {None: 40}
+            assert max(one.seconds or 0 for rollout in whole for one in rollout.attempts) < 60, "time was counted by the clock of the day"
+            seen = whole[-1].attempts[0]
+            assert abs(seen.began_at - time.time() - moved) < 120, "its clock was not moved"
+            await client.enqueue("run", with_mood("hang", some(2, "held ")))
+            await until(lambda: is_state(client, "held 0", State.RUNNING))
+            clock.move(0)
+            for child in here.children:
+                kill(child.process.pid)
+            await until(lambda: is_state(client, "held 0", State.QUEUED))
+            assert [one.reason for one in (await client.rollout("held 0")).attempts] == [AttemptFailure.LOST]
+        await asyncio.to_thread(wait_until, lambda: not here.left(), 30, "the end of the agents' programs")
 
 
 LEDGER = """

@@ -1,70 +1,196 @@
-"""Workers and agent hosts killed at random points: nothing lost, nothing completed twice, no orphan process."""
+"""Real workers and a real server under kill -9, SIGSTOP, poison and cancellations: nothing is lost or done twice, no process is left."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import signal
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import msgspec
 import pytest
-from queues import queue_settings, serving, some
-from workers import kill, world
+from queues import queue_db, queue_process, queue_server, queue_settings, some, until, until_ended, with_mood
+from workers import World, kill, world
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import State
+from runner.queue.wire import State, Which
 from spangrad import semconv
-from spangrad.processes import wait_until
+from spangrad.processes import Child, wait_until
+from spangrad.settings import RunnerSettings
+from spangrad.types import AttemptFailure
 
-ROLLOUTS = 60
-KILLS = 12
-WORKERS = 2
+__all__ = ["queue_db"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+ROLLOUTS = 150
+KILLS = 50
+WORKERS = 3
+SLEEPERS = """
+import asyncio
+
+async def agent(given):
+    await asyncio.sleep(600 if given == "sleep" else 0)
+    return 1.0
+"""
 
 
-async def until_ended(client: QueueClient, count: int) -> None:
-    """Wait until so many rollouts have ended."""
-    cursor = ended = 0
-    while ended < count:
-        page = await client.ended("run", after=cursor, limit=1000, wait_seconds=20)
-        cursor, ended = page.cursor, ended + len(page.rollouts)
+async def until_true(what: str, true: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, true, 60, what)
 
 
-@pytest.mark.slow
-async def test_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+async def require_no_orphan(here: World) -> None:
+    """Nothing that a host has started outlives the workers."""
+    for child in here.children:
+        child.stop(30)
+    await asyncio.to_thread(wait_until, lambda: not here.left() and not here.processes(), 30, f"the end of {here.left()}")
+    assert here.hosts() == []
+
+
+async def require_once(client: QueueClient, here: World, names: Iterable[str]) -> dict[tuple[str, int], AttemptFailure | None]:
+    """Each rollout has succeeded once; each attempt has its root, and the newest of each rollout the final mark. Attempts by reason."""
+    wanted = Counter(names)
+    ended = await until_ended(client, len(wanted))
+    assert Counter(one.rollout_id for one in ended) == wanted
+    assert {one.state for one in ended} == {State.SUCCEEDED}
+    whole = [await client.rollout(one.rollout_id) for one in ended]
+    attempts = {(rollout.rollout_id, one.attempt): one.reason for rollout in whole for one in rollout.attempts}
+    assert Counter(name for (name, _), reason in attempts.items() if reason is None) == wanted
+    await until_true("the last roots", lambda: here.roots().keys() >= attempts.keys())
+    roots = here.roots()
+    assert roots.keys() == attempts.keys()
+    newest = {name: max(number for other, number in attempts if other == name) for name in wanted}
+    assert [key for key in newest.items() if not roots[key][semconv.ROLLOUT_FINAL]] == []
+    return attempts
+
+
+class Victims:
+    """Everything that may die: each is replaced, or replaces itself."""
+
+    def __init__(self, here: World, settings: RunnerSettings, chance: random.Random) -> None:
+        self._here, self._settings, self._chance = here, settings, chance
+        self.killed: Counter[str] = Counter()
+        self.server = self._serve()
+
+    def kill_one(self) -> None:
+        """Kill one that is there, of a kind drawn first."""
+        kinds: dict[str, list[int]] = {
+            "server": [self.server.process.pid],
+            "worker": [child.process.pid for child in self._here.children if child.running],
+            "host": self._here.hosts(),
+            "program": self._here.programs(),
+        }
+        kind = self._chance.choice([name for name, pids in kinds.items() if pids])
+        victim = self._chance.choice(kinds[kind])
+        kill(victim)
+        self.killed[kind] += 1
+        for child in (*self._here.children, self.server):
+            if child.process.pid == victim:
+                child.process.wait()  # a corpse may count as running, and then nobody takes its place
+        if not self.server.running:
+            self.server = self._serve()
+        for _ in range(WORKERS - sum(child.running for child in self._here.children)):
+            self._here.start_worker()
+
+    def _serve(self) -> Child:
+        return queue_process(self._settings, self._here.directory / "queue.log")
+
+
+async def test_fifty_kills_lose_nothing_and_leave_nothing(queue_db: str, tmp_path: Path, tell: Callable[[str], None]) -> None:
     chance = random.Random(8)
-    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=2, max_attempts=KILLS + 2)
+    settings = queue_settings(queue_db, queue_lease_seconds=3, max_attempts=KILLS + 2)
     with world(tmp_path, queue_url=settings.queue_url, concurrency=3) as here:
-        async with serving(settings) as (client, _):
-            moods = [msgspec.structs.replace(one, input=msgspec.Raw(json.dumps("slow").encode())) for one in some(ROLLOUTS)]
-            await client.enqueue("run", moods)
-            for _ in range(WORKERS):
-                here.start_worker()
-            done = 0
-            for _ in range(KILLS):
-                # A kill comes when something more has ended, and a random part of an attempt later.
-                done = min(done + 2, ROLLOUTS)
-                await until_ended(client, done)
-                await asyncio.sleep(chance.random() * 0.4)
-                victims = [child.process.pid for child in here.children if child.running] + here.hosts()
-                kill(chance.choice(victims))
-                for _ in range(WORKERS - sum(child.running for child in here.children)):
+        victims = Victims(here, settings, chance)
+        try:
+            async with QueueClient.of(settings, patience_seconds=300) as client:
+                rollouts = with_mood("slow", some(ROLLOUTS))
+                await client.enqueue("run", rollouts)
+                for _ in range(WORKERS):
                     here.start_worker()
-            await until_ended(client, ROLLOUTS)
-            ended = (await client.ended("run", limit=1000)).rollouts
-            assert Counter(one.rollout_id for one in ended) == Counter(f"r{n}" for n in range(ROLLOUTS))
-            assert {one.state for one in ended} == {State.SUCCEEDED}
+                for number in range(KILLS):
+                    # A kill comes when something more has ended, and a random part of an attempt later.
+                    await until_ended(client, min(2 * (number + 1), ROLLOUTS))
+                    await asyncio.sleep(chance.random() * 0.4)
+                    await asyncio.to_thread(victims.kill_one)
+                attempts = await require_once(client, here, [str(one.rollout_id) for one in rollouts])
+                assert victims.killed.keys() == {"server", "worker", "host", "program"}
+                reasons = Counter(str(reason or "succeeded") for reason in attempts.values())
+                assert reasons.keys() <= {"succeeded", "lost", "crash", "exit_code"}
+                tell(f"{dict(victims.killed)} killed; attempts: {dict(reasons)}")
+                await require_no_orphan(here)
+        finally:
+            victims.server.stop()
+
+
+async def test_a_worker_that_never_answers_is_replaced_and_counts_for_nothing_when_it_goes_on(queue_db: str, tmp_path: Path) -> None:
+    settings = queue_settings(queue_db, queue_lease_seconds=3, max_attempts=2)
+    with world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
+        async with QueueClient.of(settings) as client:
+            await client.enqueue("run", with_mood("slow", some(1)))
+            stopped = here.start_worker()
+            # Its program is at work: what comes of it is told after the worker goes on, when it is too late.
+            await until_true("an attempt", lambda: bool(here.programs()))
+            stopped.process.send_signal(signal.SIGSTOP)
+            try:
+                here.start_worker()
+                (ended,) = await until_ended(client, 1)
+                assert [one.reason for one in (await client.rollout("r0")).attempts] == [AttemptFailure.LOST, None]
+            finally:
+                stopped.process.send_signal(signal.SIGCONT)
+            assert ended.attempts[-1].attempt == 1
+            # It hears that its attempt is over, and goes on with others: both workers are kept busy.
+            await client.enqueue("run", with_mood("slow", some(8, "later ")))
+            ended = await until_ended(client, 9)
             whole = [await client.rollout(one.rollout_id) for one in ended]
-            attempts = {(rollout.rollout_id, one.attempt): one.reason for rollout in whole for one in rollout.attempts}
-            assert Counter(name for (name, _), reason in attempts.items() if reason is None) == Counter(f"r{n}" for n in range(ROLLOUTS))
-            assert {reason for reason in attempts.values() if reason} <= {"lost", "crash"}
-            # Each attempt has its root; the newest one of each rollout has the final mark, and the reward.
-            roots = here.roots()
-            assert roots.keys() == attempts.keys()
-            newest = {name: max(number for other, number in attempts if other == name) for name, _ in attempts}
-            assert [key for key in newest.items() if not roots[key][semconv.ROLLOUT_FINAL]] == []
-            for child in here.children:
-                child.stop(10)
-            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agents' programs")
-            assert here.hosts() == []
+            assert len({one.attempts[-1].worker for one in whole}) == 2
+            attempts = await require_once(client, here, [one.rollout_id for one in whole])
+            assert Counter(attempts.values()) == {None: 9, AttemptFailure.LOST: 1}
+            assert here.roots()["r0", 0][semconv.ROLLOUT_FAILURE] == "lost"
+        await require_no_orphan(here)
+
+
+async def test_a_poison_task_is_dead_after_its_attempts_and_holds_up_nobody(queue_db: str, tmp_path: Path) -> None:
+    settings = queue_settings(queue_db, max_attempts=3)
+    with world(tmp_path, queue_url=settings.queue_url, workers=2, concurrency=1) as here, queue_server(settings, tmp_path / "queue.log"):
+        async with QueueClient.of(settings) as client:
+            await client.enqueue("run", [*with_mood("poison", some(1, "poison ", priority=1)), *with_mood("slow", some(20, "well "))])
+            here.start_worker()
+            ended = await until_ended(client, 21)
+            states = {one.rollout_id: one.state for one in ended}
+            assert Counter(states.values()) == {State.SUCCEEDED: 20, State.DEAD: 1}
+            poison = await client.rollout("poison 0")
+            assert (poison.state, [one.reason for one in poison.attempts]) == (State.DEAD, [AttemptFailure.CRASH] * 3)
+            whole = [await client.rollout(name) for name in states if name != poison.rollout_id]
+            assert {len(one.attempts) for one in whole} == {1}, "nobody else paid for it"
+            # It was first in the queue; the other host went on meanwhile.
+            last = max(one.ended_at or 0 for one in poison.attempts)
+            assert sum((one.attempts[0].ended_at or 0) < last for one in whole) >= 3
+        await require_no_orphan(here)
+
+
+async def test_a_thousand_cancellations_in_flight_free_every_place(queue_db: str, tmp_path: Path) -> None:
+    (tmp_path / "sleepers.py").write_text(SLEEPERS)
+    settings = queue_settings(queue_db, queue_lease_seconds=20)
+    with world(tmp_path, queue_url=settings.queue_url, concurrency=250) as here, queue_server(settings, tmp_path / "queue.log"):
+        async with QueueClient.of(settings) as client:
+            for _ in range(4):
+                here.start_worker(agent=("--agent", "sleepers:agent"))
+            for time in (1, 2):  # the second time shows that every place of the first one is free
+                await client.enqueue("run", with_mood("sleep", some(1000, f"{time} ")))
+
+                async def all_run() -> bool:
+                    return (await client.run("run")).states.get(State.RUNNING) == 1000
+
+                await until(all_run, 300)
+                await asyncio.to_thread(wait_until, lambda so_many=1000 * time: len(here.gateway.announced) == so_many, 300, "all attempts")
+                cancelled = await client.cancel(Which(run_id="run"))
+                assert (cancelled.queued, cancelled.running) == (0, 1000)
+                await asyncio.to_thread(wait_until, lambda so_many=1000 * time: len(here.roots()) == so_many, 300, "the roots")
+            await client.enqueue("run", with_mood("well", some(40)))
+            ended = await until_ended(client, 2040)
+            states = Counter((one.rollout_id.partition(" ")[2] != "", one.state) for one in ended)
+            assert states == {(True, State.CANCELLED): 2000, (False, State.SUCCEEDED): 40}
+            ends = Counter((root.get(semconv.ROLLOUT_FAILURE), root[semconv.ROLLOUT_FINAL]) for root in here.roots().values())
+            assert ends == {("cancelled", True): 2000, (None, True): 40}
+        await require_no_orphan(here)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import heed_interrupts
 
 from spangrad.processes import require_free_port, wait_until
 
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.vllm
 
 def command(directory: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "spangrad", "demo", "--directory", str(directory), *arguments]
+
+
+@pytest.fixture(autouse=True)
+def vllm_cache_of_demos(tmp_path: Path, vllm_cache: Path) -> None:
+    """Have a demo in a directory of tmp_path find what another vLLM has left, as a user's second demo does."""
+    (tmp_path / ".vllm-cache").symlink_to(vllm_cache)
 
 
 def left_behind(directory: Path) -> list[str]:
@@ -93,7 +100,12 @@ def test_stopped_at_any_moment_it_leaves_nothing_behind(tmp_path: Path, moment: 
     run, log = tmp_path / "demo", tmp_path / "log"
     with log.open("wb") as out:
         demo = subprocess.Popen(
-            command(run, "--group-size", "4"), stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True
+            command(run, "--group-size", "4"),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            start_new_session=True,
+            preexec_fn=heed_interrupts,
         )
     try:
         wait_until(lambda: moment in log.read_text() or demo.poll() is not None, 180, moment)

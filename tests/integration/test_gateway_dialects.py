@@ -64,12 +64,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def bare(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def bare(tiny_model: Path, vllm_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a vLLM without our plugin."""
     if not VLLM_PYTHON.exists():
         pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
     directory = tmp_path_factory.mktemp("bare")
-    settings = engine_settings(tiny_model, directory / "cache")
+    settings = engine_settings(tiny_model, vllm_cache)
     with running_bare_vllm(settings, directory / "bare.log"):
         yield settings.gateway.engine_url
 

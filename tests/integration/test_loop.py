@@ -133,9 +133,9 @@ def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
 
 
 @pytest.fixture
-def fresh(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> Iterator[Settings]:
+def fresh(store: StoreSettings, tiny_model: Path, vllm_cache: Path, tmp_path: Path) -> Iterator[Settings]:
     """An engine and a gateway of the test's own, which serve version 0."""
-    engine = engine_settings(tiny_model, tmp_path / "cache")
+    engine = engine_settings(tiny_model, vllm_cache)
     settings = gateway_settings(engine, store)
     with running_engine(settings, tmp_path / "engine.log"), running_gateway(settings, tmp_path / "gateway.log"):
         yield settings

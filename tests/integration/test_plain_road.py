@@ -12,6 +12,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,17 @@ COLUMNS = ("framework", "step", "ids", "logprobs", "version", "a stream that was
 
 @dataclass(frozen=True)
 class Road:
-    """What a test needs: the settings of engine and store, the environments, and the front."""
+    """What a test needs: the settings of engine and store, the stock environment, and the front."""
 
     settings: Settings
     stock: Path
-    ours: Path
     front: EngineFront
     logs: Path
+
+    @cached_property
+    def ours(self) -> Path:
+        """The environment with our wheel, which takes a while to make."""
+        return with_wheel(self.logs / "ours")
 
     def ask(self, query: str) -> list[dict[str, Any]]:
         client = connect(self.settings.store)
@@ -78,7 +83,7 @@ def road(engine: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     settings = engine.model_copy(update={"store": own})
     front = EngineFront(settings.gateway.engine_url, again=f"say {AGAIN}", slow=f"say {CUT}")
     with running_store(own, directory / "store.log"), front:
-        yield Road(settings, stock(), with_wheel(directory / "ours"), front, directory)
+        yield Road(settings, stock(), front, directory)
 
 
 def evaluate(road: Road, traces: list[str]) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from fakes import OtlpSink
 from spangrad.agent_command import CommandAgent
-from spangrad.agent_host import rewards_from
 from spangrad.processes import wait_until
+from spangrad.reward_values import rewards_from
 from spangrad.semconv import ROLLOUT_ID
 
 AGENT = """
@@ -89,10 +89,11 @@ class Hosted:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, object]:
-        """The next answer to a job; what is told on its way there is passed over."""
+        """The next answer to a job; what is told on its way there is passed over, and each stage is let begin."""
         assert self.process.stdout is not None
-        while {"program", "ran"} & (message := json.loads(self.process.stdout.readline())).keys():
-            pass
+        while {"program", "stage"} & (message := json.loads(self.process.stdout.readline())).keys():
+            if "stage" in message:
+                self.send({"go": message["id"]})
         return message
 
 
@@ -126,9 +127,17 @@ def job(name: str, given: object, endpoint: str | None = None) -> dict[str, obje
 
 
 def answered(
-    name: str, reward: object = None, failure: str | None = None, detail: str = "", *, stuck: bool = False, flushed: bool = True
+    name: str,
+    reward: object = None,
+    failure: str | None = None,
+    detail: str = "",
+    *,
+    stuck: bool = False,
+    flushed: bool = True,
+    output: object = None,
 ) -> dict[str, object]:
-    return {"id": name, "reward": reward, "failure": failure, "detail": detail, "stuck": stuck, "flushed": flushed}
+    told = {"reward": reward, "failure": failure, "detail": detail, "stuck": stuck, "flushed": flushed, "output": output}
+    return {"id": name, **told}
 
 
 def test_async_attempts_side_by_side(tmp_path: Path) -> None:

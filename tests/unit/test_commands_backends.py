@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
+from interrupts import heed_interrupts
 from unit_gateway import Stage, staged
 
 from spangrad.processes import free_ports
@@ -91,8 +92,9 @@ async def test_draining_waits_for_calls_in_flight(tmp_path: Path) -> None:
 async def test_the_live_view_follows(tmp_path: Path) -> None:
     async with staged(FakeEngine(warm=False)) as stage:
         command = [sys.executable, "-m", "spangrad", "backends", "list", "--watch", "--interval", "0.05"]
+        where, env = f"gateway.url={gateway_url(stage)}", {**CLEAN, "FORCE_COLOR": "1"}
         watching = await asyncio.create_subprocess_exec(
-            *command, "--set", f"gateway.url={gateway_url(stage)}", cwd=tmp_path, env={**CLEAN, "FORCE_COLOR": "1"}, stdout=subprocess.PIPE
+            *command, "--set", where, cwd=tmp_path, env=env, stdout=subprocess.PIPE, preexec_fn=heed_interrupts
         )
         assert watching.stdout
         try:

@@ -65,6 +65,10 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
         )
         assert await told(command._cancel, run="run", group="r group 1") == snapshot("cancelled: 1 that were queued, 1 that were running\n")
         assert await told(command._retry, "r1") == snapshot("queued again: 1\n")
+        assert await told(command._purge, older_than_days=1.0) == snapshot("forgotten: 0\n")
+        assert await told(command._purge, older_than_days=0.0, run="run") == snapshot("forgotten: 2\n")
+        with pytest.raises(SettingsError, match=r"name --older-than-days DAYS, 0 or more: runner\.queue_keep_days is not set\."):
+            await told(command._purge, older_than_days=-1.0)
         with pytest.raises(QueueError, match=r"refuses GET /v1/rollouts/nobody \(404\): the queue has no rollout nobody\."):
             await told(command._show, "nobody")
         with pytest.raises(SettingsError, match=r"--state 'odd' is none\. A rollout is queued, running, succeeded, dead, cancelled\."):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 from queues import queue_settings, serving
 
-from runner.demand_source import Answered, DemandSource, task_at
-from runner.queue.wire import State, Wanted, Which
+from runner.demand_source import Answered, DemandSource, Difference, difference, task_at
+from runner.queue.wire import Demand, State, Wanted, Which
 from runner.runner import queued
 from spangrad.settings import Settings
 from spangrad.types import Mode, Task
@@ -23,6 +25,83 @@ def test_each_lap_takes_every_task_once(count: int, lap: int, seed: int) -> None
     tasks = [Task(str(n), n) for n in range(count)]
     taken = [task_at(tasks, lap * count + n, seed) for n in range(count)]
     assert sorted(taken, key=lambda task: int(task.task_id)) == tasks
+
+
+@dataclass
+class Flow:
+    """A queue's groups, by number, and a trainer of one branch that takes batches of two of those that are whole."""
+
+    staleness: int
+    running: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+    spent: set[int] = field(default_factory=set)
+    cancelled: int = 0
+    begun: bool = False
+    """Whether a batch was taken, and told of."""
+
+    @property
+    def demand(self) -> Demand:
+        groups = len(self.spent) + 2 * (self.staleness + 1)
+        filled = min(len(self.spent) + (len(self.whole) if self.begun else 0), groups)
+        branch = Wanted(policy="policy", branch="main", groups=groups, filled=filled)
+        enqueued = len(self.running | self.whole | self.spent)
+        return Demand(groups=groups, enqueued=enqueued, cancelled=self.cancelled, branches=[branch])
+
+    def look(self, extra: int) -> Difference:
+        """What the source does: enqueue, or cancel the newest that run."""
+        demand = self.demand
+        found = difference(demand, extra)
+        place = demand.enqueued + demand.cancelled
+        self.running |= set(range(place, place + found.enqueue))
+        gone = sorted(self.running)[-found.cancel :] if found.cancel else []
+        self.running -= set(gone)
+        self.cancelled += len(gone)
+        return Difference(found.enqueue, len(gone))
+
+
+EVENTS = st.lists(st.sampled_from(["end", "take", "commit", "crash", "look", "look"]), max_size=60)
+
+
+@given(EVENTS, st.integers(0, 3), st.integers(0, 2), st.randoms(use_true_random=False))
+def test_stragglers_are_cancelled_once_and_nothing_is_wanted_that_is_not_there(
+    events: list[str], extra: int, staleness: int, random: Random
+) -> None:
+    """Law: in whatever order groups end, batches are taken, committed or lost by a crash, and the source looks or does not."""
+    flow = Flow(staleness)
+    for event in events:
+        match event:
+            case "end" if flow.running:
+                flow.running.remove(one := random.choice(sorted(flow.running)))
+                flow.whole.add(one)
+            case "take" if len(flow.whole) >= 2:
+                flow.begun = True
+            case "crash":
+                flow.begun = False
+            case "commit" if flow.begun:
+                batch = sorted(flow.whole)[:2]
+                flow.whole -= set(batch)
+                flow.spent |= set(batch)
+                flow.begun = False
+            case _:
+                pass
+        if event == "look":
+            before = flow.demand
+            done = flow.look(extra)
+            now = flow.demand
+            assert now.enqueued >= now.groups, "what is wanted is there"
+            assert done.enqueue == 0 or now.enqueued <= now.groups + extra
+            assert done.cancel == 0 or (extra and before.branches[0].filled == before.groups)
+            assert flow.look(extra) == Difference(0, 0), "looked at again, nothing is done"
+    # A trainer that finds whole groups goes on for ever: no level is stuck.
+    for _ in range(5):
+        flow.look(extra)
+        steps = len(flow.spent)
+        flow.whole |= flow.running
+        flow.running.clear()
+        batch = sorted(flow.whole)[:2]
+        flow.whole -= set(batch)
+        flow.spent |= set(batch)
+        assert len(flow.spent) == steps + 2
 
 
 async def test_the_level_is_met_and_places_of_late_groups_are_filled(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_spangrad_takes_the_command(place: str, command: list[str]) -> None:
     executable, *arguments = command
     assert executable == EXECUTABLE
     function, bound, ignored = app.parse_args(arguments, exit_on_error=False, print_error=False)
-    assert (function.__name__, ignored) == (arguments[0], {})
+    assert (function.__name__, ignored) == ({"queue": "_serve"}.get(arguments[0], arguments[0]), {})
     assert [name for name in bound.arguments if name not in {"follow", "once"}] == []
 
 
@@ -69,7 +69,7 @@ def test_every_part_that_runs_has_a_unit_and_a_container() -> None:
     told = {place.split("/")[0] if "/" not in place else "kubernetes": set[str]() for place, _ in COMMANDS}
     for place, command in COMMANDS:
         told["kubernetes" if "/" in place else place] |= {" ".join(command[1:])}
-    everything = {"store", "engine", "gateway", "build --follow", "train --follow", "train --once"}
+    everything = {"store", "engine", "gateway", "queue", "build --follow", "train --follow", "train --once"}
     assert told.pop("kubernetes") == everything
     assert told.pop("cron") == {"train --once"}
     assert {one for commands in told.values() for one in commands} == everything
@@ -85,7 +85,10 @@ def test_settings_are_settings(tmp_path: Path) -> None:
     here = load_settings(file=DEPLOY / "spangrad.toml", env={})
     (config,) = [one for one in DOCUMENTS if one["kind"] == "ConfigMap"]
     (tmp_path / "spangrad.toml").write_text(config["data"]["spangrad.toml"])
-    cluster = load_settings(file=tmp_path / "spangrad.toml", env={"SPANGRAD_STORE__TOKEN": "s", "SPANGRAD_GATEWAY__TOKEN": "g"})
+    cluster = load_settings(
+        file=tmp_path / "spangrad.toml",
+        env={"SPANGRAD_STORE__TOKEN": "s", "SPANGRAD_GATEWAY__TOKEN": "g", "SPANGRAD_RUNNER__QUEUE_TOKEN": "q"},
+    )
     assert here.trainer.modes == cluster.trainer.modes == ("train", "production")
     assert here.engine.model == here.trainer.model
     assert cluster.engine.model == cluster.trainer.model
@@ -94,8 +97,11 @@ def test_settings_are_settings(tmp_path: Path) -> None:
     assert ports == {
         "spangrad-store": {store.otlp_grpc_port, store.otlp_http_port, store.clickhouse_port},
         "spangrad-gateway": {gateway.port},
+        "spangrad-queue": {cluster.runner.queue_port},
     }
-    for url in (store.url, store.otlp_endpoint, gateway.url):
+    assert here.runner.queue_url == f"http://{here.runner.queue_host}:{here.runner.queue_port}"
+    assert cluster.runner.queue_url
+    for url in (store.url, store.otlp_endpoint, gateway.url, cluster.runner.queue_url):
         host, port = url.removeprefix("http://").split(":")
         assert int(port) in ports[host]
 

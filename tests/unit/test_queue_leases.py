@@ -139,19 +139,24 @@ async def test_what_is_given_back_does_not_count(queue_db: str) -> None:
 
 
 async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=3600)) as (client, _):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=3600)) as (client, service):
         await client.enqueue("run", some(2))
         command = [sys.executable, "-c", "from spangrad.leases import *; print(this_process(), flush=True); input()"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": Path(__file__).parents[2]}
         child = await asyncio.create_subprocess_exec(*command, **pipes)
         assert child.stdout
-        (lease,) = await client.lease("run", (await child.stdout.readline()).decode().strip())
+        name = (await child.stdout.readline()).decode().strip()
+        (lease,) = await client.lease("run", name)
         (other,) = await client.lease("run", "somewhere else")
         assert await client.beat([lease, other]) == []
+        waiting = asyncio.create_task(client.lease("run", name, wait_seconds=30))
+        await until(lambda: is_true(service.waiting))
         child.kill()
         await child.wait()
         await until(lambda: is_state(client, "r0", State.QUEUED))
         assert await state(client, "r1") == State.RUNNING
+        assert await waiting == [], "nothing is handed to the dead, though they had asked"
+        assert [one.reason for one in (await client.rollout("r0")).attempts] == [AttemptFailure.LOST]
 
 
 async def test_a_thousand_attempts_in_flight_are_cancelled(queue_db: str) -> None:

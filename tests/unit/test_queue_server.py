@@ -119,21 +119,23 @@ async def test_the_dead_are_listed_and_queued_again(queue_db: str) -> None:
 async def test_demand_is_a_level_that_never_falls(queue_db: str) -> None:
     settings = queue_settings(queue_db)
     async with serving(settings) as (client, _):
-        assert await client.demand("run") == Demand(groups=0, enqueued=0, branches=[])
+        assert await client.demand("run") == Demand(groups=0, enqueued=0, cancelled=0, branches=[])
         apart = [msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in some(16, group_size=8)]
         await client.enqueue("run", apart[:8])
         await client.enqueue("run", [*some(16, group_size=8), *some(4, "held out", mode="validate"), *apart])
-        main = Wanted(policy="policy", branch="main", groups=12, oldest_version=3)
+        main = Wanted(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
         for _ in range(2):
-            assert await client.want("run", main) == Demand(groups=12, enqueued=2, branches=[main])
+            assert await client.want("run", main) == Demand(groups=12, enqueued=2, cancelled=0, branches=[main])
         older = Wanted(policy="policy", branch="main", groups=11, oldest_version=2)
         assert (await client.want("run", older)).branches == [main], "older news"
         other = Wanted(policy="policy", branch="brevity", groups=20)
         await client.want("another run", Wanted(policy="policy", branch="main", groups=99))
-        assert await client.want("run", other) == Demand(groups=20, enqueued=2, branches=[other, main])
+        assert await client.want("run", other) == Demand(groups=20, enqueued=2, cancelled=0, branches=[other, main])
     async with serving(settings) as (client, _):
         await client.cancel(Which(rollout_ids=["r3"]))
-        assert await client.demand("run") == Demand(groups=20, enqueued=1, branches=[other, main]), "that group will never be whole"
+        assert await client.demand("run") == Demand(groups=20, enqueued=1, cancelled=1, branches=[other, main]), (
+            "that group will never be whole"
+        )
 
 
 async def test_a_run_with_an_odd_name_is_one_segment(tmp_path: Path) -> None:
@@ -141,7 +143,9 @@ async def test_a_run_with_an_odd_name_is_one_segment(tmp_path: Path) -> None:
         for name in ("a/b c?d#é", "%2F"):
             await client.enqueue(name, some(1, name))
             wanted = Wanted(policy="p", branch="b", groups=1)
-            assert await client.want(name, wanted) == await client.demand(name) == Demand(groups=1, enqueued=1, branches=[wanted])
+            assert (
+                await client.want(name, wanted) == await client.demand(name) == Demand(groups=1, enqueued=1, cancelled=0, branches=[wanted])
+            )
             assert (await client.run(name)).states == {State.QUEUED: 1}
             assert (await client.rollout(f"{name}0")).run_id == name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from workers import kill
 
 from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink
+from runner import hosts
 from runner.agents import AgentSpec, CallableAgent
 from runner.runner import Runner
 from spangrad import semconv
@@ -69,6 +71,20 @@ for line in sys.stdin:
         say(id=name, **ended)
     elif "flush" in message:
         say(id=name, flushed=given["flushes"])
+"""
+
+DYING = """#!{python}
+import json, os, pathlib, sys
+
+starts = pathlib.Path(__file__).with_name("starts")
+with starts.open("a") as out:
+    out.write("x")
+if len(starts.read_text()) <= {deaths}:
+    {death}
+print(json.dumps(dict(ready=True)), flush=True)
+for line in sys.stdin:
+    name = json.loads(line).get("id")
+    print(json.dumps(dict(id=name, reward=1.0, failure=None, detail="", stuck=False, flushed=True)), flush=True)
 """
 
 
@@ -176,6 +192,29 @@ async def test_a_host_that_cannot_send_or_dies_while_it_answers(
         (outcome,) = await on.runner.run([Task("t", {"answers": answers, "flushes": flushes})], mode=Mode.TRAIN, group_size=1)
         assert (outcome.reward, outcome.failure) == (reward, failure)
         assert on.roots() == [("t", 0, failure, True, 0, 0 if failure else 1)]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "death", "starts", "problem"),
+    [
+        (2, "os.kill(os.getpid(), 9)", 3, None),
+        (9, "os.kill(os.getpid(), 9)", 4, "the agent cannot be loaded: the agent's process ended with exit code -9"),
+        (1, "sys.exit(3)", 1, "the agent cannot be loaded: the agent's process ended with exit code 3"),
+    ],
+)
+async def test_a_host_that_a_signal_ends_while_it_loads_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, death: str, starts: int, problem: str | None
+) -> None:
+    monkeypatch.setattr(hosts, "_LOAD_PAUSES", (0.0, 0.01, 0.02))
+    host = tmp_path / "host.py"
+    host.write_text(DYING.format(python=sys.executable, deaths=deaths, death=death))
+    host.chmod(0o755)
+    agent = CallableAgent("any:agent", python=host)
+    with pytest.raises(AgentError, match=problem) if problem else contextlib.nullcontext():
+        async with stage(tmp_path, agent, max_attempts=1) as on:
+            (outcome,) = await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
+            assert outcome.reward == {"reward": 1.0}
+    assert (tmp_path / "starts").read_text() == "x" * starts
 
 
 def test_a_sigterm_ends_the_root_spans_of_a_run_and_sends_them(tmp_path: Path) -> None:

@@ -121,7 +121,10 @@ def test_in_flight_are_batches_within_the_staleness_bound_and_no_more_than_steps
     chosen = TWO.model_copy(update={"max_steps": most})
     assert in_flight(chosen, steps) == flying
     gone = Spent(steps, 2 * steps, {ExpiryReason.EQUAL: 5})
-    assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1)
+    assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
+    assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
+    cancelled = Spent(steps, 2 * steps, {ExpiryReason.EQUAL: 5, ExpiryReason.CANCELLED: 7})
+    assert wanted(cancelled, chosen) == wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
     assert demand(gone, chosen, [7]).oldest_version == 7
 
 
@@ -177,10 +180,10 @@ def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[s
 
 def test_the_wire(queue: Queue):
     runner = RunnerSettings(queue_url=f"{queue.url}/", queue_token=SecretStr("secret"))
-    asked = Demand("policy", "main", 12, 3)
+    asked = Demand("policy", "main", 12, 3, 4)
     assert read(runner, "a run/1") == Stated(0, 0)
     assert state(runner, "a run/1", asked) == Stated(12, 0)
-    body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3}
+    body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3, "filled": 4}
     path = "/v1/runs/a%20run%2F1/demand"
     assert queue.asked == [(path, None, "Bearer secret"), (path, body, "Bearer secret")]
     assert unquote(path) == "/v1/runs/a run/1/demand"

@@ -1,0 +1,50 @@
+"""Shows where a search stands: a bar on a terminal, lines in a log.
+
+In: `Progress`. Out: standard error. Invariant: a log gets a line when something else is done, not one for each rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from prompts.search import Progress
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def shown(run_id: str, rounds: int) -> Generator[Progress]:
+    """A search's progress, shown while the block runs."""
+    _logger.info("trials are rollouts of run %s; `spangrad worker --run-id %s` helps with them", run_id, run_id)
+    if not sys.stderr.isatty():
+        yield Progress(_Lines(rounds))
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True)) as bars:
+        bar = bars.add_task("begins", total=None)
+
+        def changed(progress: Progress) -> None:
+            bars.update(bar, description=_words(progress, rounds), completed=progress.done, total=progress.of)
+
+        yield Progress(changed)
+
+
+class _Lines:
+    """A line when a search begins something else, and when it has ended it."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done in {0, progress.of}:
+            _logger.info("%s: %d of %d", _words(progress, self._rounds), progress.done, progress.of)
+
+
+def _words(progress: Progress, rounds: int) -> str:
+    best = "" if progress.best is None else f", best {progress.best:.3f}"
+    return f"round {progress.round} of {rounds}{best}, {progress.doing}"

@@ -1,0 +1,54 @@
+"""Whether a candidate is better than the prompt that the search began with, or was lucky.
+
+In: scores of both on the same tasks. Out: a mean gain and its p. Invariant: only differences within a task count; the same numbers and
+seed give the same p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+_EXACT_TASKS = 14
+"""With so many tasks or fewer that differ, every assignment of signs is counted."""
+_DRAWS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What one version has before another."""
+
+    mean: float
+    """Of the differences by task."""
+    p: float
+    """How probable a mean as large as that would be, if each task's difference could as well be the other way round."""
+
+
+def gain(base: Mapping[str, float], candidate: Mapping[str, float], seed: int) -> Gain:
+    """Compare two versions on the tasks that both were measured on, by a one-sided paired permutation test.
+
+    p = share of the assignments of signs s to the differences d for which mean(s * d) >= mean(d) (Fisher's randomisation test).
+
+    Args:
+        base: score by task.
+        candidate: the same.
+        seed: of the draws, where there are too many assignments to count.
+    """
+    tasks = sorted(base.keys() & candidate.keys())
+    if not tasks:
+        return Gain(0.0, 1.0)
+    differences = np.array([candidate[task] - base[task] for task in tasks])
+    moved = differences[differences != 0]
+    if not len(moved):
+        return Gain(0.0, 1.0)
+    if len(moved) <= _EXACT_TASKS:
+        bits = (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved))) & 1
+        sums = (2 * bits - 1) @ moved
+        p = float(np.mean(sums >= moved.sum() - 1e-12))
+    else:
+        signs = np.random.default_rng(seed).integers(0, 2, (_DRAWS, len(moved))) * 2 - 1
+        # The assignment that was observed is one of those that might have been.
+        p = float((np.count_nonzero(signs @ moved >= moved.sum() - 1e-12) + 1) / (_DRAWS + 1))
+    return Gain(float(differences.mean()), p)

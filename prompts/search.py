@@ -1,0 +1,291 @@
+"""A search for a better prompt: does what `beam.next_step` says until nothing is left.
+
+In: the prompt's published version, tasks to learn from and others to measure on, somebody who runs trials, a critic. Out: a `Result`;
+versions and edits in the prompts' store, trials in the span store. Invariant: whatever was edited or measured is read back before anything
+is done, so a search that is begun again does nothing twice; the prompt that agents get is not changed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prompts.beam import Done, Expand, Measure, Place, Round, Shape, next_step
+from prompts.compare import Gain, gain
+from prompts.trials import Trial
+from prompts.words import Messages, ask_for_critique, ask_for_edit, choose, read_edit
+from spangrad.errors import PromptError
+from spangrad.prompt_store import Edit, PromptStore, PromptText
+from spangrad.settings import PromptSettings, Settings
+from spangrad.types import PromptVersion, Task
+
+_ARRIVAL_SECONDS = 60.0
+"""That root spans may take through a collector's queue to the store."""
+_LOOK_SECONDS = 0.2
+
+Run = Callable[[Sequence[Task]], Awaitable[Sequence[str]]]
+"""Runs a rollout of mode trial of each task, with the prompt that the task names; their ids, once the store has their roots."""
+
+
+class Reads(Protocol):
+    """Who knows the trials: `trials.Trials`, or a test."""
+
+    def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
+        """What has ended of these, or all."""
+        ...
+
+    def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
+        """With what was said in them."""
+        ...
+
+
+class Speaks(Protocol):
+    """Who criticises: `critic.Critic`, or a test."""
+
+    async def say(self, messages: Messages) -> str:
+        """An answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a search is about."""
+
+    id: str
+    start: PromptText
+    learn: tuple[Task, ...]
+    """Tasks whose rollouts the critic sees."""
+    held_out: tuple[Task, ...]
+    """Tasks that candidates are measured on, all the same ones."""
+
+
+def search_id(start: PromptText, learn: Sequence[Task], held_out: Sequence[Task], settings: Settings, agent: Sequence[str]) -> str:
+    """The name of a search: the same for the same question, asked in the same way, so that it can be begun again."""
+    asked = settings.prompts.model_dump(mode="json", exclude={"critic_key", "critic_seconds", "max_p", "pin", "rounds"})
+    policy = [settings.gateway.policy, settings.runner.max_attempts, settings.runner.timeout_seconds]
+    tasks = [[[task.task_id, task.input] for task in some] for some in (learn, held_out)]
+    facts = [start.name, start.version, start.checksum, tasks, asked, policy, list(agent)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A version that was measured."""
+
+    version: int
+    text: str
+    score: float | None
+    """Mean over the held-out tasks. None: it cannot be compared, because a task has no reward."""
+    by_task: Mapping[str, float]
+    """Of the tasks that have one: the mean over the rollouts."""
+    failed: int
+    """Rollouts of which every attempt failed."""
+    edit: Edit | None
+    """How it came about first. None: the search began with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a search has found."""
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    """In the order in which they came in."""
+    rounds: tuple[Round, ...]
+    best: Candidate
+    gain: Gain
+    """Of the best over the start, on the held-out tasks."""
+
+    def candidate(self, version: int) -> Candidate:
+        """By its version."""
+        return next(one for one in self.candidates if one.version == version)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a search stands; whoever shows it takes `changed`."""
+
+    changed: Callable[[Progress], None] = lambda progress: None
+    round: int = 0
+    doing: str = ""
+    done: int = 0
+    of: int = 0
+    best: float | None = None
+    """Highest score so far. None: nothing is measured."""
+
+    def now(self, doing: str, done: int, of: int) -> None:
+        """Say it."""
+        self.doing, self.done, self.of = doing, done, of
+        self.changed(self)
+
+
+@dataclass(slots=True)
+class Search:
+    """A search that can be begun again."""
+
+    question: Question
+    settings: PromptSettings
+    prompts: PromptStore
+    trials: Reads
+    run: Run
+    critic: Speaks
+    progress: Progress = field(default_factory=Progress)
+    _known: dict[str, Trial] = field(default_factory=dict[str, Trial])
+    _texts: dict[int, str] = field(default_factory=dict[int, str])
+    _edits: dict[Place, Edit] = field(default_factory=dict[Place, Edit])
+
+    async def go(self) -> Result:
+        """Search until nothing is left to do.
+
+        Raises:
+            PromptError: the prompts' store or the critic stays away; the prompt that the search began with cannot be measured.
+            SpangradError: what those who run trials and read them raise.
+        """
+        shape = Shape(self.settings.rounds, self.settings.beam_width, self.settings.branch)
+        start = self.question.start
+        self._texts[start.version] = start.text
+        for edit in await asyncio.to_thread(self.prompts.edits, start.name, self.question.id):
+            self._edits[Place(edit.round, edit.parent, edit.number)] = edit
+        self._take(await asyncio.to_thread(self.trials.read))
+        while True:
+            measured = {version: self._candidate(version) for version in self._whole()}
+            scores = {version: one.score for version, one in measured.items()}
+            if scores.get(start.version, 0.0) is None:
+                raise self._unmeasured(measured[start.version])
+            self.progress.best = max((score for score in scores.values() if score is not None), default=None)
+            match next_step(start.version, shape, {place: edit.version for place, edit in self._edits.items()}, scores):
+                case Expand(places):
+                    await self._expand(places)
+                case Measure(number, versions):
+                    self.progress.round = number
+                    wanted = [(version, task) for version in versions for task in self.question.held_out]
+                    await self._try(wanted, self.settings.evaluations, "measuring")
+                case Done(rounds, entered):
+                    await self._read_texts(entered)
+                    return self._result(rounds, [self._candidate(version) for version in entered])
+
+    async def _expand(self, places: Sequence[Place]) -> None:
+        """Make edits, each written as soon as it is there."""
+        self.progress.round = places[0].round
+        parents = list(dict.fromkeys(place.parent for place in places))
+        batch = {parent: self._minibatch(places[0].round, parent) for parent in parents}
+        await self._try([(parent, task) for parent in parents for task in batch[parent]], 1, "rolling out")
+        await self._read_texts(parents)
+        of = {
+            parent: await asyncio.to_thread(self.trials.with_exchanges, self._of(parent, [task.task_id for task in batch[parent]]))
+            for parent in parents
+        }
+        self.progress.now("editing", 0, len(places))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place in places:
+                    group.create_task(self._edit(place, of[place.parent]))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _edit(self, place: Place, trials: Sequence[Trial]) -> None:
+        text, chosen = self._texts[place.parent], self.settings
+        dice = random.Random(f"{chosen.seed} {place}")
+        shown = choose(trials, chosen.shown, dice)
+        critique = await self.critic.say(ask_for_critique(text, shown, chosen.shown_characters))
+        made = read_edit(await self.critic.say(ask_for_edit(text, critique)))
+        edit = Edit(self.question.id, place.round, place.parent, place.number, critique, None)
+        version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, made, edit)
+        self._edits[place] = Edit(edit.search, edit.round, edit.parent, edit.number, critique, version)
+        self.progress.now("editing", self.progress.done + 1, self.progress.of)
+
+    async def _try(self, wanted: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
+        """Run what is missing of so many rollouts of each version and task."""
+        there = Counter((one.version, one.task_id) for one in self._known.values())
+        name = self.question.start.name
+        missing = [
+            Task(task.task_id, task.input, PromptVersion(name, version))
+            for version, task in wanted
+            for _ in range(times - there[version, task.task_id])
+        ]
+        if not missing:
+            return
+        self.progress.now(doing, 0, len(missing))
+        ids = await self.run(missing)
+        end = time.monotonic() + _ARRIVAL_SECONDS
+        left = list(ids)
+        while left:
+            self._take(await asyncio.to_thread(self.trials.read, left))
+            left = [one for one in left if one not in self._known]
+            if left and time.monotonic() > end:
+                raise PromptError(
+                    f"{len(left)} of {len(ids)} trials are not in the store {_ARRIVAL_SECONDS:g} s after they ended, rollout {left[0]} for "
+                    "one. See what became of them with `spangrad rollout why`, then begin the search again: it goes on where it stands."
+                )
+            await asyncio.sleep(_LOOK_SECONDS if left else 0)
+
+    def _take(self, trials: Sequence[Trial]) -> None:
+        inputs = {task.task_id: json.dumps(task.input, ensure_ascii=False) for task in (*self.question.learn, *self.question.held_out)}
+        for one in trials:
+            if one.task_id in inputs:
+                self._known[one.rollout_id] = Trial(
+                    one.rollout_id, one.attempt, one.version, one.task_id, self._worth(one), one.failure, one.detail, inputs[one.task_id]
+                )
+
+    def _worth(self, trial: Trial) -> float | None:
+        return self.settings.failed_score if trial.score is None else trial.score
+
+    def _minibatch(self, round: int, parent: int) -> list[Task]:
+        """Tasks of a round and prompt: the same ones when the search is begun again."""
+        dice = random.Random(f"{self.settings.seed} {round} {parent}")
+        return dice.sample(self.question.learn, min(self.settings.minibatch, len(self.question.learn)))
+
+    def _of(self, version: int, tasks: Sequence[str]) -> list[Trial]:
+        found = [one for one in self._known.values() if one.version == version and one.task_id in set(tasks)]
+        return sorted(found, key=lambda one: (one.task_id, one.rollout_id))
+
+    def _whole(self) -> list[int]:
+        """Versions that have all their rollouts on the held-out tasks."""
+        there = Counter((one.version, one.task_id) for one in self._known.values())
+        tasks = [task.task_id for task in self.question.held_out]
+        versions = sorted({version for version, _ in there})
+        return [version for version in versions if all(there[version, task] >= self.settings.evaluations for task in tasks)]
+
+    def _candidate(self, version: int) -> Candidate:
+        given: defaultdict[str, list[float]] = defaultdict(list)
+        tasks = [task.task_id for task in self.question.held_out]
+        trials = self._of(version, tasks)
+        for one in trials:
+            if one.score is not None:
+                given[one.task_id].append(one.score)
+        by_task = {task: sum(given[task]) / len(given[task]) for task in tasks if task in given}
+        whole = len(by_task) == len(tasks)
+        edit = next((edit for _, edit in sorted(self._edits.items()) if edit.version == version), None)
+        return Candidate(
+            version=version,
+            text=self._texts.get(version, ""),
+            score=sum(by_task.values()) / len(by_task) if whole else None,
+            by_task=by_task,
+            failed=sum(bool(one.failure) for one in trials),
+            edit=None if version == self.question.start.version else edit,
+        )
+
+    async def _read_texts(self, versions: Sequence[int]) -> None:
+        for version in versions:
+            if version not in self._texts:
+                self._texts[version] = (await asyncio.to_thread(self.prompts.get, self.question.start.name, version)).text
+
+    def _result(self, rounds: tuple[Round, ...], candidates: Sequence[Candidate]) -> Result:
+        by_version = {one.version: one for one in candidates}
+        best, start = by_version[rounds[-1].beam[0]], by_version[self.question.start.version]
+        return Result(self.question, tuple(candidates), rounds, best, gain(start.by_task, best.by_task, self.settings.seed))
+
+    def _unmeasured(self, start: Candidate) -> PromptError:
+        without = [task.task_id for task in self.question.held_out if task.task_id not in start.by_task]
+        return PromptError(
+            f"version {start.version} of prompt {self.question.start.name}, with which the search begins, has no reward on "
+            f"{len(without)} held-out tasks ({', '.join(without[:3])}): {start.failed} rollouts failed. Mend what they failed of "
+            "(`spangrad rollout why`), or say with prompts.failed_score what a failure counts."
+        )

@@ -1,0 +1,121 @@
+"""Reads trials from the span store: how each rollout of a search went, and what was said in it.
+
+In: a client of the store, the search's run, ids of rollouts. Out: `Trial`s. Invariant: facts of the spans alone, so that whoever comes
+after a crash reads the same; a rollout that was cancelled is no trial, one that failed is one without a score, never of score 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from prompts.exchanges import Exchange, read_exchange
+from spangrad import semconv
+from spangrad.clickhouse import store_errors
+from spangrad.types import AttemptFailure, Mode
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_ROOTS = f"""
+SELECT RolloutKey, Attempt, TraceId, SpanId, Attributes, StatusMessage
+FROM otel.rollout_spans FINAL
+WHERE {{which}} AND RunId = {{run:String}} AND Mode = '{Mode.TRIAL.value}' AND RowKind = 'span' AND SpanName = '{semconv.ROOT_SPAN_NAME}'
+    AND Attributes['{semconv.ROLLOUT_FINAL}'] = 'true' AND Attributes['{semconv.PROMPT_NAME}'] = {{prompt:String}}
+ORDER BY RolloutKey, Attempt DESC
+LIMIT 1 BY RolloutKey
+"""
+_REWARDS = f"""
+SELECT RolloutKey, Attempt, SpanId, Attributes
+FROM otel.rollout_spans FINAL
+WHERE RolloutKey IN {{ids:Array(String)}} AND RowKind != 'span' AND mapContains(Attributes, '{semconv.EVALUATION_SCORE}')
+ORDER BY RolloutKey, Attempt, TraceId, SpanId, Choice
+"""
+_CALLS = f"""
+SELECT SpanAttributes['{semconv.ROLLOUT_ID}'] AS Rollout, SpanAttributes['{semconv.ROLLOUT_ATTEMPT}'] AS Attempt,
+    any(SpanAttributes['{semconv.REQUEST_JSON}']), any(SpanAttributes['{semconv.RESPONSE_JSON}'])
+FROM otel.otel_traces
+WHERE TraceId IN (SELECT TraceId FROM otel.rollout_spans WHERE RolloutKey IN {{ids:Array(String)}})
+    AND ScopeName = '{semconv.GATEWAY_SCOPE}' AND Rollout IN {{ids:Array(String)}}
+GROUP BY TraceId, SpanId, Rollout, Attempt
+ORDER BY Rollout, any(SpanAttributes['{semconv.PROCESS_ID}']), any(toUInt64OrZero(SpanAttributes['{semconv.SEQ}']))
+"""
+_EVERY = "true"
+_NAMED = "RolloutKey IN {ids:Array(String)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A rollout that has ended, of one version of the prompt on one task."""
+
+    rollout_id: str
+    attempt: int
+    """Its last one."""
+    version: int
+    task_id: str
+    score: float | None
+    """The sum of its final rewards. None: it has none."""
+    failure: str
+    """Why its last attempt failed; empty when it did not."""
+    detail: str
+    input: str = ""
+    """The task's input, as JSON; filled in by who knows the tasks."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Filled in by `with_exchanges`."""
+
+
+class Trials:
+    """The trials of one search."""
+
+    def __init__(self, client: Client, url: str, run_id: str, prompt: str) -> None:
+        """Read with `client` of the store at `url` the rollouts of a run that tried versions of a prompt."""
+        self._client = client
+        self._url = url
+        self._run, self._prompt = run_id, prompt
+
+    def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
+        """What has ended of these rollouts, or of all of the run.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        roots = self._rows(
+            _ROOTS.replace("{which}", _EVERY if ids is None else _NAMED), ids=list(ids or ()), run=self._run, prompt=self._prompt
+        )
+        found = [_trial(key, attempt, attributes, said) for key, attempt, _, _, attributes, said in roots]
+        spans = {(key, attempt): span for key, attempt, _, span, _, _ in roots}
+        given: defaultdict[tuple[str, int], list[tuple[str, Mapping[str, str]]]] = defaultdict(list)
+        for key, attempt, span, attributes in self._rows(_REWARDS, ids=[one.rollout_id for one in found]) if found else ():
+            given[key, attempt].append((span, attributes))
+        keyed = {(one.rollout_id, one.attempt): one for one in found if one.failure != AttemptFailure.CANCELLED}
+        return [one if one.failure else replace(one, score=_return(given[key], spans[key])) for key, one in keyed.items()]
+
+    def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The same trials, with what was said in their last attempts, in the order in which the gateway took the calls.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        ids = sorted({one.rollout_id for one in trials})
+        said: defaultdict[tuple[str, int], list[Exchange]] = defaultdict(list)
+        for rollout, attempt, request, response in self._rows(_CALLS, ids=ids) if ids else ():
+            said[rollout, int(attempt or 0)].append(read_exchange(request, response))
+        return [replace(one, exchanges=tuple(said[one.rollout_id, one.attempt])) for one in trials]
+
+    def _rows(self, sql: str, **parameters: object) -> list[Any]:
+        with store_errors(self._url):
+            return list(self._client.query(sql, parameters=parameters).result_rows)
+
+
+def _trial(rollout: str, attempt: int, attributes: Mapping[str, str], said: str) -> Trial:
+    version = attributes[semconv.PROMPT_VERSION]
+    return Trial(rollout, attempt, int(version), attributes[semconv.TASK_ID], None, attributes.get(semconv.ROLLOUT_FAILURE, ""), said)
+
+
+def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str) -> float | None:
+    """The sum of the rewards that the runner has written; where it has none, of those that the agent's spans and logs have."""
+    of_root = [attributes for span, attributes in given if span == root]
+    values = [float(one[semconv.EVALUATION_SCORE]) for one in of_root or [attributes for _, attributes in given]]
+    return sum(values) if values else None

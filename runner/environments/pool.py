@@ -1,0 +1,270 @@
+"""Instances of an environment, each somebody's for a while.
+
+In: requests, heartbeats, releases. Out: leases. Invariant: an instance is one user's at a time, and the next one's only after it was reset
+and has said that it is well; one that fails either is discarded, and another one is made in its place. A lease that nobody renews runs out
+by the observer's monotonic clock.
+
+Each instance has a task that takes it through its life: made, free, leased, reset, free again. What one task does in order cannot be
+done to two users at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from runner.environments.instance import Factory, IllError, Instance
+from runner.environments.wire import Ask, Leased, Standing, State
+from spangrad.errors import EnvironmentsError
+from spangrad.leases import Watch
+
+_LOOK_SECONDS = 0.2
+"""Between two looks at which leases have run out."""
+_HEALTH_SECONDS = 10.0
+"""Between two looks at an instance that is free."""
+_AGAIN_SECONDS = (1.0, 5.0, 30.0)
+"""Before another instance is made after one could not be; the last one holds on."""
+log = logging.getLogger(__name__)
+
+
+class FullError(Exception):
+    """Nothing became free in time."""
+
+
+class BeginError(Exception):
+    """An instance could not be made ready for a task."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    ask: Ask
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: asyncio.Future[Leased] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    given_back: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    number: int
+    state: State = State.MAKING
+    users: int = 0
+    request: _Request | None = None
+    made: int = 0
+
+
+class Pool:
+    """A fixed number of instances; an async context manager is not needed: `start` and `close`."""
+
+    def __init__(
+        self, factory: Factory, count: int, *, lease_seconds: float, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            factory: makes an environment.
+            count: instances.
+            lease_seconds: that a lease holds without a heartbeat.
+            seconds: that making, beginning, resetting, looking at or closing an instance may take.
+            clock: by which leases run out.
+        """
+        self._factory = factory
+        self._lease_seconds = lease_seconds
+        self._seconds = seconds
+        self._slots = [_Slot(number) for number in range(count)]
+        self._line: asyncio.Queue[_Request] = asyncio.Queue()
+        self._requests: dict[str, _Request] = {}
+        """Those that wait, or have a lease, by the lease's name."""
+        self._watch = Watch[str](clock)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.counts: Counter[str] = Counter()
+        """What became of leases and instances: leased, released, reclaimed, refused, unbegun, made, discarded."""
+
+    async def start(self) -> None:
+        """Make the first instance, to see that it can be done; the others come by themselves.
+
+        Raises:
+            EnvironmentsError: it cannot.
+        """
+        try:
+            first = await self._make(self._slots[0])
+        except EnvironmentsError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise EnvironmentsError(f"no environment can be made: {said}. Mend the factory.") from error
+        self._tasks = [asyncio.create_task(self._live(slot, first if slot.number == 0 else None)) for slot in self._slots]
+
+    async def close(self) -> None:
+        """Take back everything, and close all instances, each in bounded time."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def lease(self, ask: Ask) -> Leased:
+        """Lease an instance; asked again with the same name, the same lease.
+
+        Raises:
+            FullError: none was free in time.
+            BeginError: it could not be made ready for this task.
+        """
+        if (known := self._requests.get(ask.lease)) is not None:
+            if not known.answer.done():
+                raise FullError("this lease is being asked for already")
+            self._watch.renew(ask.lease, self._lease_seconds)
+            return known.answer.result()
+        request = self._requests[ask.lease] = _Request(ask)
+        self._line.put_nowait(request)
+        try:
+            try:
+                async with asyncio.timeout(ask.wait_seconds):
+                    await request.taken.wait()
+            except TimeoutError:
+                if not request.taken.is_set():
+                    self.counts["refused"] += 1
+                    raise FullError(f"all {len(self._slots)} instances are taken") from None
+            return await asyncio.shield(request.answer)
+        except BaseException:
+            # Whoever has taken it meanwhile sees that nobody waits any more.
+            request.given_back.set()
+            self._requests.pop(ask.lease, None)
+            self._watch.forget(ask.lease)
+            raise
+
+    def beat(self, leases: Iterable[str]) -> list[str]:
+        """Renew leases; those that are not held any more."""
+        over: list[str] = []
+        for name in leases:
+            if name in self._watch:
+                self._watch.renew(name, self._lease_seconds)
+            else:
+                over.append(name)
+        return over
+
+    def release(self, lease: str) -> bool:
+        """Take a lease back, or a request out of the line; whether there was one."""
+        return self._end(lease, "released")
+
+    def standings(self) -> list[Standing]:
+        """How each instance stands."""
+        return [
+            Standing(
+                instance=str(slot.number),
+                state=slot.state,
+                users=slot.users,
+                rollout_id=slot.request.ask.rollout_id if slot.request is not None else None,
+            )
+            for slot in self._slots
+        ]
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return sum(not request.taken.is_set() for request in self._requests.values())
+
+    def sweep(self) -> None:
+        """Take back what nobody has renewed in time."""
+        for name in self._watch.over():
+            log.warning("lease %s was not renewed for %g s, and is taken back", name, self._lease_seconds)
+            self._end(name, "reclaimed")
+
+    def _end(self, lease: str, how: str) -> bool:
+        request = self._requests.pop(lease, None)
+        if request is None:
+            return False
+        self._watch.forget(lease)
+        request.given_back.set()
+        if not request.answer.done():
+            request.answer.set_exception(FullError("it was given back before it was had"))
+            request.taken.set()
+        self.counts[how] += 1
+        return True
+
+    async def watch(self) -> None:
+        """Take back what has run out, until cancelled."""
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            late, before = time.monotonic() - before - _LOOK_SECONDS, time.monotonic()
+            if late > _LOOK_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
+                self._watch.prolong(late)
+            self.sweep()
+
+    async def _live(self, slot: _Slot, instance: Instance | None) -> None:
+        """An instance's life, then the next one's."""
+        while True:
+            slot.state = State.MAKING
+            instance = instance or await self._made(slot)
+            try:
+                while True:
+                    slot.state = State.FREE
+                    await self._use(slot, instance, await self._next(instance))
+            except IllError as error:
+                self.counts["discarded"] += 1
+                log.warning("environment %s is discarded, and another one is made: %s", instance.name, error)
+            finally:
+                if (problem := await instance.close()) is not None:
+                    log.warning("environment %s: %s", instance.name, problem)
+            instance = None
+
+    async def _made(self, slot: _Slot) -> Instance:
+        """Make an instance, again and again until it can be done."""
+        tries = 0
+        while True:
+            try:
+                return await self._make(slot)
+            except Exception as error:  # somebody's code
+                pause = _AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)]
+                log.warning("no environment can be made (%s: %s); again in %g s", type(error).__name__, error, pause)
+                await asyncio.sleep(pause)
+                tries += 1
+
+    async def _make(self, slot: _Slot) -> Instance:
+        instance = Instance(f"{slot.number}.{slot.made}", self._seconds)
+        slot.made += 1
+        try:
+            await instance.make(self._factory)
+            await instance.look()
+        except BaseException:
+            await instance.close()
+            raise
+        self.counts["made"] += 1
+        return instance
+
+    async def _next(self, instance: Instance) -> _Request:
+        """Wait for a user, looking now and then whether the instance is still well."""
+        while True:
+            try:
+                async with asyncio.timeout(_HEALTH_SECONDS):
+                    request = await self._line.get()
+            except TimeoutError:
+                await instance.look()
+                continue
+            if not request.given_back.is_set():
+                return request
+
+    async def _use(self, slot: _Slot, instance: Instance, request: _Request) -> None:
+        """Be one user's, from the first touch until it is clean again."""
+        slot.state, slot.request = State.LEASED, request
+        slot.users += 1
+        request.taken.set()
+        name = request.ask.lease
+        try:
+            environment = await instance.begin(request.ask.input)
+        except Exception as error:  # somebody's code
+            self.counts["unbegun"] += 1
+            self._requests.pop(name, None)
+            if not request.answer.done():
+                request.answer.set_exception(BeginError(f"instance {instance.name}: {type(error).__name__}: {error}".rstrip(": ")[:1000]))
+        else:
+            if not request.given_back.is_set():
+                self.counts["leased"] += 1
+                self._watch.renew(name, self._lease_seconds)
+                held = Leased(lease=name, instance=instance.name, environment=environment, lease_seconds=self._lease_seconds)
+                request.answer.set_result(held)
+                await request.given_back.wait()
+        slot.state, slot.request = State.RESETTING, None
+        await instance.clean()

@@ -1,0 +1,138 @@
+"""`spangrad environments`: instances of somebody's class, leased over HTTP.
+
+In: JSON objects (`wire.py`). Out: JSON objects. Invariant: that of the pool: an instance is one user's at a time, and clean when it is
+handed out; beyond loopback nobody is answered without the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from runner import small_server
+from runner.environments.instance import Factory
+from runner.environments.pool import BeginError, FullError, Pool
+from runner.environments.wire import Ask, Beat, Over, Released, Standings, State
+from runner.small_server import Address, BusyError
+from spangrad.settings import RunnerSettings
+
+_PREFIX = "spangrad_environments_"
+_LEASES = ("leased", "released", "reclaimed", "refused", "unbegun")
+_INSTANCES = ("made", "discarded")
+
+
+def address_of(settings: RunnerSettings) -> Address:
+    """Where it listens."""
+    host, port, token = settings.environments_host, settings.environments_port, settings.environments_token
+    return Address("environments", "docs/environments.md", host, port, token)
+
+
+def serve(settings: RunnerSettings, factory: Factory, count: int) -> None:
+    """Serve until SIGTERM or SIGINT, then close all instances.
+
+    Raises:
+        SpangradError: the address may not be bound, or is in use; or the first instance cannot be made.
+    """
+    small_server.serve(address_of(settings), lambda: running(settings, factory, count))
+
+
+@asynccontextmanager
+async def running(settings: RunnerSettings, factory: Factory, count: int) -> AsyncGenerator[str]:
+    """The service, listening.
+
+    Raises:
+        EnvironmentsError: the first instance cannot be made.
+    """
+    pool = Pool(factory, count, lease_seconds=settings.environment_lease_seconds, seconds=settings.environment_seconds)
+    answers = Answers(pool)
+    routes = [
+        web.post("/v1/leases", answers.lease),
+        web.post("/v1/leases/heartbeat", answers.beat),
+        web.delete("/v1/leases/{lease}", answers.release),
+        web.get("/v1/instances", answers.instances),
+        web.get("/readyz", answers.ready),
+        web.get("/metrics", Metrics(pool).handle),
+    ]
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        await pool.start()
+        watching = asyncio.create_task(pool.watch())
+        stack.callback(watching.cancel)
+        await stack.enter_async_context(small_server.listening(address_of(settings), routes))
+        yield f"{count} instances"
+
+
+class Answers:
+    """What is answered."""
+
+    def __init__(self, pool: Pool) -> None:
+        """Ask the pool."""
+        self._pool = pool
+
+    async def lease(self, request: web.Request) -> web.Response:
+        """Lease an instance."""
+        ask = msgspec.json.decode(await small_server.body(request), type=Ask)
+        try:
+            return small_server.answer(await self._pool.lease(ask))
+        except FullError as error:
+            raise BusyError(str(error)) from None
+        except BeginError as error:
+            return small_server.answer({"error": str(error)}, 500)
+
+    async def beat(self, request: web.Request) -> web.Response:
+        """Renew leases."""
+        asked = msgspec.json.decode(await small_server.body(request), type=Beat)
+        return small_server.answer(Over(over=self._pool.beat(asked.leases)))
+
+    async def release(self, request: web.Request) -> web.Response:
+        """Give one back."""
+        return small_server.answer(Released(released=self._pool.release(request.match_info["lease"])))
+
+    async def instances(self, request: web.Request) -> web.Response:
+        """How each instance stands."""
+        return small_server.answer(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Some instance can be used, now or later."""
+        if all(one.state is State.MAKING for one in self._pool.standings()):
+            raise BusyError("no instance is made yet")
+        return web.Response(text="ok\n")
+
+
+class Metrics(Collector):
+    """Plain numbers, put into Prometheus' form when somebody asks; labels are names of ours."""
+
+    def __init__(self, pool: Pool) -> None:
+        """Of one pool."""
+        self._pool = pool
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer `/metrics`."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus_client asks of a collector."""
+        standings = self._pool.standings()
+        instances = GaugeMetricFamily(_PREFIX + "instances", "Instances, by state.", labels=["state"])
+        for state in State:
+            instances.add_metric([state.value], sum(one.state is state for one in standings))
+        yield instances
+        yield GaugeMetricFamily(_PREFIX + "waiting", "Requests in line.", value=self._pool.waiting)
+        for name, what, labels in (
+            ("leases", "What became of requests and leases, since the server began.", _LEASES),
+            ("instances_changed", "Instances that were made, and that were discarded.", _INSTANCES),
+        ):
+            counter = CounterMetricFamily(_PREFIX + name, what, labels=["event"])
+            for label in labels:
+                counter.add_metric([label], self._pool.counts[label])
+            yield counter

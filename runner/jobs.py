@@ -1,0 +1,41 @@
+"""What an agent host is given for one attempt, and how the attempt ended.
+
+In, out: frozen values. Invariant: an answer has rewards, or a failure, or an output that is still to be judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spangrad.types import AttemptFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt, as an agent host is told of it."""
+
+    id: str
+    input: object
+    traceparent: str
+    baggage: str
+    endpoint: str | None
+    """The attempt's own endpoint of the policy. None: there is no gateway."""
+    log: str | None = None
+    """Directory that what the attempt prints is written to. None: it goes to the host's log."""
+    environment: object = None
+    """What the instance that was leased for it has given. None: none was, or it gave nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an attempt ended: with rewards, or with a failure."""
+
+    rewards: Mapping[str, float] | float | None
+    """None when it failed, and while its output is still to be judged; empty when the agent has rewarded itself on its own spans."""
+    failure: AttemptFailure | None
+    """None when it succeeded."""
+    detail: str = ""
+    """What happened, for people."""
+    output: object = None
+    """What the agent gave, for a reward service to judge."""

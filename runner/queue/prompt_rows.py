@@ -1,0 +1,189 @@
+"""Prompts as rows of the queue's database: versions, which one is published, and the edits that a search has made.
+
+In: a connection, and what was asked. Out: rows, or answers. Invariant: a prompt's versions are 1, 2, 3 and so on, without a gap; the same
+text is the same version, however often it is put; an edit is written once, and what was written first holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Annotated, Any
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Meta
+
+from runner.queue.tables import METADATA
+from runner.queue.wire import Struct
+from spangrad.database import Database
+
+TEXT_MOST = 256 * 1024
+"""Characters of a prompt."""
+Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST)]
+PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+"""It travels in URLs, in baggage and in variables."""
+_Step = Annotated[int, Meta(ge=0, lt=2**31)]
+
+VERSIONS = sa.Table(
+    "prompt_versions",
+    METADATA,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("checksum", sa.String, nullable=False, comment="SHA-256 of the text in UTF-8, in hex"),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False, comment="seconds since 1970: for people, never compared"),
+    sa.UniqueConstraint("name", "checksum"),
+)
+HEADS = sa.Table(
+    "prompt_heads",
+    METADATA,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("version", sa.Integer, nullable=False, comment="what is published"),
+)
+EDITS = sa.Table(
+    "prompt_edits",
+    METADATA,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("search", sa.String, primary_key=True),
+    *[sa.Column(name, sa.Integer, primary_key=True, autoincrement=False) for name in ("round", "parent", "number")],
+    sa.Column("version", sa.Integer, comment="NULL: the model gave no prompt"),
+    sa.Column("critique", sa.Text, nullable=False),
+)
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """The place of an edit in a search."""
+
+    search: Annotated[str, Meta(min_length=1, max_length=100)]
+    round: _Step
+    parent: _Step
+    """The version that was edited."""
+    number: _Step
+    """Which of the parent's edits in that round."""
+    critique: str = ""
+    """What was wrong with the parent."""
+
+
+class Put(Struct, frozen=True, kw_only=True):
+    """PUT /v1/prompts/{name}."""
+
+    text: Text | None
+    """None: the model gave no prompt; only the edit is written."""
+    publish: bool = True
+    """Whether those who name no version get it from now on."""
+    edit: Step | None = None
+    """None: nobody searched for it."""
+
+
+class Prompt(Struct, frozen=True, kw_only=True):
+    """A version of a prompt."""
+
+    name: str
+    version: int
+    checksum: str
+    text: str
+    created_at: float
+    published: bool
+
+
+class Prompts(Struct, frozen=True, kw_only=True):
+    """GET /v1/prompts and /v1/prompts/{name}/versions."""
+
+    prompts: list[Prompt]
+
+
+class Edit(Step, frozen=True, kw_only=True):
+    """An edit that was made."""
+
+    version: int | None
+    """None: the model gave no prompt."""
+
+
+class Edits(Struct, frozen=True, kw_only=True):
+    """GET /v1/prompts/{name}/edits."""
+
+    edits: list[Edit]
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What a PUT did."""
+
+    name: str
+    version: int | None
+    """None: there was no text."""
+    new: bool
+    """Whether there was no such text before."""
+
+
+def put(transaction: sa.Connection, database: Database, name: str, asked: Put) -> Kept:
+    """Keep a text as a version, publish it, note which edit it came from: what is asked of these."""
+    step = asked.edit
+    place = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
+    if place is not None:
+        found = transaction.execute(sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in place.items()])).first()
+        if found is not None:
+            return Kept(name=name, version=found.version, new=False)
+    version, new = _keep(transaction, name, asked.text) if asked.text is not None else (None, False)
+    if place is not None and step is not None:
+        transaction.execute(EDITS.insert().values(**place, version=version, critique=step.critique))
+    if asked.publish and version is not None:
+        database.insert_new(transaction, HEADS, [{"name": name, "version": version}])
+        transaction.execute(HEADS.update().where(HEADS.c.name == name).values(version=version))
+    return Kept(name=name, version=version, new=new)
+
+
+def _keep(transaction: sa.Connection, name: str, text: str) -> tuple[int, bool]:
+    mine, checksum = VERSIONS.c.name == name, hashlib.sha256(text.encode()).hexdigest()
+    same = transaction.execute(sa.select(VERSIONS.c.version).where(mine, VERSIONS.c.checksum == checksum)).scalar()
+    if same is not None:
+        return same, False
+    version = (transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(mine)).scalar() or 0) + 1
+    values = {"name": name, "version": version, "checksum": checksum, "text": text, "created_at": time.time()}
+    transaction.execute(VERSIONS.insert().values(values))
+    return version, True
+
+
+def get(connection: sa.Connection, name: str, version: int | None) -> Prompt | None:
+    """A version; None: the one that is published. None: there is none."""
+    query = _SHOWN.where(VERSIONS.c.name == name)
+    row = connection.execute(query.where(VERSIONS.c.version == (HEADS.c.version if version is None else version))).first()
+    return _prompt(row) if row else None
+
+
+def versions(connection: sa.Connection, name: str) -> Prompts:
+    """Every version of a prompt, oldest first."""
+    rows = connection.execute(_SHOWN.where(VERSIONS.c.name == name).order_by(VERSIONS.c.version))
+    return Prompts(prompts=[_prompt(row) for row in rows])
+
+
+def newest(connection: sa.Connection) -> Prompts:
+    """Of each prompt the version that is published, else its newest."""
+    last = sa.select(VERSIONS.c.name, sa.func.max(VERSIONS.c.version).label("version")).group_by(VERSIONS.c.name).subquery()
+    chosen = sa.func.coalesce(HEADS.c.version, last.c.version)
+    rows = connection.execute(
+        _SHOWN.join(last, last.c.name == VERSIONS.c.name).where(VERSIONS.c.version == chosen).order_by(VERSIONS.c.name)
+    )
+    return Prompts(prompts=[_prompt(row) for row in rows])
+
+
+def edits(connection: sa.Connection, name: str, search: str | None) -> Edits:
+    """The edits of a prompt that a search has made, or all searches."""
+    columns = [EDITS.c[key] for key in ("search", "round", "parent", "number")]
+    query = sa.select(EDITS).where(EDITS.c.name == name).order_by(*columns)
+    rows = connection.execute(query if search is None else query.where(EDITS.c.search == search)).mappings()
+    return Edits(edits=[msgspec.convert({str(key): value for key, value in row.items() if key != "name"}, Edit) for row in rows])
+
+
+_SHOWN = sa.select(VERSIONS, HEADS.c.version.label("head")).select_from(VERSIONS.outerjoin(HEADS, HEADS.c.name == VERSIONS.c.name))
+
+
+def _prompt(row: sa.Row[Any]) -> Prompt:
+    return Prompt(
+        name=row.name,
+        version=row.version,
+        checksum=row.checksum,
+        text=row.text,
+        created_at=row.created_at,
+        published=row.version == row.head,
+    )

@@ -1,0 +1,143 @@
+"""What the small services of the runner share: environments and rewards over HTTP.
+
+In: routes, an address, a token. Out: a server that runs until it is told to end. Invariant: beyond loopback nobody is answered without the
+token; who leaves is not worked for any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from pydantic import SecretStr
+
+from spangrad.patience import BACKLOG, BODY_SECONDS, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.processes import require_free_port, require_safe_bind
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BODY_BYTES = 64 * 2**20
+"""Largest body of a request."""
+DRAIN_SECONDS = 5.0
+"""That requests have to end when the server does."""
+_OPEN = frozenset({"/healthz"})
+"""Paths that tell nothing and ask for no token."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a service listens, and what it asks for."""
+
+    service: str
+    """Its name in the settings: runner.SERVICE_host, and so on."""
+    page: str
+    """That describes it."""
+    host: str
+    port: int
+    token: SecretStr | None
+    """None: it asks for nothing, and only loopback may be bound."""
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+class BusyError(Exception):
+    """It may be asked again in a moment."""
+
+
+def serve(address: Address, running: Callable[[], AbstractAsyncContextManager[str]]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        address: that may be bound.
+        running: the service, listening; it says what is told to people.
+
+    Raises:
+        SpangradError: the address may not be bound, or is in use.
+    """
+    require_safe_bind(address.host, address.token, "runner", f"{address.service}_")
+    require_free_port(address.host, address.port, f"runner.{address.service}_port")
+    asyncio.run(_serve(address, running))
+
+
+async def _serve(address: Address, running: Callable[[], AbstractAsyncContextManager[str]]) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with running() as said:
+        log.info("%s ready: %s, %s", address.service, address.url, said)
+        await stopping.wait()
+
+
+@asynccontextmanager
+async def listening(address: Address, routes: list[web.RouteDef]) -> AsyncGenerator[None]:
+    """A server of these routes, listening, and of /healthz."""
+    app = web.Application(middlewares=[_guard(address)], client_max_size=BODY_BYTES)
+    app.add_routes([*routes, web.get("/healthz", _healthy)])
+    silent = SilentConnections(app)
+    runner = web.AppRunner(
+        app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=DRAIN_SECONDS, handler_cancellation=True
+    )
+    await runner.setup()
+    assert runner.server
+    watching = asyncio.create_task(silent.watch(runner.server))
+    try:
+        await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
+        yield
+    finally:
+        watching.cancel()
+        await runner.cleanup()
+
+
+async def body(request: web.Request) -> bytes:
+    """The body, in bounded time."""
+    async with asyncio.timeout(BODY_SECONDS):
+        return await request.read()
+
+
+def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """A JSON answer."""
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json", headers=headers)
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+def _guard(address: Address) -> Any:
+    token = address.token.get_secret_value() if address.token else None
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is not None and request.path not in _OPEN:
+            scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), token.encode()):
+                return _refusal(401, f"this service asks for its token: send `Authorization: Bearer` with runner.{address.service}_token.")
+        try:
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
+        except web.HTTPException as refusal:
+            return _refusal(refusal.status, f"{request.method} {request.path} is not answered here. {address.page} lists what is.")
+        except TimeoutError:
+            return _refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.")
+        except (msgspec.DecodeError, ValueError) as error:
+            return _refusal(400, f"{request.method} {request.path}: {error}")
+        except BusyError as error:
+            return answer({"error": str(error)}, 503, {"Retry-After": "1"})
+
+    return guard
+
+
+def _refusal(status: int, sentence: str) -> web.Response:
+    return answer({"error": sentence}, status)

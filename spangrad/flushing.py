@@ -1,0 +1,37 @@
+"""Sends what spans a process has, off its event loop.
+
+In: attempts that ended. Out: whether their spans were sent. Invariant: a flush that began before a span ended does not stand for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+_FLUSH_MILLISECONDS = 10_000
+
+
+class Flusher:
+    """Flushes the tracer provider off the event loop; attempts that end during a flush share the next one."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[bool] | None = None
+
+    async def flush(self) -> bool:
+        """Send all spans that have ended; False when that takes too long."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._flush())
+        return await asyncio.shield(self._next)
+
+    async def _flush(self) -> bool:
+        async with self._turn:
+            self._next = None  # spans that end from here on need another flush
+            provider = trace.get_tracer_provider()
+            if not isinstance(provider, TracerProvider) or await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):
+                return True
+            print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
+            return False

@@ -1,0 +1,76 @@
+"""What an agent works in, in its host's own process: made by an initialiser for one attempt, closed with it.
+
+In: a task's input. Out: what the initialiser gives, for the agent and its evaluator. Invariant: what was made is closed once, whatever
+became of the attempt, and in bounded time.
+
+An initialiser is a callable `factory(input)`, plain or async. Where its value is an async context manager, that is entered, and what it
+gives is the environment; else the value is, and is closed by its `aclose()` or `close()`, where it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+Call = Callable[..., Awaitable[Any]]
+_CLOSE_SECONDS = 4.0
+"""Shorter than a runner waits for an attempt that it has cancelled."""
+
+
+class LocalEnvironment:
+    """The environment of one attempt."""
+
+    def __init__(self, initialiser: Callable[..., Any] | None, closing: ThreadPoolExecutor) -> None:
+        """Nothing is made yet.
+
+        Args:
+            initialiser: makes it. None: there is none, and `value` stays what somebody else has put there.
+            closing: threads in which it is closed.
+        """
+        self._initialiser = initialiser
+        self._closing = closing
+        self._close: Callable[[], Any] | None = None
+        self.value: Any = None
+
+    async def open(self, call: Call, given: object) -> None:
+        """Make it.
+
+        Args:
+            call: calls a function, plain or async, where initialisers run.
+            given: the task's input.
+        """
+        if self._initialiser is None:
+            return
+        made = await call(self._initialiser, given)
+        if hasattr(made, "__aenter__"):
+            self.value = await made.__aenter__()
+            self._close = partial(made.__aexit__, None, None, None)
+            return
+        self.value = made
+        self._close = getattr(made, "aclose", None) or getattr(made, "close", None)
+
+    async def close(self) -> bool:
+        """Close it, in the task that opened it; False when that does not end in time: its thread may be left behind."""
+        close, self._close = self._close, None
+        if close is None:
+            return True
+        timeout = asyncio.timeout(_CLOSE_SECONDS)
+        try:
+            async with timeout:
+                await self._call(close)
+        except (Exception, SystemExit):  # whatever it raises, the attempt's end is known
+            traceback.print_exc()
+        return not timeout.expired()
+
+    async def _call(self, close: Callable[[], Any]) -> None:
+        loop = asyncio.get_running_loop()
+        in_loop = inspect.iscoroutinefunction(close)
+        result = close() if in_loop else await loop.run_in_executor(self._closing, contextvars.copy_context().run, close)
+        if inspect.isawaitable(result):
+            await result

@@ -1,0 +1,138 @@
+"""`spangrad environments` and `spangrad rewards serve` as processes of their own, under a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from queues import is_state, queue_settings, serving, some
+from workers import kill, world
+
+from runner.agents import CallableAgent
+from runner.queue.wire import State
+from runner.runner import Runner
+from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.types import Mode, Task
+
+WORLD = """
+    import os, pathlib
+
+    class World:
+        \"\"\"A number that its user may raise.\"\"\"
+
+        def __init__(self):
+            self.file = pathlib.Path(__file__).parent / f"world-{id(self)}"
+            self.reset()
+
+        def begin(self, task):
+            return {"file": str(self.file), "before": self.file.read_text()}
+
+        def reset(self):
+            self.file.write_text("0")
+
+        def health(self):
+            return self.file.exists()
+
+        def close(self):
+            self.file.unlink()
+
+    def agent(task, environment):
+        assert environment["before"] == "0"
+        pathlib.Path(environment["file"]).write_text(str(task))
+        return task
+
+    def score(task, output, environment):
+        assert pathlib.Path(environment["file"]).read_text() == str(output)
+        return {"score": output / 2}
+"""
+
+
+@contextmanager
+def process(name: str, directory: Path, *words: str, **values: object) -> Generator[tuple[Child, str]]:
+    """A service of ours, ready, and where it is."""
+    (port,) = free_ports(1)
+    sets = [word for key, value in values.items() for word in ("--set", f"runner.{key}={value}")]
+    command = own_command(*words, "--directory", str(directory), "--port", str(port), *sets)
+    child = Child(name, command, directory / f"{name}.log", inherit_settings=False)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: answers(f"{url}/healthz"), 60, name, [child], poll_seconds=0.05)
+        yield child, url
+    finally:
+        child.stop()
+
+
+def instances(url: str) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{url}/v1/instances") as answer:
+        return json.load(answer)["instances"]
+
+
+def worlds(directory: Path) -> list[Path]:
+    return list(directory.glob("world-*"))
+
+
+async def test_rollouts_with_both_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+    (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
+    with (
+        process("environments", tmp_path, "environments", "--factory", "worlds:World", "--instances", "2") as (environments, leases),
+        process("rewards", tmp_path, "rewards", "serve", "--evaluator", "worlds:score") as (_, judge),
+        world(tmp_path, concurrency=4, max_attempts=1) as here,
+    ):
+        agent = CallableAgent("worlds:agent", judge, leases, tmp_path)
+        async with Runner(here.settings, agent) as runner:
+            found = await runner.run([Task(str(n), n) for n in range(6)], mode=Mode.TRAIN, group_size=1)
+        assert [(one.reward, one.detail) for one in found] == [({"score": n / 2}, "") for n in range(6)]
+        # A worker that has ended has given everything back.
+        await asyncio.to_thread(wait_until, lambda: {one["state"] for one in instances(leases)} == {"free"}, 20, "clean instances")
+        assert sum(one["users"] for one in instances(leases)) == 6
+        assert len(worlds(tmp_path)) == 2
+        environments.process.terminate()
+        assert await asyncio.to_thread(environments.process.wait, 30) == 0
+        assert worlds(tmp_path) == []
+
+
+@pytest.mark.slow
+async def test_the_lease_of_a_killed_worker_runs_out(tmp_path: Path) -> None:
+    (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1, max_attempts=2)
+    words = ("environments", "--factory", "worlds:World")
+    with (
+        process("environments", tmp_path, *words, environment_lease_seconds=2) as (_, leases),
+        world(tmp_path, queue_url=settings.queue_url, concurrency=1) as here,
+    ):
+        async with serving(settings) as (client, _):
+            (one,) = some(1)
+            await client.enqueue("run", [msgspec.structs.replace(one, input=msgspec.Raw(b'"hang"'))])
+            worker = here.start_worker("--environment", leases)
+            await asyncio.to_thread(wait_until, lambda: bool(here.processes()), 60, "the agent's program")
+            assert [(one["state"], one["rollout_id"]) for one in instances(leases)] == [("leased", "r0")]
+            assert any(b'SPANGRAD_ENVIRONMENT={"file": ' in one for one in variables(here.directory))
+            kill(worker.process.pid)
+            worker.process.wait()
+            await asyncio.to_thread(wait_until, lambda: instances(leases)[0]["state"] == "free", 30, "the lease's end")
+            assert instances(leases)[0]["users"] == 1
+            # Another worker gets it, for the next attempt.
+            here.start_worker("--environment", leases)
+            await asyncio.to_thread(wait_until, lambda: instances(leases)[0]["users"] == 2, 60, "the next user")
+            assert await is_state(client, "r0", State.RUNNING)
+
+
+def variables(directory: Path) -> list[bytes]:
+    """The environments of processes that work in a directory."""
+    found: list[bytes] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == directory:
+                found.append((process / "environ").read_bytes())
+        except OSError:
+            continue  # it has ended, or is somebody else's
+    return found

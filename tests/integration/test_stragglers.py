@@ -1,0 +1,91 @@
+"""One slow rollout holds no batch: with a group more than is wanted, real workers fill the batches, and the slow group is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from queues import queue_settings, serving
+from trainer_world import FakeSource, committed, settings, wired, write_base
+from workers import world
+
+from runner.demand_source import DemandSource, task_at
+from runner.queue.client import PlainQueue, QueueClient
+from runner.queue.wire import State
+from runner.runner import queued
+from spangrad import semconv
+from spangrad.processes import wait_until
+from spangrad.settings import RunnerSettings
+from spangrad.types import Task
+from trainer.source import Group
+
+SLOW = "hang"
+TASKS = [Task(SLOW, SLOW), *[Task(f"t{n}", "well") for n in range(3)]]
+SEED = next(seed for seed in range(100) if task_at(TASKS, 1, seed).task_id == SLOW)
+STEPS = 2
+
+
+class Whole(FakeSource):
+    """Groups of the queue whose rollouts have all succeeded, in the order of arrival."""
+
+    def __init__(self, runner: RunnerSettings) -> None:
+        super().__init__([])
+        self.runner = runner
+        self.facts: dict[str, object] = {}
+
+    def ready(self) -> list[Group]:
+        with PlainQueue(QueueClient.of(self.runner)) as plain:
+            found = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
+        states: defaultdict[str, set[State]] = defaultdict(set)
+        for one in found:
+            states[one.group_id].add(one.state)
+        self.names = [name for name, its in states.items() if its == {State.SUCCEEDED}]
+        self.changes = dict.fromkeys(self.names, self.facts)
+        return super().ready()
+
+
+async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path: Path) -> None:
+    runner = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue_lease_seconds=1)
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0, max_steps=STEPS)
+    chosen = chosen.model_copy(update={"runner": runner})
+    assert chosen.trainer.groups_per_batch == 2
+    with world(tmp_path, queue_url=runner.queue_url, concurrency=3) as here:
+        async with serving(runner) as (client, _):
+
+            async def served(_: str) -> None:
+                return None
+
+            source = DemandSource(chosen, client, TASKS, seed=SEED, queued=queued, served=served)
+
+            async def follow() -> None:
+                while True:
+                    await source.look()
+                    await asyncio.sleep(0.05)
+
+            whole = Whole(runner)
+            trainer = wired(chosen, whole)
+            frontier = trainer.ledger.frontier()
+            assert frontier
+            whole.version = lambda: trainer.ledger.committed_versions()[-1]
+            whole.facts = {"TokenizerHash": frontier.tokenizer_hash}
+            here.start_worker()
+            here.start_worker()
+            following = asyncio.create_task(follow())
+            async with asyncio.timeout(60):  # an attempt may take 300 s
+                await asyncio.to_thread(trainer.run, follow=True)
+                await asyncio.to_thread(here.sink.wait_for, lambda: len(_failures(here.roots())) == 2, 30)
+            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agents' programs")
+            following.cancel()
+            rollouts = (await client.rollouts(run_id="run", limit=1000)).rollouts
+            demand = await client.demand("run")
+    assert len(committed(trainer)) == STEPS + 1
+    assert (demand.groups, demand.branches[0].filled, demand.cancelled) == (2 * STEPS, 2 * STEPS, 1)
+    assert Counter((one.task_id == SLOW, one.state) for one in rollouts)[True, State.CANCELLED] == 2
+    assert {one.state for one in rollouts if one.task_id != SLOW} == {State.SUCCEEDED}
+    assert _failures(here.roots()) == [(SLOW, "cancelled")] * 2
+
+
+def _failures(roots: dict[tuple[str, int], object]) -> list[tuple[object, object]]:
+    found = [root for root in roots.values() if isinstance(root, dict) and semconv.ROLLOUT_FAILURE in root]
+    return [(root[semconv.TASK_ID], root[semconv.ROLLOUT_FAILURE]) for root in found]

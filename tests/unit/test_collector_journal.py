@@ -1,0 +1,116 @@
+"""The journal: what was appended comes back, and what is torn ends it, at whatever byte."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collector.journal import Journal
+from spangrad.errors import StoreError
+
+BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
+
+
+def reopened(path: Path) -> list[bytes]:
+    journal = Journal(path)
+    try:
+        return list(journal.bodies())
+    finally:
+        journal.close()
+
+
+@given(groups=st.lists(BODIES, max_size=4), more=BODIES, cut=st.integers(0, 4000), flipped=st.none() | st.integers(0, 4000))
+def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut: int, flipped: int | None) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        journal = Journal(path)
+        for group in groups:
+            journal.append(group)
+        appended = [body for group in groups for body in group]
+        assert list(journal.bodies()) == appended
+        journal.close()
+
+        data = bytearray(path.read_bytes())
+        head, kept = len(data) - sum(8 + len(body) for body in appended), len(data)
+        if flipped is not None and head + flipped < len(data):
+            data[head + flipped] ^= 1
+            kept = head + flipped
+        kept = min(kept, head + cut)
+        path.write_bytes(data[: head + cut])
+        whole, end = list[bytes](), head
+        for body in appended:
+            end += 8 + len(body)
+            if end > kept:
+                break
+            whole.append(body)
+
+        journal = Journal(path)
+        assert list(journal.bodies()) == whole
+        journal.append(more)
+        journal.close()
+        assert reopened(path) == whole + more
+
+
+def test_a_cleared_journal_is_empty(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"a", b"b"])
+    assert journal.size == 18
+    journal.clear()
+    journal.append([b"c"])
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == [b"c"]
+
+
+def test_zeros_are_no_bodies(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"a"])
+    journal.close()
+    with (tmp_path / "journal").open("ab") as file:
+        file.write(bytes(4096))
+
+    assert reopened(tmp_path / "journal") == [b"a"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"kept"])
+    write, calls = os.pwrite, iter([3])
+
+    def half(file: int, data: memoryview, at: int) -> int:
+        if size := next(calls, 0):
+            return write(file, data[:size], at)
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", half)
+        with pytest.raises(OSError, match="no room"):
+            journal.append([b"lost"])
+    journal.append([b"next"])
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == [b"kept", b"next"]
+
+
+def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    monkeypatch.setattr("collector.journal.KEPT_FREE", 2**62)
+
+    with pytest.raises(OSError, match="256 MiB"):
+        journal.append([b"a"])
+
+    assert (journal.size, list(journal.bodies())) == (0, [])
+    journal.close()
+
+
+def test_another_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_bytes(b"something else, long enough to be a head")
+
+    with pytest.raises(StoreError, match="is not a journal that this version reads"):
+        reopened(tmp_path / "journal")

@@ -1,0 +1,391 @@
+"""The laws of a pool of environments, whatever happens in whatever order; and the service's answers over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from environment_services import service_settings
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from pydantic import SecretStr
+from queues import until
+
+from runner.environments import server
+from runner.environments.client import EnvironmentClient, NoInstanceError
+from runner.environments.pool import Pool
+from runner.environments.wire import Ask, Leased, State
+from spangrad.errors import EnvironmentsError, SpangradError
+from spangrad.settings import RunnerSettings
+from spangrad.types import AttemptFailure
+
+LEASE_SECONDS = 30.0
+
+
+class World:
+    """What a pool's environments have seen."""
+
+    def __init__(self) -> None:
+        self.ill: list[str] = []
+        """What fails next: begin, reset, health."""
+        self.wrong: list[str] = []
+        self.made: list[Env] = []
+
+    async def make(self) -> Env:
+        self.made.append(Env(self))
+        return self.made[-1]
+
+    def fails(self, what: str) -> bool:
+        if what in self.ill:
+            self.ill.remove(what)
+            return True
+        return False
+
+
+class Env:
+    """An environment that notes what must never be."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.user: object = None
+        self.clean = True
+        self.used = False
+        self.discarded = False
+
+    async def begin(self, given: object) -> object:
+        if self.user is not None:
+            self.world.wrong.append(f"{given} got what was {self.user}'s")
+        if not self.clean:
+            self.world.wrong.append(f"{given} got it dirty")
+        if self.discarded:
+            self.world.wrong.append(f"{given} got what was discarded")
+        self.user, self.clean, self.used = given, False, True
+        if self.world.fails("begin"):
+            raise RuntimeError("no such task")
+        return given
+
+    async def reset(self) -> None:
+        if self.world.fails("reset"):
+            raise RuntimeError("cannot be cleaned")
+        self.user, self.clean = None, True
+
+    async def health(self) -> bool:
+        return not (self.used and self.world.fails("health"))
+
+    async def close(self) -> None:
+        self.discarded = True
+
+
+class Story(RuleBasedStateMachine):
+    """Users come, beat, leave, die and are given what cannot be cleaned."""
+
+    @initialize(count=st.integers(1, 3))
+    def begin(self, count: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.now = 0.0
+        self.world = World()
+        self.count = count
+        self.asked: dict[str, asyncio.Task[Leased]] = {}
+        self.held: set[str] = set()
+        """That somebody was told of, and has not given back."""
+        self.beaten: dict[str, float] = {}
+        self.pool = self.do(self.made)
+
+    async def made(self) -> Pool:
+        pool = Pool(self.world.make, self.count, lease_seconds=LEASE_SECONDS, seconds=5, clock=lambda: self.now)
+        await pool.start()
+        return pool
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        """Do something in the loop, and let everything follow that follows at once."""
+
+        async def settled() -> Any:
+            result = await work()
+            for _ in range(40):
+                await asyncio.sleep(0)
+            return result
+
+        result = self.loop.run_until_complete(settled())
+        for name, task in list(self.asked.items()):
+            if task.done():
+                del self.asked[name]
+                if not task.cancelled() and task.exception() is None:
+                    self.held.add(name)
+                    self.beaten[name] = self.now
+        return result
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.loop.run_until_complete(self.ended())
+            self.loop.close()
+
+    async def ended(self) -> None:
+        await self.pool.close()
+        for task in self.asked.values():
+            task.cancel()
+        await asyncio.gather(*self.asked.values(), return_exceptions=True)
+
+    @rule(number=st.integers(0, 9))
+    def ask(self, number: int) -> None:
+        name = f"user {number}"
+        if name in self.asked or name in self.held:
+            return
+
+        async def ask() -> None:
+            ask = Ask(lease=name, rollout_id=name, attempt=0, input=name, wait_seconds=60)
+            self.asked[name] = asyncio.create_task(self.pool.lease(ask))
+
+        self.do(ask)
+
+    @rule(data=st.data())
+    def ask_twice(self, data: st.DataObject) -> None:
+        if self.held:
+            name = data.draw(st.sampled_from(sorted(self.held)))
+            again = self.do(lambda: self.pool.lease(Ask(lease=name, rollout_id=name, attempt=0, input="other")))
+            assert again.environment == name
+            self.beaten[name] = self.now
+
+    @rule(data=st.data())
+    def leave_the_line(self, data: st.DataObject) -> None:
+        if self.asked:
+            name = data.draw(st.sampled_from(sorted(self.asked)))
+
+            async def leave() -> None:
+                self.asked[name].cancel()
+
+            self.do(leave)
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        if self.held:
+            name = data.draw(st.sampled_from(sorted(self.held)))
+            self.held.discard(name)
+
+            async def release() -> None:
+                assert self.pool.release(name)
+                assert not self.pool.release(name), "once is enough"
+
+            self.do(release)
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 29.0, 31.0]), data=st.data())
+    def time_goes_by(self, seconds: float, data: st.DataObject) -> None:
+        alive = data.draw(st.sets(st.sampled_from(sorted(self.held)))) if self.held else set()
+
+        async def go() -> None:
+            assert self.pool.beat(alive) == []
+            self.beaten.update(dict.fromkeys(alive, self.now))
+            self.now += seconds
+            self.pool.sweep()
+            over = {name for name in self.held if self.beaten[name] + LEASE_SECONDS <= self.now}
+            assert set(self.pool.beat(sorted(self.held))) == over, "whoever is late is told, and nobody else"
+            self.held -= over
+            self.beaten.update(dict.fromkeys(self.held, self.now))
+
+        self.do(go)
+
+    @rule(what=st.sampled_from(["begin", "reset", "health"]))
+    def something_fails_next(self, what: str) -> None:
+        self.world.ill.append(what)
+
+    @invariant()
+    def laws(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert self.world.wrong == []
+        states = [one.state for one in self.pool.standings()]
+        assert len(states) == self.count
+        assert states.count(State.LEASED) == len(self.held), "each lease has one instance, each instance one lease"
+        users = sorted(str(env.user) for env in self.world.made if env.user is not None and not env.discarded)
+        assert users == sorted(self.held)
+        assert not (State.FREE in states and self.pool.waiting), "nobody waits while something is free"
+        assert len(self.world.made) - sum(env.discarded for env in self.world.made) == self.count, "what is discarded is replaced"
+
+
+Story.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+TestStory = Story.TestCase
+
+
+class Plain:
+    """As people write them: plain methods, in one thread."""
+
+    def __init__(self) -> None:
+        self.given: list[object] = []
+
+    def begin(self, given: object) -> object:
+        if given == "bad":
+            raise ValueError("no such task")
+        self.given.append(given)
+        return {"url": "http://127.0.0.1:1/", "seen": list(self.given)}
+
+    def reset(self) -> None:
+        if "poison" in self.given:
+            raise RuntimeError("cannot be cleaned")
+        self.given.clear()
+
+
+@asynccontextmanager
+async def service(settings: RunnerSettings, count: int = 1) -> AsyncGenerator[tuple[str, aiohttp.ClientSession]]:
+    async with server.running(settings, Plain, count), aiohttp.ClientSession() as session:
+        yield server.address_of(settings).url, session
+
+
+async def asked(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> tuple[int, Any]:
+    async with session.request(method, url, json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_what_the_service_answers() -> None:
+    async with service(service_settings(environment_lease_seconds=20)) as (url, http):
+        leases = f"{url}/v1/leases"
+        ask = {"lease": "a", "rollout_id": "r0", "attempt": 0, "input": "poison"}
+        status, leased = await asked(http, "POST", leases, ask)
+        environment = {"url": "http://127.0.0.1:1/", "seen": ["poison"]}
+        assert (status, leased) == (200, {"lease": "a", "instance": "0.0", "environment": environment, "lease_seconds": 20.0})
+        assert await asked(http, "POST", leases, ask) == (200, leased), "asked again, the same"
+        other = {**ask, "lease": "b", "rollout_id": "r1", "input": "next"}
+        async with http.post(leases, json=other) as full:
+            assert (full.status, full.headers["Retry-After"], await full.json()) == (503, "1", {"error": "all 1 instances are taken"})
+        waits = asyncio.create_task(asked(http, "POST", leases, {**other, "wait_seconds": 20}))
+        assert await asked(http, "POST", f"{leases}/heartbeat", {"leases": ["a", "x"]}) == (200, {"over": ["x"]})
+        held = [{"instance": "0", "state": "leased", "users": 1, "rollout_id": "r0"}]
+        await until(lambda: _is(asked(http, "GET", f"{url}/v1/instances"), (200, {"instances": held, "waiting": 1})))
+        assert await asked(http, "DELETE", f"{leases}/a") == (200, {"released": True})
+        assert await asked(http, "DELETE", f"{leases}/a") == (200, {"released": False})
+        # What cannot be cleaned is discarded: the next user has another instance, which has seen nobody.
+        status, leased = await waits
+        assert (status, leased["instance"], leased["environment"]["seen"]) == (200, "0.1", ["next"])
+        assert (await asked(http, "POST", f"{leases}/heartbeat", {"leases": ["b"]}))[1] == {"over": []}
+        await asked(http, "DELETE", f"{leases}/b")
+        bad = await asked(http, "POST", leases, {**ask, "lease": "c", "input": "bad", "wait_seconds": 20})
+        assert bad == (500, {"error": "instance 0.1: ValueError: no such task"})
+        status, leased = await asked(http, "POST", leases, {**ask, "lease": "d", "input": "fine", "wait_seconds": 20})
+        assert (leased["instance"], leased["environment"]["seen"]) == ("0.1", ["fine"])
+        unknown = await asked(http, "POST", leases, {**ask, "color": "red"})
+        assert unknown[0] == 400
+        async with http.get(f"{url}/metrics") as answer:
+            told = [line for line in (await answer.text()).splitlines() if not line.startswith("#") and not line.endswith(" 0.0")]
+        assert told == [
+            'spangrad_environments_instances{state="leased"} 1.0',
+            'spangrad_environments_leases_total{event="leased"} 3.0',
+            'spangrad_environments_leases_total{event="released"} 2.0',
+            'spangrad_environments_leases_total{event="refused"} 1.0',
+            'spangrad_environments_leases_total{event="unbegun"} 1.0',
+            'spangrad_environments_instances_changed_total{event="made"} 2.0',
+            'spangrad_environments_instances_changed_total{event="discarded"} 1.0',
+        ]
+
+
+async def _is(asking: Any, wanted: object) -> bool:
+    return await asking == wanted
+
+
+async def test_a_client_that_left_the_line_is_passed_over() -> None:
+    async with service(service_settings()) as (url, http):
+        ask = {"lease": "a", "rollout_id": "r", "attempt": 0, "input": 1}
+        await asked(http, "POST", f"{url}/v1/leases", ask)
+        leaves = asyncio.create_task(asked(http, "POST", f"{url}/v1/leases", {**ask, "lease": "b", "wait_seconds": 60}))
+
+        async def waiting() -> int:
+            return (await asked(http, "GET", f"{url}/v1/instances"))[1]["waiting"]
+
+        await until(lambda: _is(waiting(), 1))
+        leaves.cancel()
+        await until(lambda: _is(waiting(), 0))
+        await asked(http, "DELETE", f"{url}/v1/leases/a")
+        status, leased = await asked(http, "POST", f"{url}/v1/leases", {**ask, "lease": "c", "wait_seconds": 60})
+        assert (status, leased["environment"]["seen"]) == (200, [1])
+
+
+async def test_beyond_loopback_a_token_is_asked_for_and_shown() -> None:
+    with pytest.raises(SpangradError, match=r"Set runner.environments_token, or bind 127\.0\.0\.1"):
+        server.serve(service_settings(environments_host="0.0.0.0"), Plain, 1)
+    async with service(service_settings(environments_token=SecretStr("secret"))) as (url, http):
+        assert (await asked(http, "GET", f"{url}/v1/instances"))[0] == 401
+        with pytest.raises(EnvironmentsError, match="want another token"):
+            await EnvironmentClient(url, "wrong").__aenter__()
+        async with EnvironmentClient(url, "secret") as client:
+            instance = await client.lease("r", 0, "x", 10)
+            assert instance.environment["seen"] == ["x"]
+
+
+async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -> None:
+    settings = service_settings(environment_lease_seconds=0.8)
+    async with service(settings) as (url, http):
+
+        async def states() -> list[str]:
+            return [one["state"] for one in (await asked(http, "GET", f"{url}/v1/instances"))[1]["instances"]]
+
+        async with EnvironmentClient(url, None) as client:
+            held = await client.lease("r", 0, "x", 10)
+            with pytest.raises(NoInstanceError, match=r"no environment after 1 s; .* says: HTTP 503.*all 1 instances are taken") as late:
+                await client.lease("other", 0, "y", 1)
+            assert late.value.failure is AttemptFailure.TIMEOUT
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(held.lost), 1.5)  # almost twice as long as it holds unrenewed
+            assert await states() == ["leased"]
+            await asked(http, "DELETE", f"{url}/v1/leases/{held.lease}")
+            assert await asyncio.wait_for(held.lost, 10) == f"instance 0.0 of {url} is not leased to this attempt any more"
+            await client.lease("r", 1, "x", 10)
+        await until(lambda: _is(states(), ["free"]))
+        async with EnvironmentClient(url, None) as client:
+            with pytest.raises(NoInstanceError, match=r"HTTP 500.*no such task") as bad:
+                await client.lease("r", 0, "bad", 10)
+            assert bad.value.failure is AttemptFailure.ENVIRONMENT
+    with pytest.raises(EnvironmentsError, match="Start them with `spangrad environments`"):
+        await EnvironmentClient(url, None).__aenter__()
+
+
+async def test_a_lease_whose_service_is_gone_is_lost_before_it_runs_out() -> None:
+    settings = service_settings(environment_lease_seconds=2)
+    async with service(settings) as (url, _):
+        client = await EnvironmentClient(url, None).__aenter__()
+        held = await client.lease("r", 0, "x", 10)
+    gone = asyncio.get_running_loop().time()
+    try:
+        said = await asyncio.wait_for(held.lost, 10)
+        assert said.startswith(f"the environments at {url} were not heard of for ")
+        assert asyncio.get_running_loop().time() - gone < 2
+    finally:
+        await client.__aexit__(None, None, None)
+
+
+async def test_a_hung_instance_is_left_behind() -> None:
+    release = threading.Event()
+
+    class Hangs(Plain):
+        def reset(self) -> None:
+            release.wait(60)
+
+    pool = Pool(Hangs, 1, lease_seconds=30, seconds=0.2)
+    await pool.start()
+    try:
+        first = await pool.lease(Ask(lease="a", rollout_id="r", attempt=0, input=1))
+        pool.release("a")
+        second = await pool.lease(Ask(lease="b", rollout_id="r", attempt=1, input=2, wait_seconds=20))
+        assert (first.instance, second.instance, second.environment["seen"]) == ("0.0", "0.1", [2])
+    finally:
+        release.set()
+        await pool.close()
+
+
+class NoBegin:
+    pass
+
+
+async def test_what_cannot_be_leased_is_said_at_the_start() -> None:
+    with pytest.raises(EnvironmentsError, match=r"the factory gave NoBegin, which has no method begin\(input\)"):
+        async with service_of(NoBegin):
+            pass
+    with pytest.raises(EnvironmentsError, match="no environment can be made: ZeroDivisionError"):
+        async with service_of(lambda: 1 // 0):
+            pass
+
+
+def service_of(factory: Callable[[], object]) -> Any:
+    return server.running(service_settings(), factory, 1)

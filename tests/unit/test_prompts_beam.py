@@ -1,0 +1,79 @@
+"""Laws of the beam: it ends, it never gets worse, it measures nothing twice, and it goes on from whatever is known."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prompts.beam import Done, Expand, Measure, Place, Round, Shape, next_step
+from prompts.compare import gain
+
+SHAPES = st.builds(Shape, rounds=st.integers(1, 4), width=st.integers(1, 3), branch=st.integers(1, 3))
+
+
+def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[int, float | None]]:
+    """A whole search over made-up prompts; the order of what was measured, and the scores. `forgets`: only half of each step is done."""
+    dice = random.Random(seed)
+    edits: dict[Place, int | None] = {}
+    scores: dict[int, float | None] = {}
+    measured: list[int] = []
+    newest = 1
+    while True:
+        match next_step(1, shape, edits, scores):
+            case Expand(places):
+                assert not set(places) & set(edits)
+                for place in places[: (len(places) + 1) // 2] if forgets else places:
+                    edits[place] = dice.choice([None, dice.randint(1, newest), newest + 1])
+                    newest = max(newest, edits[place] or 0)
+            case Measure(_, versions):
+                for version in versions[: (len(versions) + 1) // 2] if forgets else versions:
+                    measured.append(version)
+                    scores[version] = None if version > 1 and dice.random() < 0.2 else round(dice.random(), 1)
+            case done:
+                return done, measured, scores
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(0, 2**32), st.booleans())
+def test_a_search_ends_and_measures_every_candidate_once_and_never_gets_worse(shape: Shape, seed: int, forgets: bool) -> None:
+    done, measured, scores = play(shape, seed, forgets)
+    assert len(measured) == len(set(measured))
+    assert set(measured) == set(done.entered)
+    assert [one.number for one in done.rounds] == list(range(shape.rounds + 1))
+    best = [scores[one.beam[0]] for one in done.rounds]
+    assert all(after is not None and before is not None and after >= before for before, after in pairwise(best))
+    assert best[-1] == max(score for score in scores.values() if score is not None)
+    for one in done.rounds:
+        assert 1 <= len(one.beam) <= shape.width
+        assert [scores[version] for version in one.beam] == sorted((scores[version] or 0.0 for version in one.beam), reverse=True)
+
+
+def test_of_equals_the_older_one_stays_and_an_edit_to_an_old_text_is_no_new_candidate() -> None:
+    edits = {Place(1, 7, 0): 9, Place(1, 7, 1): 3, Place(1, 7, 2): 7}
+    scores = {7: 0.5, 9: 0.5, 3: 0.5}
+    assert next_step(7, Shape(1, 2, 3), edits, scores) == Done((Round(0, (7,)), Round(1, (7, 9))), (7, 9, 3))
+    assert next_step(7, Shape(1, 2, 3), edits, {7: 0.5, 9: None}) == Measure(1, (3,))
+    # A longer search of the same question goes on where a shorter one ended.
+    assert next_step(7, Shape(2, 1, 3), edits, scores) == Expand(tuple(Place(2, 7, number) for number in range(3)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=1, max_size=20))
+def test_a_gain_is_the_mean_difference_and_less_probable_in_one_direction_only(pairs: list[tuple[int, int]]) -> None:
+    base, candidate = ({str(i): float(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
+    there, back = gain(base, candidate, 0), gain(candidate, base, 0)
+    assert there.mean == -back.mean
+    assert abs(there.mean - sum(b - a for a, b in pairs) / len(pairs)) < 1e-9
+    assert 0 < there.p <= 1
+    assert there.p + back.p >= 1
+    assert gain(base, base, 0).p == 1
+
+
+def test_the_p_of_a_sure_gain_is_one_of_all_assignments() -> None:
+    assert gain(dict.fromkeys("abcdef", 0.0), dict.fromkeys("abcdef", 1.0), 0).p == 1 / 64
+    assert gain({"a": 0.0, "b": 0.0, "c": 1.0}, {"a": 1.0, "b": 1.0, "c": 0.0}, 0).p == 0.5
+    many = [f"task {i}" for i in range(40)]
+    assert gain(dict.fromkeys(many, 0.0), dict.fromkeys(many, 1.0), 0).p < 1e-3

@@ -1,0 +1,197 @@
+"""A search over scripted parts: what it asks, what it reads back after it was killed, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prompts.exchanges import Exchange, read_exchange
+from prompts.search import Question, Result, Search, search_id
+from prompts.trials import Trial
+from prompts.words import Messages, ask_for_critique, choose, read_edit, shown
+from spangrad.errors import PromptError
+from spangrad.prompt_store import Edit, PromptStore, PromptText
+from spangrad.settings import PromptSettings, Settings
+from spangrad.types import Task
+
+START = PromptText("p", 1, "0", "c", 0.0, True)
+QUESTION = Question("s", START, tuple(Task(f"learn {i}", i) for i in range(4)), tuple(Task(f"held {i}", i) for i in range(3)))
+
+
+class Killed(Exception):  # noqa: N818  # it is what happens, not an error
+    """The search's process has died."""
+
+
+@dataclass
+class World(PromptStore):
+    """Everything that outlives a search: prompts, edits, trials; it dies at the `dies_at`-th thing that is done."""
+
+    texts: dict[int, str] = field(default_factory=lambda: {1: "0"})
+    made: list[Edit] = field(default_factory=list[Edit])
+    trials: list[Trial] = field(default_factory=list[Trial])
+    dies_at: int = -1
+    done: int = 0
+    answers: Counter[str] = field(default_factory=Counter[str])
+    failing: frozenset[str] = frozenset()
+
+    def alive(self) -> None:
+        self.done += 1
+        if self.done == self.dies_at:
+            raise Killed
+
+    def get(self, name: str, version: int | None = None) -> PromptText:
+        return replace(START, version=version or 1, text=self.texts[version or 1])
+
+    def edits(self, name: str, search: str | None = None) -> list[Edit]:
+        return list(self.made)
+
+    def edit(self, name: str, text: str | None, edit: Edit) -> int | None:
+        self.alive()
+        place = (edit.round, edit.parent, edit.number)
+        assert place not in {(one.round, one.parent, one.number) for one in self.made}, "an edit was made twice"
+        version = None
+        if text is not None:
+            version = next((number for number, one in self.texts.items() if one == text), len(self.texts) + 1)
+            self.texts[version] = text
+        self.made.append(replace(edit, version=version))
+        return version
+
+    def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
+        return [one for one in self.trials if ids is None or one.rollout_id in ids]
+
+    def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
+        return [replace(one, exchanges=(Exchange((("user", one.input),), "said"),)) for one in trials]
+
+    async def run(self, tasks: Sequence[Task]) -> list[str]:
+        """A prompt is worth the number that it is, in tenths."""
+        ids: list[str] = []
+        for task in tasks:
+            self.alive()
+            assert task.prompt is not None
+            ids.append(f"r{len(self.trials)}")
+            failed = task.task_id in self.failing
+            score = None if failed else int(self.texts[task.prompt.version]) / 10
+            self.trials.append(
+                Trial(ids[-1], 0, task.prompt.version, task.task_id, score, "exception" if failed else "", "bad day" if failed else "")
+            )
+        return ids
+
+    async def say(self, messages: Messages) -> str:
+        """Edits a number upwards or downwards, and sometimes gives none."""
+        self.alive()
+        if "Find out" in messages[0]["content"]:
+            return "larger"
+        self.answers[messages[1]["content"]] += 1
+        parent = int(messages[1]["content"].split("\n")[1])
+        number = self.answers[messages[1]["content"]]
+        chosen = random.Random(f"{parent} {number}").choice([parent + 1, parent - 1, parent + 2, None])
+        return "nothing" if chosen is None else f"<prompt>{chosen}</prompt>"
+
+
+def search(world: World, **changes: object) -> Result:
+    chosen = PromptSettings.model_validate({"rounds": 3, "branch": 2, "minibatch": 3, "shown": 2, **changes})
+    return asyncio.run(Search(QUESTION, chosen, world, world, world.run, world).go())
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 60))
+def test_a_search_that_is_killed_anywhere_goes_on_and_does_nothing_twice(dies_at: int) -> None:
+    world = World(dies_at=dies_at)
+    try:
+        search(world)
+    except Killed:
+        result = search(world)
+    else:
+        result = search(world)  # all is known: nothing is done
+        assert world.done < dies_at
+    tries = Counter((one.version, one.task_id) for one in world.trials)
+    assert set(tries.values()) == {1}
+    assert {version for version, _ in tries} == {one.version for one in result.candidates}
+    assert result.best.score == max(one.score for one in result.candidates if one.score is not None)
+    assert {one.version: one.score for one in result.candidates} == {
+        one.version: pytest.approx(int(one.text) / 10) for one in result.candidates
+    }
+
+
+def test_a_search_never_changes_what_is_published_and_says_where_candidates_came_from() -> None:
+    result = search(World())
+    first, *rest = result.candidates
+    assert (first.version, first.edit) == (1, None)
+    assert [one.edit.critique for one in rest if one.edit] == ["larger"] * len(rest)
+    assert result.gain.mean == pytest.approx((result.best.score or 0) - (first.score or 0))
+
+
+def test_a_start_without_rewards_is_said_and_failures_may_be_given_a_score() -> None:
+    with pytest.raises(PromptError, match=r"has no reward on 1 held-out tasks \(held 1\): 1 rollouts failed.*prompts.failed_score"):
+        search(World(failing=frozenset({"held 1"})))
+    worst = search(World(failing=frozenset({"held 1"})), failed_score=-1.0)
+    assert worst.candidates[0].by_task == {"held 0": 0.0, "held 1": -1.0, "held 2": 0.0}
+    assert worst.candidates[0].failed == 1
+
+
+def test_a_failing_task_to_learn_from_is_shown_as_the_worst() -> None:
+    trials = [Trial(f"r{i}", 0, 1, f"t{i}", float(i), "", "") for i in range(6)]
+    broken = Trial("broken", 0, 1, "t", None, "timeout", "not done after 5 s")
+    for seed in range(20):
+        chosen = choose([*trials, broken], 3, random.Random(seed))
+        assert len(chosen) == 3
+        worst, better = chosen[:2], chosen[2]
+        assert all(one.score is None or one.score <= 2 for one in worst)
+        assert better.score is not None
+        assert better.score > max(one.score or 0.0 for one in worst)
+    assert choose([broken], 3, random.Random(0)) == [broken]
+    assert shown(broken, "x").splitlines() == ["task: ", "it failed: timeout. not done after 5 s"]
+
+
+def test_a_transcript_tells_a_message_once_and_takes_the_room_that_it_has() -> None:
+    first = Exchange((("system", "be good"), ("user", "a")), "b")
+    then = Exchange((("system", "be good"), ("user", "a"), ("assistant", "b"), ("user", "c")), "d")
+    trial = Trial("r", 0, 1, "t", 0.5, "", "", '"a"', (first, then))
+    assert shown(trial, "be good").splitlines() == [
+        'task: "a"', "system: [the prompt]", "user: a", "reply: b", "assistant: b", "user: c", "reply: d"
+    ]  # fmt: skip
+    long = replace(trial, exchanges=(Exchange((("user", "x" * 10_000),), "END"),))
+    said = ask_for_critique("be good", [long], 300)[1]["content"]
+    assert len(said) < 400
+    assert "END" in said
+
+
+def test_what_cannot_be_read_is_no_prompt() -> None:
+    assert [read_edit(text) for text in ("a <prompt>\n b \n</prompt> c", "<prompt>  </prompt>", "nothing", "<prompt>open")] == [
+        " b ", None, None, None
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_", "response", "read"),
+    [
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            '{"choices": [{"message": {"content": "b"}}]}',
+            Exchange((("user", "a"),), "b"),
+        ),
+        ('{"system": "s", "messages": []}', '{"content": "b"}', Exchange((("system", "s"),), "b")),
+        ('{"input": "a"}', '{"output": "b"}', Exchange((("user", "a"),), "b")),
+        ('{"prompt": "a"}', '{"choices": [{"text": "b"}]}', Exchange((("user", "a"),), "b")),
+        ("no json", "an error", Exchange((), "an error")),
+    ],
+)
+def test_a_call_is_read_in_the_dialects_of_the_gateway(request_: str, response: str, read: Exchange) -> None:
+    assert read_exchange(request_, response) == read
+
+
+def test_a_search_has_the_name_of_its_question() -> None:
+    def name(start: PromptText = START, agent: str = "agent", **prompts: object) -> str:
+        chosen = Settings(prompts=PromptSettings.model_validate(prompts))
+        return search_id(start, QUESTION.learn, QUESTION.held_out, chosen, [agent])
+
+    assert name() == name(rounds=9, max_p=1, pin="other")
+    others = {name(), name(seed=1), name(branch=1), name(agent="other"), name(replace(START, version=2))}
+    assert len(others) == 5

@@ -1,0 +1,70 @@
+"""Rollouts that ended long ago are forgotten: those alone, a few at a time, and nothing that still counts goes with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from queues import done, failed, queue_db, queue_settings, serving, some, until
+
+from runner.queue import purge
+from runner.queue.tables import ATTEMPTS, ROLLOUTS
+from runner.queue.wire import Demand, Purge, State, Which
+
+__all__ = ["queue_db"]
+
+
+async def test_only_what_has_ended_is_forgotten_and_no_number_is_given_twice(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purge, "AT_ONCE", 3)
+    monkeypatch.setattr(purge, "_TIMES", 2)
+    settings = queue_settings(queue_db, max_attempts=1, queue_keep_days=None)
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", some(20, group_size=2))
+        await client.enqueue("another run", some(3, "other "))
+        held = await client.lease("run", "worker", 12)
+        await client.complete([done(one) for one in held[:8]])
+        await client.fail([failed(one) for one in held[8:11]])
+        await client.retry(Which(rollout_ids=["r10"]))
+        await client.cancel(Which(rollout_ids=["r18", "r19"]))
+        others = await client.lease("another run", "worker", 3)
+        await client.complete([done(one) for one in others])
+        before = await client.run("run"), await client.demand("run")
+        assert await client.purge(3600) == 0
+        first = await service.purge(Purge(older_than_seconds=0))
+        assert (first.rollouts, first.more) == (6, True), "no more than it has time for"
+        # 12 of a run have ended, 3 of the other one; of each the newest stays.
+        assert await client.purge(0, run_id="run") + first.rollouts + await client.purge(0) == 11 + 2
+        assert await client.purge(0) == 0
+        run = await client.run("run")
+        assert run.states == {State.QUEUED: 7, State.RUNNING: 1, State.CANCELLED: 1}
+        assert (run.cursor, await client.demand("run")) == (before[0].cursor, before[1])
+        assert before[1] == Demand(groups=0, enqueued=9, cancelled=1, branches=[])
+        assert (await client.run("another run")).states == {State.SUCCEEDED: 1}
+        with service.database.reading() as connection:
+            kept = set(connection.execute(sa.select(ROLLOUTS.c.rollout_id)).scalars())
+            left = Counter(connection.execute(sa.select(ATTEMPTS.c.rollout_id)).scalars())
+        assert set(left) <= kept
+        assert left["r10"] == 1, "it was queued again, and its failed attempt is still told"
+        (refused,) = await client.complete([done(held[0])])
+        assert refused.refused == "the queue has no rollout r0. Lease one before you end it."
+    async with serving(settings) as (client, _):
+        (ended,) = await client.complete([done(held[11])])
+        assert ended.refused is None
+        news = await client.ended("run", after=run.cursor)
+        assert [one.rollout_id for one in news.rollouts] == ["r11"]
+        assert news.cursor > run.cursor
+
+
+async def test_the_server_forgets_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purge, "_EVERY_SECONDS", 0.02)
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_keep_days=0.1 / 86400)
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", some(6))
+        await client.complete([done(one) for one in await client.lease("run", "worker", 4)])
+
+        async def forgotten() -> bool:
+            return (await client.run("run")).states == {State.QUEUED: 2, State.SUCCEEDED: 1}
+
+        await until(forgotten)

@@ -1,0 +1,373 @@
+"""Init, run, evaluate: each stage has places of its own, and what an attempt holds in one is freed when it leaves it, however it does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment_services import service_settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queues import queue_settings, serving, until
+from workers import World, world
+
+from fakes import HttpServer
+from runner.agents import AgentSpec, CallableAgent, CommandAgent
+from runner.attempt_files import AttemptFiles
+from runner.environments import server
+from runner.places import Places
+from runner.queue.wire import Which
+from runner.runner import Outcome, Runner
+from spangrad import semconv
+from spangrad.settings_sources import load_settings
+from spangrad.types import AttemptFailure, Mode, Task
+
+AGENT = """
+    import asyncio, json, os, pathlib, signal, time
+    here = pathlib.Path(__file__).parent
+    opened, closed, ahead, most = [], [], 0, 0
+    happened = {}
+
+    def event(name):
+        return happened.setdefault(name, asyncio.Event())
+
+    def tell(what):
+        with (here / "told").open("a") as file:
+            file.write(what + chr(10))
+
+    class Made:
+        def __init__(self, given):
+            self.given = given
+            opened.append(given)
+
+        def close(self):
+            closed.append(self.given)
+            tell(f"closed {self.given}")
+
+    async def crossing(given):
+        # Nobody could go on if a stage held a place of another one.
+        if given == "b":
+            await event("a is judged").wait()
+            await event("c ran").wait()
+        return Made(given)
+
+    async def ran(given, environment):
+        assert environment.given == given
+        event(f"{given} ran").set()
+        return given
+
+    async def judge(given, output, environment):
+        assert environment.given == output == given and given not in closed
+        event(f"{given} is judged").set()
+        if given == "a":
+            await event("b ran").wait()
+        return 1.0
+
+    async def counted(given):
+        global ahead, most
+        ahead += 1
+        most = max(most, ahead)
+        event(f"{ahead} ahead").set()
+        return given
+
+    async def one_of_many(given):
+        global ahead
+        ahead -= 1
+        await event("2 ahead").wait()
+        return float(most)
+
+    async def blocks(given, stage):
+        if given == stage:
+            tell(f"in {stage}")
+            await asyncio.Event().wait()
+        if given == f"thread of {stage}":
+            tell(f"in {stage}")
+            await asyncio.to_thread(print)
+        return given
+
+    class Blocked:
+        def __init__(self, given):
+            self.given = given
+
+        async def __aenter__(self):
+            tell(f"opened {self.given}")
+            await blocks(self.given, "init")
+            return self
+
+        async def __aexit__(self, *error):
+            tell(f"closed {self.given}")
+
+    def blocking(given):
+        if given == "init thread":
+            time.sleep(60)
+        if given == "init raises":
+            raise LookupError("no such world")
+        return Blocked(given)
+
+    async def blocks_running(given, environment):
+        assert environment.given == given
+        await blocks(given, "run")
+        return 1.0
+
+    def blocks_judging(given, output):
+        if given == "evaluate thread":
+            time.sleep(60)
+        return blocks_on(given, output)
+
+    async def blocks_on(given, output):
+        await blocks(given, "evaluate")
+        return output
+
+    def leased(given, environment, endpoint):
+        attempt = int(endpoint.split("/")[-2])
+        tell(f"{given} {attempt} has {environment['seen']}")
+        if given == "kill" and attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if given == "wait" and attempt == 0:
+            time.sleep(60)
+        if given == "hold":
+            while not (here / "go").exists():
+                time.sleep(0.01)
+        return {"given": given}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+
+
+@asynccontextmanager
+async def runner(directory: Path, agent: AgentSpec, **changes: object) -> AsyncGenerator[tuple[Runner, World]]:
+    (directory / "mine.py").write_text(textwrap.dedent(AGENT))
+    with world(directory, **changes) as here:
+        async with Runner(here.settings, agent) as made:
+            yield made, here
+
+
+async def outcomes(made: Runner, given: Sequence[str]) -> list[Outcome]:
+    return await made.run([Task(one, one) for one in given], mode=Mode.TRAIN, group_size=1)
+
+
+def told(directory: Path) -> list[str]:
+    file = directory / "told"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+async def test_no_stage_holds_a_place_of_another(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:ran", "mine:judge", "mine:crossing", tmp_path)
+    async with runner(tmp_path, agent, concurrency=1, initialisations=2, initialised_ahead=2, evaluations=1, max_attempts=1) as (
+        made,
+        here,
+    ):
+        found = await outcomes(made, ["a", "b", "c"])
+        assert [(one.reward, one.detail) for one in found] == [({"reward": 1.0}, "")] * 3
+        assert sorted(told(tmp_path)) == ["closed a", "closed b", "closed c"]
+        stages = {semconv.INIT_SECONDS, semconv.RUN_SECONDS, semconv.EVALUATE_SECONDS}
+        assert [stages - root.keys() for root in here.roots().values()] == [set()] * 3
+
+
+async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:one_of_many", None, "mine:counted", tmp_path)
+    async with runner(tmp_path, agent, concurrency=1, initialisations=8, initialised_ahead=2, max_attempts=1) as (made, _):
+        found = await outcomes(made, [str(number) for number in range(8)])
+        assert max(one.reward["reward"] for one in found if one.reward) == 2
+        assert [one.detail for one in found] == [""] * 8
+
+
+async def test_a_cancelled_attempt_frees_its_place_in_each_stage(tmp_path: Path) -> None:
+    queue = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1)
+    agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", "mine:blocking", tmp_path)
+    one_each = {"concurrency": 1, "initialisations": 1, "initialised_ahead": 1, "evaluations": 1, "workers": 1}
+    async with serving(queue), runner(tmp_path, agent, queue_url=queue.queue_url, **one_each) as (made, here):
+        for stage in ("init", "run", "evaluate"):
+            run = asyncio.create_task(outcomes(made, [stage]))
+            await until(lambda stage=stage: _true(f"in {stage}" in told(tmp_path)), 60)
+            (waiting,) = [one for one in (await made.queue.rollouts(run_id="run")).rollouts if one.task_id == stage]
+            await made.queue.cancel(Which(rollout_ids=[waiting.rollout_id]))
+            assert [one.failure for one in await run] == [AttemptFailure.CANCELLED]
+            (well,) = await outcomes(made, [f"after {stage}"])
+            assert well.reward == {"reward": 1.0}
+        assert Counter(told(tmp_path)) == Counter(
+            [f"in {stage}" for stage in ("init", "run", "evaluate")]
+            + [f"opened {which}{stage}" for stage in ("init", "run", "evaluate") for which in ("", "after ")]
+            # What was not entered is not left.
+            + [f"closed {which}{stage}" for stage in ("init", "run", "evaluate") for which in ("", "after ") if which + stage != "init"]
+        )
+        assert {root[semconv.ROLLOUT_FINAL] for root in here.roots().values()} == {True}
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+async def test_each_stage_has_a_time_of_its_own_and_says_so(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", "mine:blocking", tmp_path)
+    times = {"init_timeout_seconds": 1, "timeout_seconds": 1.5, "evaluation_timeout_seconds": 2}
+    async with runner(tmp_path, agent, concurrency=4, max_attempts=1, **times) as (made, here):
+        found = await outcomes(made, ["init", "init raises", "run", "evaluate", "init thread", "evaluate thread"])
+        assert [(one.failure, one.detail) for one in found[:4]] == [
+            (AttemptFailure.TIMEOUT, "init: not done after 1 s"),
+            (AttemptFailure.ENVIRONMENT, "LookupError: no such world"),
+            (AttemptFailure.TIMEOUT, "run: not done after 1.5 s"),
+            (AttemptFailure.TIMEOUT, "evaluate: not done after 2 s"),
+        ]
+        # A thread that hangs is its process's end; what it took along does not matter here.
+        assert {one.failure for one in found[4:]} <= {AttemptFailure.TIMEOUT, AttemptFailure.CRASH}
+        (well,) = await outcomes(made, ["well"])
+        assert (well.reward, well.failure) == ({"reward": 1.0}, None)
+        kept = AttemptFiles(here.settings.runner.directory, 100)
+        (end,) = [one.end for one in kept.kept(found[3].key.rollout_id)]
+        assert (list(end["stages"]), end["stages"]["evaluate"] >= 2) == (["init", "run", "evaluate"], True)
+        assert found[3].seconds == pytest.approx(end["stages"]["run"])
+
+
+class Env:
+    """An environment of the service in this process."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def begin(self, given: object) -> object:
+        self.seen.append(given)
+        return {"seen": list(self.seen)}
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+
+async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path) -> None:
+    settings = service_settings()
+    agent = CallableAgent("mine:leased", "json:dumps", server.address_of(settings).url, tmp_path)
+    async with (
+        server.running(settings, Env, 1),
+        runner(tmp_path, CallableAgent(agent.agent, None, agent.environment, tmp_path)) as (made, _),
+    ):
+        # The only instance is had by the second attempt, clean: the first one's host was killed with it in its hands.
+        (found,) = await outcomes(made, ["kill"])
+        assert (found.key.attempt, found.failure) == (1, AttemptFailure.INVALID_OUTPUT)
+        assert told(tmp_path) == ["kill 0 has ['kill']", "kill 1 has ['kill']"]
+
+
+@pytest.mark.slow
+async def test_a_service_that_is_started_again_fails_what_it_had_leased_and_serves_on(tmp_path: Path) -> None:
+    settings = service_settings(environment_lease_seconds=1)
+    agent = CallableAgent("mine:leased", "mine:judge_leased", server.address_of(settings).url, tmp_path)
+    text = textwrap.dedent(AGENT) + "\n\ndef judge_leased(given, output):\n    return float(output == {'given': given})\n"
+    with world(tmp_path, max_attempts=2) as here:
+        (tmp_path / "mine.py").write_text(text)
+        async with server.running(settings, Env, 1):
+            made = await Runner(here.settings, agent).__aenter__()
+            run = asyncio.create_task(outcomes(made, ["wait"]))
+            await until(lambda: _true(told(tmp_path)), 60)
+        try:
+            async with server.running(settings, Env, 1):
+                (found,) = await run
+        finally:
+            await made.__aexit__(None, None, None)
+        assert (found.key.attempt, found.reward) == (1, {"reward": 1.0})
+        (first,) = [root for (_, attempt), root in here.roots().items() if attempt == 0]
+        assert first[semconv.ROLLOUT_FAILURE] == "environment"
+
+
+class Rewards(HttpServer):
+    """Answers what a task's input says, one after the other; notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        super().__init__()
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        asked = json.loads(body)
+        self.asked.append(asked)
+        before = sum(one["task_id"] == asked["task_id"] for one in self.asked) - 1
+        status, text = asked["input"][min(before, len(asked["input"]) - 1)]
+        return status, {"retry-after": "0"}, text.encode()
+
+
+PROGRAM = """
+    import json, os, sys
+    print(json.dumps({"given": json.load(sys.stdin), "environment": json.loads(os.environ["SPANGRAD_ENVIRONMENT"])}))
+"""
+
+
+async def test_a_reward_service_judges_programs_and_their_environments(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    settings = service_settings()
+    environments = server.address_of(settings).url
+    answers = {
+        "well": [(429, "slow down"), (503, "busy"), (200, "0.5")],
+        "several": [(200, '{"a": 1, "b": -2.5}')],
+        "text": [(200, '"good"')],
+        "none": [(200, "null")],
+        "garbage": [(200, "<html>")],
+        "broken": [(500, '{"error": "ouch"}')],
+        "busy": [(503, "busy")],
+    }
+    with Rewards() as rewards:
+        url = f"{rewards.url}/judge"
+        agent = CommandAgent((sys.executable, "program.py"), url, environments, tmp_path)
+        limits = {"concurrency": 2, "max_attempts": 1, "evaluation_timeout_seconds": 2}
+        async with server.running(settings, Env, 2), runner(tmp_path, agent, **limits) as (made, here):
+            tasks = [Task(name, said) for name, said in answers.items()]
+            found = {one.task_id: one for one in await made.run(tasks, mode=Mode.TRAIN, group_size=1)}
+            assert {name: (one.reward, one.failure, one.detail) for name, one in found.items()} == {
+                "well": ({"reward": 0.5}, None, ""),
+                "several": ({"a": 1.0, "b": -2.5}, None, ""),
+                "text": (None, AttemptFailure.INVALID_OUTPUT, f"{url}: the reward is 'good', not a finite number"),
+                "none": (None, AttemptFailure.NO_REWARD, f"{url} gave no reward"),
+                "garbage": (None, AttemptFailure.EVALUATION, f"{url} answers what is not JSON: '<html>'"),
+                "broken": (None, AttemptFailure.EVALUATION, f'{url} answers HTTP 500: {{"error": "ouch"}}'),
+                "busy": (None, AttemptFailure.TIMEOUT, f"evaluate: not done after 2 s; {url} says: HTTP 503: busy"),
+            }
+            assert len(here.roots()) == len(answers)
+        said = [[200, "null"]]
+        environment = {"seen": [said]}
+        (asked,) = [one for one in rewards.asked if one["task_id"] == "none"]
+        assert asked == {
+            "rollout_id": found["none"].key.rollout_id,
+            "attempt": 0,
+            "task_id": "none",
+            "input": said,
+            "output": {"given": said, "environment": environment},
+            "environment": environment,
+        }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["take", "free", "free again", "leave"]), st.integers(0, 9)), max_size=40))
+def test_places_are_never_more_than_there_are(count: int, steps: list[tuple[str, int]]) -> None:
+    async def story() -> None:
+        places, asked = Places(count), dict[int, asyncio.Task[Any]]()
+        for what, who in steps:
+            if what == "take" and who not in asked:
+                asked[who] = asyncio.create_task(places.take())
+            elif who in asked and asked[who].done() and what.startswith("free"):
+                place = asked[who].result()
+                place.free()
+                if what == "free again":
+                    place.free()
+                del asked[who]
+            elif who in asked and not asked[who].done() and what == "leave":
+                asked.pop(who).cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            has = sum(task.done() for task in asked.values())
+            assert places.taken == has == min(count, len(asked))
+
+    asyncio.run(story())
+
+
+def test_a_programs_environment_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANGRAD_ENVIRONMENT", "{}")
+    monkeypatch.setenv("SPANGRAD_HOST", "mark")
+    assert load_settings({}, env=dict(os.environ)).runner.run_id == "default"
