@@ -34,13 +34,13 @@ class CallableAgent:
     value is.
 
     It may be None where the agent calls `span_processors.reward.reward` instead."""
-    environment: str | None = None
-    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
-    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
     directory: Path = Path()
     """Where the modules are looked for first."""
     python: Path = Path(sys.executable)
     """The interpreter of the agent's environment, where the wheel `spangrad` is installed."""
+    environment: str | None = None
+    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
+    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
 
     @property
     def name(self) -> str:
@@ -66,14 +66,14 @@ class CommandAgent:
     """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
 
     The line is needed even where the program rewards itself on its own spans."""
-    environment: str | None = None
-    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
     directory: Path = Path()
     """The program's working directory, and where the evaluator's module is looked for first."""
     instrument: bool = False
     """Start it under `opentelemetry-instrument`, which must be installed beside the program or be in PATH."""
     python: Path = Path(sys.executable)
     """The interpreter of the process that starts it and evaluates."""
+    environment: str | None = None
+    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
 
     @property
     def name(self) -> str:
@@ -140,8 +140,8 @@ class Limits:
     """That each attempt may print into its log."""
 
 
-def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]:
-    """The command line of an agent host that runs `concurrency` attempts at once.
+def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
+    """The command line of an agent host.
 
     The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
     """
@@ -153,14 +153,8 @@ def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]
         "spangrad.agent_host",
         "--path",
         directory,
-        "--concurrency",
-        str(concurrency),
         "--log-bytes",
         str(limits.log_bytes),
-        "--initialisations",
-        str(limits.initialisations),
-        "--evaluations",
-        str(limits.evaluations),
         *spec.host_arguments(),
     ]
 

@@ -90,7 +90,7 @@ class AgentHost:
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = host_command(spec, concurrency, limits)
+        command = host_command(spec, limits)
         log = _Log(log_file)
         mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()

@@ -44,7 +44,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
 from spangrad.agent_container import Container, ContainerAgent, remove_running
 from spangrad.attempt import AttemptNote, with_note
-from spangrad.attempt_answer import END_STAGE, Answer, Stages, Threads, handed_on, raised
+from spangrad.attempt_answer import END_STAGE, Answer, Stages, handed_on, raised
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.callables import load, load_agent
 from spangrad.errors import AgentError
@@ -59,19 +59,17 @@ LINE_LIMIT_BYTES = 256 * 2**20
 """Longest line of the protocol."""
 
 _END_SECONDS = 2.0
+_THREADS = 4096
+"""More than attempts at once; they are made as they are needed."""
 
 
 class Host:
     """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
 
-    def __init__(self, stages: Stages, threads: Threads, *, log_bytes: int = 0) -> None:
+    def __init__(self, stages: Stages, *, log_bytes: int = 0) -> None:
         self._stages = stages
-        self._threads_of = {
-            Stage.INIT: ThreadPoolExecutor(threads.initialisers, thread_name_prefix="initialiser"),
-            Stage.RUN: ThreadPoolExecutor(threads.agents, thread_name_prefix="agent"),
-            Stage.EVALUATE: ThreadPoolExecutor(threads.evaluators, thread_name_prefix="evaluator"),
-        }
-        self._closing = ThreadPoolExecutor(threads.agents, thread_name_prefix="closer")
+        # How many run at once is the runner's business, stage by stage; one that hangs takes nobody's thread.
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="attempt")
         self._wanted = {
             name: inspect.signature(function).parameters.keys() & {"endpoint", "environment"}
             for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator))
@@ -138,7 +136,7 @@ class Host:
 
     async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
-        environment = LocalEnvironment(self._stages.initialiser, self._closing)
+        environment = LocalEnvironment(self._stages.initialiser, self._pool)
         environment.value = job.get("environment")
         closed = True
         try:
@@ -164,13 +162,13 @@ class Host:
         given, stages = job["input"], self._stages
         if stages.initialiser is not None:
             try:
-                await environment.open(partial(self._call, Stage.INIT), given)
+                await environment.open(self._call, given)
             except (Exception, SystemExit) as error:  # whatever somebody's code raises is the attempt's end, not ours
                 return raised(name, AttemptFailure.ENVIRONMENT, error)
             await self._gate(name, Stage.RUN)
         having = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
         try:
-            output = await self._call(Stage.RUN, stages.agent, given, **self._of(having, "agent"))
+            output = await self._call(stages.agent, given, **self._of(having, "agent"))
         except ExitCode as error:
             return Answer(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
         except InvalidOutput as error:
@@ -182,7 +180,7 @@ class Host:
         if stages.evaluator is not None:
             await self._gate(name, Stage.EVALUATE)
             try:
-                output = await self._call(Stage.EVALUATE, stages.evaluator, given, output, **self._of(having, "evaluator"))
+                output = await self._call(stages.evaluator, given, output, **self._of(having, "evaluator"))
             except (Exception, SystemExit) as error:
                 return raised(name, AttemptFailure.EVALUATION, error)
         return self._rewarded(name, output, note)
@@ -212,10 +210,10 @@ class Host:
         finally:
             self._gates.pop(name, None)
 
-    async def _call(self, stage: Stage, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if _is_async(function):
             return await function(*args, **kwargs)
-        thread = self._threads_of[stage].submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        thread = self._pool.submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
         self._threads.add(thread)
         thread.add_done_callback(self._threads.discard)
         try:
@@ -304,9 +302,6 @@ def main() -> None:
     parser.add_argument("--environment", help="the initialiser, as module:function")
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
     parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
-    parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--initialisations", type=int, default=1, help="plain initialisers at once")
-    parser.add_argument("--evaluations", type=int, default=1, help="plain evaluators at once")
     parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
@@ -323,8 +318,7 @@ def main() -> None:
             args.leased,
             args.outputs,
         )
-        threads = Threads(args.concurrency, args.initialisations, args.evaluations)
-        host = Host(stages, threads, log_bytes=args.log_bytes)
+        host = Host(stages, log_bytes=args.log_bytes)
     except AgentError as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)
