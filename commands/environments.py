@@ -31,7 +31,7 @@ def environments(
     settings = resolve(config, set_, {"runner.environments_port": port})
     log_to_stderr()
     from runner.environments.server import serve
-    from spangrad.agent_host import load
+    from spangrad.callables import load
     from spangrad.errors import SettingsError
 
     if instances < 1:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from commands.agents import Command, agent_spec, read_tasks
+from commands.agents import Command, agent_spec
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import PromptError
 from spangrad.prompt_store import PromptStore
+from spangrad.task_files import read_tasks
 
 if TYPE_CHECKING:
     from prompts.search import Question, Result
@@ -126,7 +127,7 @@ def _optimise(
     log_to_stderr()
     if settings.runner.queue_url is None:
         raise PromptError("set runner.queue_url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
-    spec = agent_spec(command, agent, evaluator, directory, instrument=instrument, environment=environment)
+    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, environment=environment)
     start = _store(settings).get(name)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
     from prompts.search import Question, search_id

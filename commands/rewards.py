@@ -128,7 +128,7 @@ def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None,
     settings = resolve(config, set_, {"runner.rewards_port": port})
     log_to_stderr()
     from runner.reward_server import serve
-    from spangrad.agent_host import load
+    from spangrad.callables import load
 
     sys.path.insert(0, str(directory.resolve()))
     serve(settings.runner, load(evaluator))
