@@ -29,6 +29,7 @@ AGENT = """
         *hang*) sleep 600 & sleep 600;;
         *garbage*) echo "no number";;
         *empty*) ;;
+        *steady*) sleep 3; echo 1;;
         *slow*) sleep 600 & sleep 0.3; echo 1;;
         *) echo thinking >&2; echo 1;;
     esac

@@ -100,8 +100,8 @@ _NEXT_RUN = sa.select(sa.func.min(ROLLOUTS.c.run_id)).where(_HAS_ENDED, ROLLOUTS
 _LAST = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(_HAS_ENDED, ROLLOUTS.c.run_id == sa.bindparam("run"))
 _FIRST = (
     sa.select(ROLLOUTS.c.seq, ROLLOUTS.c.ended, ROLLOUTS.c.ended_at)
-    .where(_HAS_ENDED, ROLLOUTS.c.run_id == sa.bindparam("run"))
+    .where(_HAS_ENDED, ROLLOUTS.c.ended_at.is_not(None), ROLLOUTS.c.run_id == sa.bindparam("run"))
     .order_by(ROLLOUTS.c.ended)
     .limit(sa.bindparam("count", type_=sa.Integer))
 )
-"""The statements read the index of endings alone, however many rollouts there are."""
+"""The statements go along the index of endings, run by run, however many rollouts there are."""

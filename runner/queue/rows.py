@@ -152,7 +152,7 @@ def demand(connection: sa.Connection, run_id: str) -> Demand:
     """What is wanted of a run, and what was enqueued."""
     order = (DEMANDS.c.policy, DEMANDS.c.branch)
     wanted = [
-        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled)
+        Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled or 0)
         for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
     ]
     mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)

@@ -88,7 +88,7 @@ DEMANDS = sa.Table(
     *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "policy", "branch")],
     sa.Column("groups", _BIG, nullable=False),
     sa.Column("oldest_version", _BIG),
-    sa.Column("filled", _BIG, nullable=False),
+    sa.Column("filled", _BIG),
 )
 
 _OWNER = Owner("the queue's database", "runner.queue_db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
