@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from prompts.trials import Trial
+from spangrad.prompt_store import TEXT_MOST
 
 Messages = list[dict[str, str]]
 
@@ -45,10 +46,10 @@ def ask_for_edit(prompt: str, critique: str) -> Messages:
 
 
 def read_edit(answer: str) -> str | None:
-    """The prompt of an answer. None: it has none."""
+    """The prompt of an answer. None: it has none that could be kept."""
     found = _ANSWER.search(answer)
     text = found[1].strip("\n") if found else ""
-    return text if text.strip() else None
+    return text if text.strip() and len(text) <= TEXT_MOST else None
 
 
 def choose(trials: Sequence[Trial], count: int, dice: random.Random) -> list[Trial]:

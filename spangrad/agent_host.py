@@ -24,13 +24,11 @@ import argparse
 import asyncio
 import contextvars
 import gc
-import importlib
 import inspect
 import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -44,9 +42,11 @@ from opentelemetry.instrumentation.auto_instrumentation import initialize
 from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
+from spangrad.agent_container import Container, ContainerAgent, remove_running
 from spangrad.attempt import AttemptNote, with_note
 from spangrad.attempt_answer import END_STAGE, Answer, Stages, handed_on, raised
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
+from spangrad.callables import load, load_agent
 from spangrad.errors import AgentError
 from spangrad.flushing import Flusher
 from spangrad.local_environment import LocalEnvironment
@@ -229,27 +229,6 @@ class _StuckError(asyncio.CancelledError):
     """Cancelled, while a thread that cannot be stopped runs on."""
 
 
-def load(reference: str) -> Callable[..., Any]:
-    """Import `module:function` (the function may be a dotted path).
-
-    Raises:
-        AgentError: there is no such module or attribute, importing it failed, or it is not callable.
-    """
-    module, colon, path = reference.partition(":")
-    if not (module and colon and path):
-        raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # importing an agent runs its code
-        traceback.print_exc()
-        raise AgentError(f"{reference!r} cannot be loaded from {sys.path[0]}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise AgentError(f"{reference!r} is {type(found).__name__}, which cannot be called: name a function.")
-    return found
-
-
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
@@ -287,6 +266,7 @@ def _end_all_on_sigterm() -> None:
         if mark := os.environ.get(MARK):
             kill_marked(mark)
         kill_groups()
+        remove_running()
         if callable(before):
             before(number, frame)
         else:
@@ -296,11 +276,26 @@ def _end_all_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, kill_and_die)
 
 
+def _agent(args: argparse.Namespace, tell: Callable[[int, bool], None]) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
+    """The agent that the arguments name, and the evaluator that its decorator does.
+
+    Raises:
+        AgentError: it cannot be loaded.
+    """
+    directory: Path = args.path.resolve()
+    if args.container:
+        return ContainerAgent(Container.read(args.container), directory, tell=tell), None
+    if args.command:
+        return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, tell=tell), None
+    return load_agent(args.agent or "")
+
+
 def main() -> None:
     """Host an agent until the runner is done with it."""
     parser = argparse.ArgumentParser(prog="python -m spangrad.agent_host")
-    parser.add_argument("--agent", help="the agent, as module:function")
+    parser.add_argument("--agent", help="the agent, as module:function; or a module or file with one decorated agent")
     parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
+    parser.add_argument("--container", help="the agent, as a JSON object of a container image and how it is run, instead of --agent")
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
     parser.add_argument("--outputs", action="store_true", help="answer with the agent's output: somebody else evaluates it")
@@ -314,20 +309,12 @@ def main() -> None:
     sys.path.insert(0, str(args.path.resolve()))
     _end_all_on_sigterm()
     try:
-        agent = (
-            CommandAgent(
-                json.loads(args.command),
-                args.path.resolve(),
-                instrument=args.instrument,
-                tell=lambda leader, ended: _write(answers, {"program": leader, "ended": ended}),
-            )
-            if args.command
-            else load(args.agent or "")
-        )
+        agent, marked = _agent(args, lambda leader, ended: _write(answers, {"program": leader, "ended": ended}))
+        evaluator: Callable[..., Any] | str | None = args.evaluator or (None if args.outputs else marked)
         stages = Stages(
             agent,
             load(args.environment) if args.environment else None,
-            load(args.evaluator) if args.evaluator else None,
+            load(evaluator) if isinstance(evaluator, str) else evaluator,
             args.leased,
             args.outputs,
         )

@@ -19,6 +19,8 @@ from urllib.parse import quote, urlencode
 from spangrad.errors import PromptError
 from spangrad.json_http import refusal
 
+TEXT_MOST = 256 * 1024
+"""Characters of a prompt."""
 PATIENCE_SECONDS = 30.0
 """That the server may be away."""
 _ANSWER_SECONDS = 30.0

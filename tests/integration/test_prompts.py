@@ -20,7 +20,7 @@ from gateway.server import running as running_gateway
 from runner.queue.server import running as running_queue
 from spangrad.clickhouse import connect
 from spangrad.processes import free_ports, wait_until
-from spangrad.prompt_store import PromptStore
+from spangrad.prompt_store import Edit, PromptStore, PromptText
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.settings_sources import load_settings
 from spangrad.types import Mode
@@ -123,33 +123,18 @@ async def spangrad(directory: Path, flags: dict[str, Any], *words: str) -> str:
     return out.decode()
 
 
-async def test_a_search_finds_the_phrase_publishes_it_and_trains_nothing(store: StoreSettings, tmp_path: Path) -> None:
+def test_a_search_finds_the_phrase_publishes_it_and_trains_nothing(store: StoreSettings, tmp_path: Path) -> None:
     (tmp_path / "geography.py").write_text(textwrap.dedent(AGENT))
     cities = list(COUNTRIES)
     for name, count in (("learn", 4), ("measure", 6)):
         rows = [{"task_id": f"{name}-{city}", "input": {"city": city, "country": COUNTRIES[city]}} for city in cities[:count]]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "first.txt").write_text(FIRST)
     engine = Engine()
     with CriticModel() as critic:
         flags = flags_of(store, tmp_path, engine, critic)
         settings = load_settings(flags, env={})
-        prompts = PromptStore(str(settings.runner.queue_url))
-        async with engine.running(), running_gateway(settings), running_queue(settings.runner):
-            await asyncio.to_thread(prompts.put, "places", FIRST)
-            agent = ("--agent", "geography:ask", "--evaluator", "geography:score", "--rounds", "2", "--out", "found")
-            files = ("--tasks", "learn.jsonl", "--held-out", "measure.jsonl")
-            said = await spangrad(tmp_path, flags, "prompt", "optimise", "places", *files, *agent)
-            asked = len(critic.asked), critic.edits, len(engine.requests)
-            # The same question again: everything is read back, and nobody is asked anything.
-            await asyncio.to_thread(prompts.put, "places", FIRST)
-            again = await spangrad(tmp_path, flags, "prompt", "optimise", "places", *files, *agent)
-            assert (len(critic.asked), critic.edits, len(engine.requests)) == asked
-            now = await asyncio.to_thread(prompts.get, "places")
-            edits = await asyncio.to_thread(prompts.edits, "places")
-            result = json.loads((tmp_path / "found" / "result.json").read_text())
-            await asyncio.to_thread(check_store, settings, result, len(engine.requests))
-    assert said.splitlines()[-1] == again.splitlines()[-1] == f"published places@{result['best']}"
+        now, edits = asyncio.run(search_twice(flags, settings, tmp_path, engine, critic))
+    result = json.loads((tmp_path / "found" / "result.json").read_text())
     assert (now.version, now.text) == (result["best"], f"{FIRST} {PHRASE}")
     assert (result["start"], result["gain"], result["p"], result["published"]) == (1, 1.0, 1 / 64, True)
     assert [(one["round"], one["best_score"]) for one in result["rounds"]] == [(0, 0.0), (1, 1.0), (2, 1.0)]
@@ -162,6 +147,27 @@ async def test_a_search_finds_the_phrase_publishes_it_and_trains_nothing(store: 
     first_round = critic.asked[:3]
     assert all(FIRST in one and "<run score=0>" in one and "system: [the prompt]" in one and "reply: " in one for one in first_round)
     assert (tmp_path / "found" / "curve.png").stat().st_size > 5_000
+    check_store(settings, result, len(engine.requests))
+
+
+async def search_twice(
+    flags: dict[str, Any], settings: Settings, directory: Path, engine: Engine, critic: CriticModel
+) -> tuple[PromptText, list[Edit]]:
+    """What is published after a search, and the edits that were made."""
+    prompts = PromptStore(str(settings.runner.queue_url))
+    async with engine.running(), running_gateway(settings), running_queue(settings.runner):
+        await asyncio.to_thread(prompts.put, "places", FIRST)
+        agent = ("--agent", "geography:ask", "--evaluator", "geography:score", "--rounds", "2", "--out", "found")
+        words = ("prompt", "optimise", "places", "--tasks", "learn.jsonl", "--held-out", "measure.jsonl", *agent)
+        said = await spangrad(directory, flags, *words)
+        asked = len(critic.asked), critic.edits, len(engine.requests)
+        # The same question again: everything is read back, and nobody is asked anything.
+        await asyncio.to_thread(prompts.put, "places", FIRST)
+        again = await spangrad(directory, flags, *words)
+        assert (len(critic.asked), critic.edits, len(engine.requests)) == asked
+        now = await asyncio.to_thread(prompts.get, "places")
+        assert said.splitlines()[-1] == again.splitlines()[-1] == f"published places@{now.version}"
+        return now, await asyncio.to_thread(prompts.edits, "places")
 
 
 def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:

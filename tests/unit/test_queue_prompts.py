@@ -61,7 +61,7 @@ async def test_versions_are_kept_published_and_never_twice(queue_db: str) -> Non
         ]
         assert store.edits("greeting", "t") == []
         assert facts(store.get("greeting")) == (1, "one", True)
-        for name, text, problem in (("a b", "x", "matching regex"), ("a", "", "length")):
+        for name, text, problem in (("a b", "x", "matching regex"), ("a", "", "length"), ("a", "x\x00", "matching regex")):
             with pytest.raises(PromptError, match=problem):
                 store.put(name, text)
         with pytest.raises(PromptError, match="no prompt greeting has version 9"):

@@ -45,6 +45,7 @@ async def test_the_whole_story_of_a_rollout(queue_db: str) -> None:
                 "priority": 3,
                 "timeout_seconds": 300.0,
                 "lease_seconds": 30.0,
+                "prompt": None,
             }
         )
         assert await client.beat([lease]) == []

@@ -108,7 +108,7 @@ def test_what_cannot_be_trained_is_counted_with_its_reason(policy: Path, tmp_pat
         "mask_of_other_length": [{"input_ids": [3, 4, 5], "loss_mask": [0, 1]}],
         "mask_not_0_or_1": [{"input_ids": [3, 4], "loss_mask": [0, 0.5]}],
         "not_text": [{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, RIGHT]}],
-        "mode_not_trained": [{**good, **meta("r", mode="greedy")}],
+        "mode_not_trained": [{**good, **meta("r", mode=mode)} for mode in ("greedy", "trial")],
         "other_tokenizer": [{**good, **meta("r", tokenizers=["another"])}, {**good, **meta("r", tokenizers=["tok", "another"])}],
     }
     found = read(policy, write_rows(tmp_path / "rows.jsonl", [good, *(row for rows in bad.values() for row in rows)]))
