@@ -53,7 +53,7 @@ demo: setup
 	$(BIN)/spangrad demo --seed $(SEED) --collector $(COLLECTOR) --gateway $(GATEWAY) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

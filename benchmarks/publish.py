@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from commands.agents import read_tasks
 from commands.demo.services import CHECKOUT, Services, clean_directory, demo_settings, write_settings
 from runner.agents import CallableAgent
 from runner.runner import Runner
@@ -36,6 +35,7 @@ from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, own_command, wait_until
 from spangrad.settings import Settings
 from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.task_files import read_tasks
 from spangrad.types import Mode
 from trainer.publisher import Publisher
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.agents import Command, agent_spec, on_signals, read_tasks
+from commands.agents import Command, agent_spec, on_signals
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import AgentError
 from spangrad.types import Mode, Task
@@ -17,17 +17,18 @@ from spangrad.types import Mode, Task
 if TYPE_CHECKING:
     from runner.agents import AgentSpec
     from runner.runner import Outcome
-    from spangrad.settings import Settings
+    from spangrad.settings import RunnerSettings, Settings
 
 
 def run(
     *command: Command,
-    tasks: Path | None = None,
+    tasks: str | None = None,
     agent: str | None = None,
     evaluator: str | None = None,
     environment: str | None = None,
     directory: Path = Path(),
     instrument: bool = False,
+    image: str | None = None,
     mode: Mode = Mode.TRAIN,
     group_size: int | None = None,
     run_id: str | None = None,
@@ -40,13 +41,16 @@ def run(
     """Run an agent on tasks, several rollouts a task.
 
     Args:
-        command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer.
-        tasks: file of JSON lines, each {"task_id": ..., "input": ...}. Needed unless --resume.
-        agent: a Python callable, as MODULE:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
+        command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer. Or FILE.py, in
+            which a function is decorated with @spangrad.rollout.
+        tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] that Dataset.save_to_disk wrote,
+            hf:OWNER/NAME[:SPLIT] on Hugging Face's hub, or queue:NAME, which a client has uploaded. Needed unless --resume.
+        agent: a Python callable, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
+        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
         environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
         directory: where the agent's modules, or its program's files, are.
         instrument: start the command under opentelemetry-instrument.
+        image: a container image that is such a program, instead of a command; what stands after `--` is then given to it.
         mode: what the rollouts are for.
         group_size: rollouts a task.
         run_id: the run that the rollouts belong to.
@@ -63,15 +67,23 @@ def run(
         )
     if follow_demand and (tasks is None or settings.runner.queue_url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and runner.queue_url: the queue that trainers tell what they want.")
-    spec = agent_spec(command, agent, evaluator, directory, instrument=instrument, environment=environment)
-    if follow_demand and tasks is not None:
-        asyncio.run(_follow(settings, spec, read_tasks(tasks), seed))
+    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    read = None if tasks is None else _read(tasks, settings.runner)
+    if follow_demand and read is not None:
+        asyncio.run(_follow(settings, spec, read, seed))
         return
     try:
-        outcomes = asyncio.run(_run(settings, spec, None if tasks is None else read_tasks(tasks), mode))
+        outcomes = asyncio.run(_run(settings, spec, read, mode))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     _show(outcomes)
+
+
+def _read(tasks: str, runner: RunnerSettings) -> list[Task]:
+    from spangrad.task_files import read_tasks
+    from spangrad.task_store import STORED, TaskStore
+
+    return TaskStore.of(runner).read(tasks.removeprefix(STORED)) if tasks.startswith(STORED) else read_tasks(tasks)
 
 
 async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], seed: int) -> None:
@@ -87,8 +99,8 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
     """Run tasks; None: finish what is left."""
     from rich.progress import Progress
 
-    from runner.groups import wants_greedy
     from runner.runner import Runner
+    from spangrad.greedy import wants_greedy
 
     task = asyncio.current_task()
     assert task is not None

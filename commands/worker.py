@@ -26,6 +26,7 @@ def worker(
     environment: str | None = None,
     directory: Path = Path(),
     instrument: bool = False,
+    image: str | None = None,
     run_id: str | None = None,
     queue_url: str | None = None,
     config: ConfigFile = None,
@@ -36,18 +37,21 @@ def worker(
     At SIGTERM or Ctrl-C it takes no more, lets attempts go on for runner.drain_seconds, gives back the rest, and exits with 0.
 
     Args:
-        command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer.
-        agent: a Python callable, as MODULE:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
+        command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer. Or FILE.py, in
+            which a function is decorated with @spangrad.rollout.
+        agent: a Python callable, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
+        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
         environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
         directory: where the agent's modules, or its program's files, are.
         instrument: start the command under opentelemetry-instrument.
+        image: a container image that is such a program, instead of a command; what stands after `--` is then given to it.
         run_id: the run to work for.
         queue_url: where the queue is; http://127.0.0.1:8190 by default.
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "runner.queue_url": queue_url})
     log_to_stderr()
-    asyncio.run(_work(settings, agent_spec(command, agent, evaluator, directory, instrument=instrument, environment=environment)))
+    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    asyncio.run(_work(settings, spec))
 
 
 async def _work(settings: Settings, spec: AgentSpec) -> None:

@@ -1,4 +1,4 @@
-"""The agents that can be run: a Python callable, or any program.
+"""The agents that can be run: a Python callable, any program, or a container image.
 
 In: what a user names. Out: the command line of an agent host (`spangrad.agent_host`) for it, and the environment that it starts in.
 """
@@ -13,6 +13,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from spangrad import prompt_client
+from spangrad.agent_container import Container, reached_at
+from spangrad.callables import split
+from spangrad.leases import this_process
 from spangrad.settings import Settings
 
 _NOT_FOR_HOSTS = frozenset({"TRACEPARENT", "TRACESTATE", "BAGGAGE"})
@@ -23,29 +26,26 @@ class CallableAgent:
     """An agent that is a Python callable, several attempts of which share a process."""
 
     agent: str
-    """`module:function`, called with a task's input (and `endpoint=`, when it has a parameter of that name)."""
+    """`module:function` or `file.py:function`, called with a task's input (and `endpoint=`, when it has a parameter of that name).
+
+    Without a function it is the one that the module or file has decorated with `@spangrad.rollout`."""
     evaluator: str | None = None
     """`module:function`, called with (input, output), whose value is the reward; or the URL of a reward service. None: the agent's own
     value is.
 
     It may be None where the agent calls `span_processors.reward.reward` instead."""
-    environment: str | None = None
-    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
-    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
     directory: Path = Path()
     """Where the modules are looked for first."""
     python: Path = Path(sys.executable)
     """The interpreter of the agent's environment, where the wheel `spangrad` is installed."""
+    environment: str | None = None
+    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
+    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
 
     @property
     def name(self) -> str:
         """What its spans call their service, unless the environment names it."""
-        return self.agent.partition(":")[0]
-
-    @property
-    def initialiser(self) -> str | None:
-        """Makes environments in the host. None: a service leases them, or there are none."""
-        return None if is_service(self.environment) else self.environment
+        return Path(split(self.agent)[0]).name.removesuffix(".py")
 
     def host_arguments(self) -> list[str]:
         """Arguments of the agent host."""
@@ -66,31 +66,64 @@ class CommandAgent:
     """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
 
     The line is needed even where the program rewards itself on its own spans."""
-    environment: str | None = None
-    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
     directory: Path = Path()
     """The program's working directory, and where the evaluator's module is looked for first."""
     instrument: bool = False
     """Start it under `opentelemetry-instrument`, which must be installed beside the program or be in PATH."""
     python: Path = Path(sys.executable)
     """The interpreter of the process that starts it and evaluates."""
+    environment: str | None = None
+    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
 
     @property
     def name(self) -> str:
         """What its spans call their service, unless the environment names it."""
         return Path(self.command[0]).name if self.command else "agent"
 
-    @property
-    def initialiser(self) -> str | None:
-        """Makes environments in the host. None: a service leases them, or there are none."""
-        return None if is_service(self.environment) else self.environment
-
     def host_arguments(self) -> list[str]:
         """Arguments of the agent host."""
         return ["--command", json.dumps(self.command), *(["--instrument"] if self.instrument else []), *_stages(self)]
 
 
-AgentSpec = CallableAgent | CommandAgent
+@dataclass(frozen=True, slots=True)
+class ContainerAgent:
+    """An agent that is a container image: a container an attempt, which is told and answers as a program does."""
+
+    image: str
+    """As the container engine knows it."""
+    command: tuple[str, ...] = ()
+    """Given to the image. Empty: its own command."""
+    evaluator: str | None = None
+    """As `CommandAgent.evaluator`. It runs outside the container."""
+    environment: str | None = None
+    """As `CommandAgent.environment`. What makes it runs outside the container."""
+    directory: Path = Path()
+    """Where the evaluator's module is looked for first, and the container engine's command line runs."""
+    engine: str = "docker"
+    """The container engine's program."""
+    network: str = "host"
+    """That the container is attached to."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of `docker run`."""
+    address: str | None = None
+    """Under which it reaches the services of this machine. None: under the same as we where it shares our network, else under the
+    name that the engine gives."""
+    python: Path = Path(sys.executable)
+    """The interpreter of the process that starts it and evaluates."""
+
+    @property
+    def name(self) -> str:
+        """What its spans call their service, unless the environment names it."""
+        return self.image.rpartition("/")[2].partition("@")[0].partition(":")[0]
+
+    def host_arguments(self) -> list[str]:
+        """Arguments of the agent host."""
+        address = self.address or reached_at(self.engine, self.network)
+        container = Container(self.engine, self.image, self.command, self.network, self.arguments, address, this_process())
+        return ["--container", container.write(), *_stages(self)]
+
+
+AgentSpec = CallableAgent | CommandAgent | ContainerAgent
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +140,8 @@ class Limits:
     """That each attempt may print into its log."""
 
 
-def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]:
-    """The command line of an agent host that runs `concurrency` attempts at once.
+def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
+    """The command line of an agent host.
 
     The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
     """
@@ -120,14 +153,8 @@ def host_command(spec: AgentSpec, concurrency: int, limits: Limits) -> list[str]
         "spangrad.agent_host",
         "--path",
         directory,
-        "--concurrency",
-        str(concurrency),
         "--log-bytes",
         str(limits.log_bytes),
-        "--initialisations",
-        str(limits.initialisations),
-        "--evaluations",
-        str(limits.evaluations),
         *spec.host_arguments(),
     ]
 
@@ -163,6 +190,11 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, service: s
 def is_service(reference: str | None) -> bool:
     """Whether an environment or an evaluator is asked for over HTTP."""
     return reference is not None and reference.startswith(("http://", "https://"))
+
+
+def initialises(spec: AgentSpec) -> bool:
+    """Whether the host makes environments: a service may lease them instead, or there are none."""
+    return spec.environment is not None and not is_service(spec.environment)
 
 
 def _stages(spec: AgentSpec) -> list[str]:

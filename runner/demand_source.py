@@ -16,10 +16,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runner.groups import rollouts_of, wants_greedy
+from runner.groups import rollouts_of
 from runner.queue.client import QueueClient
 from runner.queue.wire import Demand, NewRollout, State, Which
 from runner.queue.wire import Rollout as Standing
+from spangrad.greedy import wants_greedy
 from spangrad.settings import Settings
 from spangrad.types import Mode, Rollout, Task
 

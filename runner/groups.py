@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runner.ids import ordered_ids
-from spangrad.errors import SettingsError
-from spangrad.settings import Settings
 from spangrad.types import Mode, Rollout, RolloutKey, Task
 
 
@@ -34,19 +32,3 @@ def rollouts_of(tasks: Sequence[Task], run_id: str, mode: Mode, group_size: int,
             found.append(Rollout(RolloutKey(run_id, next(ids), 0), task, Mode.GREEDY, group, 1))
         found += [Rollout(RolloutKey(run_id, next(ids), 0), task, mode, group, group_size) for _ in range(group_size)]
     return found
-
-
-def wants_greedy(settings: Settings, mode: Mode) -> bool:
-    """Whether a group of that mode has a greedy rollout: runner.greedy_rollouts, else as trainer.estimator needs it.
-
-    Raises:
-        SettingsError: without the gateway nobody can have an agent sample at temperature 0.
-    """
-    asked = settings.runner.greedy_rollouts
-    greedy = mode is Mode.TRAIN and (settings.trainer.estimator == "remax" if asked is None else asked)
-    if greedy and not settings.runner.gateway:
-        raise SettingsError(
-            "runner.greedy_rollouts needs the gateway, which alone makes an agent's calls greedy. Set runner.gateway = true, or "
-            "runner.greedy_rollouts = false and trainer.estimator to another than 'remax'."
-        )
-    return greedy

@@ -70,7 +70,7 @@ class Hosted:
         """
         if self._host.ended:
             self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
-        elif self._begun and self._host.retired:
+        elif self._begun and stage is Stage.RUN and self._host.retired:  # an agent is better asked elsewhere; a judge here still may answer
             self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
         elif any(one.done() for one in ends):
             self._answer = _STOPPED

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.agents import AgentSpec, Limits, host_command
+from runner.agents import AgentSpec, Limits, host_command, initialises
+from runner.containers import remove_of_host
 from runner.places import Places
 from spangrad.agent_host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
@@ -62,6 +63,7 @@ class AgentHost:
         pipe: asyncio.ReadTransport,
         log: _Log,
         mark: str,
+        spec: AgentSpec,
         places: HostPlaces,
     ) -> None:
         self._process = process
@@ -70,6 +72,7 @@ class AgentHost:
         self._pipe = pipe
         self._log = log
         self._mark = mark
+        self._spec = spec
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.moves: dict[str, Callable[[str], None]] = {}
         """Who is told that a stage of an attempt is over, and which one waits."""
@@ -87,7 +90,7 @@ class AgentHost:
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = host_command(spec, concurrency, limits)
+        command = host_command(spec, limits)
         log = _Log(log_file)
         mark = uuid.uuid4().hex
         jobs_out, jobs_in = os.pipe()
@@ -115,7 +118,7 @@ class AgentHost:
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
         pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
         jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
-        host = cls(process, jobs, answers, pipe, log, mark, HostPlaces(concurrency, limits))
+        host = cls(process, jobs, answers, pipe, log, mark, spec, HostPlaces(concurrency, limits))
         loaded = host.expect(_LOADED)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -152,6 +155,7 @@ class AgentHost:
         for leader in self._groups:
             _kill_group(leader)
         await asyncio.to_thread(kill_marked, self._mark)
+        await asyncio.to_thread(remove_of_host, self._spec, self._mark)
         self._pipe.close()
         self._jobs.close()
         detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
@@ -242,7 +246,7 @@ class HostPool:
         self._environment = environment
         self._logs = logs
         self._limits = limits
-        self.initialises = spec.initialiser is not None
+        self.initialises = initialises(spec)
         """Whether hosts make environments."""
         self._each = limits.ahead if self.initialises else concurrency
         """Slots of each host."""

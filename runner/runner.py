@@ -19,11 +19,12 @@ from typing import Any, Self
 from runner.agents import AgentSpec, Limits, agent_environment, is_service
 from runner.attempt_files import AttemptFiles
 from runner.attempts import Attempts, Services, Why
+from runner.containers import remove_of_dead
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
 from runner.environments.client import EnvironmentClient
 from runner.gateway_client import GatewayClient
-from runner.groups import rollouts_of, wants_greedy
+from runner.groups import rollouts_of
 from runner.hosts import HostPool
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, State, Which
@@ -32,6 +33,7 @@ from runner.reward_client import RewardClient
 from runner.roots import Roots, require_store
 from runner.worker import Worker
 from spangrad.errors import QueueError, SettingsError
+from spangrad.greedy import wants_greedy
 from spangrad.prompt_store import PromptStore
 from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
@@ -306,6 +308,7 @@ async def open_attempts(
     limits = Limits(hosts.initialisations, hosts.initialised_ahead, hosts.evaluations, hosts.attempt_log_bytes)
     pool = HostPool(agent, hosts.workers, hosts.concurrency, environment, directory / "logs", limits)
     stack.push_async_callback(pool.close)
+    await asyncio.to_thread(remove_of_dead, agent)
     await pool.start()
     files = AttemptFiles(directory, settings.runner.attempts_kept)
     await asyncio.to_thread(files.prune)

@@ -1,10 +1,27 @@
 """The kernel: names, types, errors, settings and the command line that every part shares.
 
-An agent's process imports this package, so importing it loads nothing but the standard library.
+In: nothing. Out: for people, `spangrad.rollout` (the decorator), `spangrad.prompt` and `spangrad.Client`. Invariant: an agent's process
+imports this package, so importing it loads nothing but the standard library.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spangrad.decorator import rollout
 from spangrad.prompt_client import Prompt, prompt
 
-__all__ = ["Prompt", "__version__", "prompt"]
+if TYPE_CHECKING:
+    from spangrad.client import Client
 
+__all__ = ["Client", "Prompt", "__version__", "prompt", "rollout"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`Client`, loaded when it is asked for: it needs what the server's wheel brings."""
+    if name == "Client":
+        from spangrad.client import Client
+
+        return Client
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

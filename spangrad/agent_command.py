@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +41,11 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 class ExitCode(Exception):  # noqa: N818  # it is what happened, not an error of ours
     """The program ended with a code other than 0 (below 0: of that signal)."""
+
+    def __init__(self, code: int, means: str = "") -> None:
+        """`means` says what the code stands for, where its number does not."""
+        super().__init__(f"exit code {code}{means and f': {means}'}")
+        self.code = code
 
 
 class InvalidOutput(Exception):  # noqa: N818  # it is what happened, not an error of ours
@@ -77,19 +82,22 @@ class CommandAgent:
             ExitCode: the program failed.
             InvalidOutput: its last line is too long.
         """
+        return await self._run(given, self._command, await variables_of(endpoint, environment))
+
+    async def _run(self, given: object, command: Sequence[str], environment: Mapping[str, str]) -> object:
+        """Run a command for an attempt; its process group ends with it."""
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
-        variables = _environment(endpoint, environment) | await asyncio.to_thread(program_variables, os.environ)
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *command,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 cwd=self._directory,
-                env=variables,
+                env=environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -107,7 +115,7 @@ class CommandAgent:
                 tail, whole = _tail(stdout)
                 log.end_program(stderr, tail)
         if code:
-            raise ExitCode(f"exit code {code}")
+            raise ExitCode(code)
         return _last_line(tail, whole=whole)
 
 
@@ -119,6 +127,11 @@ def kill_groups() -> None:
     """End the programs of all attempts that run, at once; a signal handler may call it."""
     for leader in list(_groups):
         _kill_group(leader)
+
+
+async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
+    """What the program of the current attempt finds in its environment; arguments as `CommandAgent.__call__`."""
+    return _environment(endpoint, leased) | await asyncio.to_thread(program_variables, os.environ)
 
 
 def _environment(endpoint: str | None, leased: object) -> dict[str, str]:

@@ -24,13 +24,11 @@ import argparse
 import asyncio
 import contextvars
 import gc
-import importlib
 import inspect
 import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -44,9 +42,11 @@ from opentelemetry.instrumentation.auto_instrumentation import initialize
 from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent_command import CommandAgent, ExitCode, InvalidOutput, kill_groups
+from spangrad.agent_container import Container, ContainerAgent, remove_running
 from spangrad.attempt import AttemptNote, with_note
-from spangrad.attempt_answer import END_STAGE, Answer, Stages, Threads, handed_on, raised
+from spangrad.attempt_answer import END_STAGE, Answer, Stages, handed_on, raised
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
+from spangrad.callables import load, load_agent
 from spangrad.errors import AgentError
 from spangrad.flushing import Flusher
 from spangrad.local_environment import LocalEnvironment
@@ -59,19 +59,17 @@ LINE_LIMIT_BYTES = 256 * 2**20
 """Longest line of the protocol."""
 
 _END_SECONDS = 2.0
+_THREADS = 4096
+"""More than attempts at once; they are made as they are needed."""
 
 
 class Host:
     """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
 
-    def __init__(self, stages: Stages, threads: Threads, *, log_bytes: int = 0) -> None:
+    def __init__(self, stages: Stages, *, log_bytes: int = 0) -> None:
         self._stages = stages
-        self._threads_of = {
-            Stage.INIT: ThreadPoolExecutor(threads.initialisers, thread_name_prefix="initialiser"),
-            Stage.RUN: ThreadPoolExecutor(threads.agents, thread_name_prefix="agent"),
-            Stage.EVALUATE: ThreadPoolExecutor(threads.evaluators, thread_name_prefix="evaluator"),
-        }
-        self._closing = ThreadPoolExecutor(threads.agents, thread_name_prefix="closer")
+        # How many run at once is the runner's business, stage by stage; one that hangs takes nobody's thread.
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="attempt")
         self._wanted = {
             name: inspect.signature(function).parameters.keys() & {"endpoint", "environment"}
             for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator))
@@ -138,7 +136,7 @@ class Host:
 
     async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
-        environment = LocalEnvironment(self._stages.initialiser, self._closing)
+        environment = LocalEnvironment(self._stages.initialiser, self._pool)
         environment.value = job.get("environment")
         closed = True
         try:
@@ -164,13 +162,13 @@ class Host:
         given, stages = job["input"], self._stages
         if stages.initialiser is not None:
             try:
-                await environment.open(partial(self._call, Stage.INIT), given)
+                await environment.open(self._call, given)
             except (Exception, SystemExit) as error:  # whatever somebody's code raises is the attempt's end, not ours
                 return raised(name, AttemptFailure.ENVIRONMENT, error)
             await self._gate(name, Stage.RUN)
         having = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
         try:
-            output = await self._call(Stage.RUN, stages.agent, given, **self._of(having, "agent"))
+            output = await self._call(stages.agent, given, **self._of(having, "agent"))
         except ExitCode as error:
             return Answer(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
         except InvalidOutput as error:
@@ -182,7 +180,7 @@ class Host:
         if stages.evaluator is not None:
             await self._gate(name, Stage.EVALUATE)
             try:
-                output = await self._call(Stage.EVALUATE, stages.evaluator, given, output, **self._of(having, "evaluator"))
+                output = await self._call(stages.evaluator, given, output, **self._of(having, "evaluator"))
             except (Exception, SystemExit) as error:
                 return raised(name, AttemptFailure.EVALUATION, error)
         return self._rewarded(name, output, note)
@@ -212,10 +210,10 @@ class Host:
         finally:
             self._gates.pop(name, None)
 
-    async def _call(self, stage: Stage, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if _is_async(function):
             return await function(*args, **kwargs)
-        thread = self._threads_of[stage].submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        thread = self._pool.submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
         self._threads.add(thread)
         thread.add_done_callback(self._threads.discard)
         try:
@@ -229,27 +227,6 @@ class Host:
 
 class _StuckError(asyncio.CancelledError):
     """Cancelled, while a thread that cannot be stopped runs on."""
-
-
-def load(reference: str) -> Callable[..., Any]:
-    """Import `module:function` (the function may be a dotted path).
-
-    Raises:
-        AgentError: there is no such module or attribute, importing it failed, or it is not callable.
-    """
-    module, colon, path = reference.partition(":")
-    if not (module and colon and path):
-        raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # importing an agent runs its code
-        traceback.print_exc()
-        raise AgentError(f"{reference!r} cannot be loaded from {sys.path[0]}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise AgentError(f"{reference!r} is {type(found).__name__}, which cannot be called: name a function.")
-    return found
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -289,6 +266,7 @@ def _end_all_on_sigterm() -> None:
         if mark := os.environ.get(MARK):
             kill_marked(mark)
         kill_groups()
+        remove_running()
         if callable(before):
             before(number, frame)
         else:
@@ -298,20 +276,32 @@ def _end_all_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, kill_and_die)
 
 
+def _agent(args: argparse.Namespace, tell: Callable[[int, bool], None]) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
+    """The agent that the arguments name, and the evaluator that its decorator does.
+
+    Raises:
+        AgentError: it cannot be loaded.
+    """
+    directory: Path = args.path.resolve()
+    if args.container:
+        return ContainerAgent(Container.read(args.container), directory, tell=tell), None
+    if args.command:
+        return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, tell=tell), None
+    return load_agent(args.agent or "")
+
+
 def main() -> None:
     """Host an agent until the runner is done with it."""
     parser = argparse.ArgumentParser(prog="python -m spangrad.agent_host")
-    parser.add_argument("--agent", help="the agent, as module:function")
+    parser.add_argument("--agent", help="the agent, as module:function; or a module or file with one decorated agent")
     parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
+    parser.add_argument("--container", help="the agent, as a JSON object of a container image and how it is run, instead of --agent")
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
     parser.add_argument("--outputs", action="store_true", help="answer with the agent's output: somebody else evaluates it")
     parser.add_argument("--environment", help="the initialiser, as module:function")
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
     parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
-    parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--initialisations", type=int, default=1, help="plain initialisers at once")
-    parser.add_argument("--evaluations", type=int, default=1, help="plain evaluators at once")
     parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
@@ -319,25 +309,16 @@ def main() -> None:
     sys.path.insert(0, str(args.path.resolve()))
     _end_all_on_sigterm()
     try:
-        agent = (
-            CommandAgent(
-                json.loads(args.command),
-                args.path.resolve(),
-                instrument=args.instrument,
-                tell=lambda leader, ended: _write(answers, {"program": leader, "ended": ended}),
-            )
-            if args.command
-            else load(args.agent or "")
-        )
+        agent, marked = _agent(args, lambda leader, ended: _write(answers, {"program": leader, "ended": ended}))
+        evaluator: Callable[..., Any] | str | None = args.evaluator or (None if args.outputs else marked)
         stages = Stages(
             agent,
             load(args.environment) if args.environment else None,
-            load(args.evaluator) if args.evaluator else None,
+            load(evaluator) if isinstance(evaluator, str) else evaluator,
             args.leased,
             args.outputs,
         )
-        threads = Threads(args.concurrency, args.initialisations, args.evaluations)
-        host = Host(stages, threads, log_bytes=args.log_bytes)
+        host = Host(stages, log_bytes=args.log_bytes)
     except AgentError as error:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)

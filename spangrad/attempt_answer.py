@@ -56,15 +56,6 @@ class Stages:
         return self.leased or self.initialiser is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """How many there are of plain callables, by what they do."""
-
-    agents: int = 1
-    initialisers: int = 1
-    evaluators: int = 1
-
-
 def raised(name: str, failure: AttemptFailure, error: BaseException) -> Answer:
     """Somebody's code raised: the attempt's log has where."""
     traceback.print_exception(error)

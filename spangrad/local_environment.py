@@ -26,15 +26,15 @@ _CLOSE_SECONDS = 4.0
 class LocalEnvironment:
     """The environment of one attempt."""
 
-    def __init__(self, initialiser: Callable[..., Any] | None, closing: ThreadPoolExecutor) -> None:
+    def __init__(self, initialiser: Callable[..., Any] | None, threads: ThreadPoolExecutor) -> None:
         """Nothing is made yet.
 
         Args:
             initialiser: makes it. None: there is none, and `value` stays what somebody else has put there.
-            closing: threads in which it is closed.
+            threads: where a plain `close()` runs.
         """
         self._initialiser = initialiser
-        self._closing = closing
+        self._threads = threads
         self._close: Callable[[], Any] | None = None
         self.value: Any = None
 
@@ -71,6 +71,6 @@ class LocalEnvironment:
     async def _call(self, close: Callable[[], Any]) -> None:
         loop = asyncio.get_running_loop()
         in_loop = inspect.iscoroutinefunction(close)
-        result = close() if in_loop else await loop.run_in_executor(self._closing, contextvars.copy_context().run, close)
+        result = close() if in_loop else await loop.run_in_executor(self._threads, contextvars.copy_context().run, close)
         if inspect.isawaitable(result):
             await result

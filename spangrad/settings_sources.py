@@ -79,7 +79,7 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
             for section in sections:
                 table = table.setdefault(section, {})
             table[name] = value
-            sources[key] = f"environment {_env_name(key)}" if source == "environment" else source
+            sources[key] = f"environment {variable_of(key)}" if source == "environment" else source
     try:
         return Settings.model_validate(merged), sources
     except ValidationError as error:
@@ -149,7 +149,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         yield from _of_key(f"{prefix}{key}", value)
 
 
-def _env_name(key: str) -> str:
+def variable_of(key: str) -> str:
+    """The variable of the environment that sets a dotted key."""
     return ENV_PREFIX + key.replace(".", ENV_NESTING).upper()
 
 

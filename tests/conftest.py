@@ -7,6 +7,7 @@ started once. Invariant: all tests with a real vLLM run in one worker, so that a
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,24 +32,21 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     processes._SERVER_PORTS = processes._SERVER_PORTS[own]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests with a real vLLM together, and begin with them: they are the longest group."""
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
-    for item in items:
-        if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out groups and, of what is in none, files."""
-    from xdist.scheduler import LoadGroupScheduling
+    """Hand out files one by one, those whose every test takes a real vLLM as if they were one.
 
-    class Files(LoadGroupScheduling):
+    By what stands in them, for only workers import them: xdist_group marks do nothing beside pytest 9.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    files = Path(__file__).parent.rglob("test_*.py")
+    of_vllm = {one.relative_to(config.rootpath).as_posix() for one in files if re.search(r"^pytestmark = .*vllm", one.read_text(), re.M)}
+
+    class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = super()._split_scope(nodeid)
-            return nodeid.partition("::")[0] if group == nodeid else group
+            file = super()._split_scope(nodeid)
+            return "vllm" if file in of_vllm else file
 
     return Files(config, log)
 

@@ -58,8 +58,11 @@ _ANY = "true"
 _RECORDED = "IdsSource != 'agent'"
 """Calls that the gateway recorded. The plain road's are built from the agents' own spans, which say what they are part of."""
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
-_SETTINGS = "max_threads = 1, output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
-"""For reads of few granules."""
+_SETTINGS = (
+    "max_threads = 1, preferred_block_size_bytes = 16777216,"
+    " output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
+)
+"""For reads of few granules: one thread, and one block, where that is no longer than what is held of an answer."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
 """What is the same in all deliveries of a row: the sorting key of the tables."""
 
@@ -104,12 +107,13 @@ class Source:
 
     def _with_inherited(self, found: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
         """ARRIVALS: those found by their keys, and those that do not name their rollouts, of the same traces and some others."""
-        beside, inherited = list[pl.DataFrame](), list[pl.DataFrame]()
+        dropped, inherited = list[pl.DataFrame](), list[pl.DataFrame]()
         for some in batches(pl.concat([traces, found["TraceId"]])):
-            beside.append(self._reader.frame(_BESIDE.format(traces=constant(some))))
-            inherited.append(self._by_keys(beside[-1]["RolloutKey"].filter(beside[-1]["SpanId"] == ""), _INHERITED, some))
-        dropped = concat(beside, DROPPED).select(pl.struct(*DROPPED)).to_series()
-        return pl.concat([found, *inherited]).with_columns(Dropped=pl.struct(*DROPPED).is_in(dropped.implode()))
+            told = self._reader.frame(_BESIDE.format(traces=constant(some)))
+            dropped.append(told.filter(pl.col("RolloutKey") == ""))
+            inherited.append(self._by_keys(told["RolloutKey"].filter(told["RolloutKey"] != ""), _INHERITED, some))
+        kept_back = concat(dropped, DROPPED).select(pl.struct(*DROPPED)).to_series()
+        return pl.concat([found, *inherited]).with_columns(Dropped=pl.struct(*DROPPED).is_in(kept_back.implode()))
 
     def _by_keys(self, keys: pl.Series, where: str, traces: Collection[str] = ()) -> pl.DataFrame:
         """Rows of otel.rollout_spans by their keys, as far as a condition holds, which may ask for traces."""

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collector.otelcol import find_binary
-from commands.agents import read_tasks
 from commands.demo.report import Step, conclude
 from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
 from runner.agents import CallableAgent
@@ -27,6 +26,7 @@ from spangrad import semconv
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
 from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.task_files import read_tasks
 from spangrad.types import Mode, Task
 from trainer.publisher import Publisher
 

@@ -10,7 +10,7 @@ EXAMPLE = Example(
     evaluator="examples.calculator.task:evaluate",
     model="examples.calculator.model",
     questions=questions,
-    steps=100,
+    steps=60,
     target=0.85,
 )
 

@@ -1,6 +1,6 @@
 """The calculator's model: it knows the form of calls and answers, to copy numbers, and not which operator a verb means.
 
-In: a directory and a seed. Out: there, the model after 380 supervised steps on made-up transcripts. In those a number is the right one with
+In: a directory and a seed. Out: there, the model after 700 supervised steps on made-up transcripts. In those a number is the right one with
 probability 0.9, the moment to stop with 0.95, the operator with 0.4; else they are drawn blindly. Held-out texts are never shown.
 """
 
@@ -17,7 +17,7 @@ from examples.learning.tiny import Transcript, make_model, model_command
 RIGHT_NUMBER = 0.9
 RIGHT_STOP = 0.95
 RIGHT_OPERATOR = 0.4
-STEPS = 380
+STEPS = 700
 ROWS = 48
 
 

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from commands.agents import read_tasks
 from commands.demo.services import SETTINGS, Services, clean_directory, demo_settings, write_settings
 from examples.learning.example import CHECKOUT, GROUP_SIZE, GROUPS, Example, write_questions
 from examples.learning.report import draw, seconds_by_part
@@ -30,6 +29,7 @@ from spangrad.errors import SpangradError
 from spangrad.processes import free_ports
 from spangrad.settings import Settings
 from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.task_files import read_tasks
 from spangrad.types import Mode, Task
 from trainer.publisher import Publisher
 

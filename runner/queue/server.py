@@ -25,6 +25,7 @@ from runner.queue.purge import keep_tidy
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
+from runner.queue.task_data import Kept, Part, TaskData
 from runner.queue.wire import (
     Refusal,
     Runs,
@@ -119,6 +120,10 @@ def application(service: Service, token: str | None) -> web.Application:
             web.get("/v1/runs/{run}/ended", answers.ended),
             web.get("/v1/runs/{run}/demand", answers.demand),
             web.put("/v1/runs/{run}/demand", answers.want),
+            web.post("/v1/tasks", _change(Part, answers.task_data.keep)),
+            web.get("/v1/tasks/{digest}", answers.tasks),
+            web.get("/v1/runs/{run}/tasks/{name}", answers.named_tasks),
+            web.put("/v1/runs/{run}/tasks/{name}", answers.name_tasks),
             *PromptAnswers(service).routes(),
             web.get("/healthz", answers.health),
             web.get("/readyz", answers.ready),
@@ -134,6 +139,7 @@ class Answers:
     def __init__(self, service: Service) -> None:
         """Ask the service."""
         self._service = service
+        self.task_data = TaskData(service)
 
     async def rollouts(self, request: web.Request) -> web.Response:
         """Rollouts in order of arrival."""
@@ -172,6 +178,24 @@ class Answers:
         """Say what a branch wants of a run."""
         wanted = msgspec.json.decode(await _body(request), type=Wanted)
         return _json(await self._service.want(request.match_info["run"], wanted))
+
+    async def tasks(self, request: web.Request) -> web.Response:
+        """Tasks that are kept, in their order."""
+        return _json(await self.task_data.page(request.match_info["digest"], _whole(request.query, "first", 0), _limit(request)))
+
+    async def named_tasks(self, request: web.Request) -> web.Response:
+        """Which tasks a run means by a name."""
+        run, name = request.match_info["run"], request.match_info["name"]
+        found = await self.task_data.named(run, name)
+        return _json(found) if found else _refusal(404, f"run {run} has no tasks of the name {name}.")
+
+    async def name_tasks(self, request: web.Request) -> web.Response:
+        """Say which tasks a run means by a name."""
+        kept = msgspec.json.decode(await _body(request), type=Kept)
+        there = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
+        if there != kept.tasks:
+            return _refusal(409, f"of {kept.tasks} tasks {there} are there. Upload them all before they are given a name.")
+        return _json(kept)
 
     async def health(self, request: web.Request) -> web.Response:
         """The process answers."""

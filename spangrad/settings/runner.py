@@ -45,6 +45,15 @@ class RunnerSettings(Section):
     """Rollouts whose attempts' logs are kept, the newest."""
     attempt_log_bytes: int = Field(default=2**20, ge=0)
     """That an attempt may write to its log; what comes after is left out."""
+    container_engine: str = Field(default="docker", min_length=1)
+    """Program that runs container images (`spangrad run --image`): docker, podman, or one that takes docker's arguments."""
+    container_network: str = Field(default="host", min_length=1)
+    """Network that containers of agents are attached to. Another one than this machine's needs services that listen beyond loopback."""
+    container_arguments: list[str] = Field(default=[])
+    """Further arguments of `docker run`: mounts, limits, GPUs."""
+    container_address: str | None = None
+    """Address under which containers reach the services that we reach on loopback. None: the same on Linux with the network `host`,
+    else the engine's own name for this machine (host.docker.internal)."""
     gateway: bool = True
     """Agents call the policy through the gateway. False: they call `gateway.engine_url` itself, nobody counts their calls, and a
     rollout is complete when nothing new of it has come for `builder.quiet_seconds`."""

@@ -87,7 +87,7 @@ async def test_rollouts_with_both_services(tmp_path: Path, monkeypatch: pytest.M
         process("rewards", tmp_path, "rewards", "serve", "--evaluator", "worlds:score") as (_, judge),
         world(tmp_path, concurrency=4, max_attempts=1) as here,
     ):
-        agent = CallableAgent("worlds:agent", judge, leases, tmp_path)
+        agent = CallableAgent("worlds:agent", judge, tmp_path, environment=leases)
         async with Runner(here.settings, agent) as runner:
             found = await runner.run([Task(str(n), n) for n in range(6)], mode=Mode.TRAIN, group_size=1)
         assert [(one.reward, one.detail) for one in found] == [({"score": n / 2}, "") for n in range(6)]

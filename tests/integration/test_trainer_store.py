@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store_world import World
 
-from spangrad import datasets
+from spangrad import datasets, semconv
 from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory
+from trainer.eligibility import ExpiryReason, put_aside
 from trainer.ledger import Ledger
 from trainer.loop import train
 from trainer.mirror import Mirror
@@ -104,6 +106,31 @@ def test_remax_waits_for_the_greedy_rollout_and_keeps_it_apart(settings: Setting
     assert found.greedy.select("RolloutId", "Mode", "Temperature", "Rewards.Value").rows() == [("g-greedy", "greedy", 0.0, [0.5])]
     plain = source(settings, world).load([group])
     assert (len(plain.transitions), plain.greedy) == (2, None)
+
+
+def test_a_group_of_which_a_rollout_was_cancelled_is_put_aside(settings: Settings, world: World, run: str):
+    """It is whole by its roots; its calls would be fresh enough and differ. One whose attempt was lost, and made again, is trained."""
+    world.group("cancelled", [1.0, 0.0, None])
+    world.group("lost", [1.0, 0.0])
+    ended = {"cancelled-2": [(0, "cancelled", "true")], "lost-1": [(0, "cancelled", "false"), (1, "", "true")]}
+    world.insert(
+        "rollout_spans",
+        [
+            {
+                "RunId": run, "Mode": "train", "RolloutKey": rollout, "RolloutKeySource": "rollout", "Attempt": attempt,
+                "Timestamp": datetime(2026, 1, 1, tzinfo=UTC), "TraceId": rollout, "SpanId": str(attempt), "RowKind": "span",
+                "SpanName": "rollout", "Attributes": {semconv.ROLLOUT_FAILURE: failure, semconv.ROLLOUT_FINAL: final},
+            }
+            for rollout, attempts in ended.items()
+            for attempt, failure, final in attempts
+        ],
+    )  # fmt: skip
+    groups = source(settings, world).ready()
+    assert {one.group_id for one in groups} == {"cancelled", "lost"}
+    loaded = source(settings, world).load(groups)
+    assert loaded.cancelled == {"cancelled"}
+    reasons = put_aside(groups, loaded, settings.trainer, lineage=[0], tokenizer_hash=world.tokenizer)
+    assert reasons == {Group(run, "train", SPEC, "cancelled"): ExpiryReason.CANCELLED}
 
 
 def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):

@@ -114,6 +114,20 @@ def test_a_few_rollouts_are_read_without_a_scan(full: StoreSettings, run: int) -
         assert granules <= most, f"{granules} of {whole} granules of {table}"
 
 
+@pytest.mark.parametrize("run", [0, FOREIGN_RUN])
+def test_spans_of_which_attributes_were_kept_back_are_told_of_once(full: StoreSettings, run: int) -> None:
+    rollouts = named(full, WORKLOAD.steps(run)[2][:2])
+    client = connect(full)
+    source = Source(client, Settings(store=full))
+    agents = read(source, rollouts).spans.filter(pl.col("SpanName") == "agent").sort("TraceId")
+    trace, span = agents.select("TraceId", "SpanId").row(0)
+    for signal, attributes, lossy in (("span", 2, span), ("span", 2, span), ("span", 0, agents["SpanId"][1]), ("log", 1, "f" * 16)):
+        values = f"('{signal}', now64(9), '{trace}', '{lossy}', {attributes})"
+        client.command(f"INSERT INTO otel.dropped_attributes (Signal, Timestamp, TraceId, SpanId, Attributes) VALUES {values}")
+    assert read(source, rollouts).dropped.rows() == [(trace, span)]
+    client.close()
+
+
 def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
     import urllib.request
 

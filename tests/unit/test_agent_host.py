@@ -25,7 +25,7 @@ AGENT = """
     import asyncio, os, sys, threading, time
     from opentelemetry import trace
     from span_processors.reward import reward
-    import runner, gateway.inner, trainer
+    import runner, gateway.inner, trainer, collector, tests
 
     tracer = trace.get_tracer("agent")
     SOME = {}
@@ -75,7 +75,7 @@ AGENT = """
         return None
 
     def where(given):
-        return {"runner": float(runner.MINE), "gateway": float(gateway.inner.MINE), "trainer": float(trainer.MINE)}
+        return {module.__name__: float(module.MINE) for module in (runner, gateway.inner, trainer, collector, tests)}
 """
 
 
@@ -100,11 +100,11 @@ class Hosted:
 @contextmanager
 def hosted(directory: Path, endpoint: str, *arguments: str, code: int = 0) -> Iterator[Hosted]:
     (directory / "gateway").mkdir()
-    for file in ("runner.py", "trainer.py", "gateway/inner.py"):
+    for file in ("runner.py", "trainer.py", "collector.py", "tests.py", "gateway/inner.py"):
         (directory / file).write_text("MINE = True\n")
     (directory / "gateway" / "__init__.py").write_text("")
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
-    command = [sys.executable, "-P", "-m", "spangrad.agent_host", "--path", str(directory), "--concurrency", "4", *arguments]
+    command = [sys.executable, "-P", "-m", "spangrad.agent_host", "--path", str(directory), *arguments]
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
     watchdog = threading.Timer(60, process.kill)  # ends a wait for an answer that does not come
@@ -267,11 +267,19 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def test_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:
-    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:where") as host:
+@pytest.mark.parametrize("road", ["callable", "decorator", "program"])
+def test_an_agents_modules_may_have_our_names(tmp_path: Path, road: str) -> None:
+    (tmp_path / "decorated.py").write_text("import spangrad\nfrom mine import where\nspangrad.rollout(where)\n")
+    (tmp_path / "program.py").write_text("import json\nfrom mine import where\nprint(json.dumps(where(None)))\n")
+    roads = {
+        "callable": ["--agent", "mine:where"],
+        "decorator": ["--agent", str(tmp_path / "decorated.py")],
+        "program": ["--command", json.dumps([sys.executable, "program.py"])],
+    }
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, *roads[road]) as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", None))
-        assert host.answer() == answered("a", {"runner": 1.0, "gateway": 1.0, "trainer": 1.0})
+        assert host.answer() == answered("a", dict.fromkeys(("runner", "gateway.inner", "trainer", "collector", "tests"), 1.0))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +291,10 @@ def test_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:
             "'mine:nothing' cannot be loaded from {path}: AttributeError: module 'mine' has no attribute 'nothing'",
         ),
         (["--agent", "mine:SOME"], "'mine:SOME' is dict, which cannot be called: name a function."),
-        (["--agent", "mine"], "'mine' does not name a callable: give it as module:function."),
+        (
+            ["--agent", "mine"],
+            "'mine' has no function that is decorated with @spangrad.rollout. Decorate the agent, or name it: mine:FUNCTION.",
+        ),
         (["--agent", "mine:agent", "--evaluator", "mine"], "'mine' does not name a callable: give it as module:function."),
         (["--command", '["no-such-program"]'], "the agent's program 'no-such-program' is neither in PATH nor in {path}."),
     ],

@@ -19,7 +19,7 @@ from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
 from examples.text_to_sql.__main__ import example as text_to_sql
 from examples.two_tools.model import word_tokenizer
 from runner.runner import Outcome
-from spangrad.agent_host import load
+from spangrad.callables import load
 from spangrad.settings_sources import load_settings
 from spangrad.types import AttemptFailure, RolloutKey
 

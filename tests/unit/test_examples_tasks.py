@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from commands.run import read_tasks
 from examples.calculator import arithmetic
 from examples.calculator import model as calculator_model
 from examples.calculator import task as calculator
@@ -22,6 +21,7 @@ from examples.retrieval_qa import task as retrieval
 from examples.text_to_sql import database, grammar
 from examples.text_to_sql import model as sql_model
 from examples.text_to_sql import task as sql
+from spangrad.task_files import read_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DRAWN: dict[str, tuple[Callable[[int], Questions], Sequence[str], int]] = {

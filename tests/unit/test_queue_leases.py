@@ -76,6 +76,23 @@ async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: 
         assert (await client.complete([done(leases[0])]))[0].refused is None
 
 
+async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=0.8)) as (client, _):
+        await client.enqueue("run", some(1, timeout_seconds=0.1, max_attempts=1))
+        await client.lease("run", "worker")
+        end = time.monotonic() + 1.2  # longer than it may run, and a lease's time
+        while time.monotonic() < end:
+            assert await client.beat([Held(rollout_id="r0", attempt=0, ran=0.0)]) == []
+            await asyncio.sleep(0.05)
+
+        async def over() -> bool:
+            return bool(await client.beat([Held(rollout_id="r0", attempt=0, ran=1.0)]))
+
+        await until(over)
+        (attempt,) = (await client.rollout("r0")).attempts
+        assert (attempt.reason, attempt.detail) == (AttemptFailure.TIMEOUT, "it ran for more than 0.1 s, and its worker did not end it")
+
+
 async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_db: str) -> None:
     settings = queue_settings(queue_db, queue_lease_seconds=0.3)
     async with serving(settings) as (client, _):

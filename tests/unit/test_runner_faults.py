@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from workers import kill
 
-from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink
 from runner import hosts
 from runner.agents import AgentSpec, CallableAgent
@@ -24,6 +23,7 @@ from runner.runner import Runner
 from spangrad import semconv
 from spangrad.errors import AgentError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.task_files import read_tasks
 from spangrad.types import AttemptFailure, Mode, Task
 
 AGENT = """

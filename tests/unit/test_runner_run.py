@@ -17,10 +17,10 @@ import pytest
 
 from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
-from runner.groups import wants_greedy
 from runner.runner import Outcome, Runner
 from spangrad import semconv
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
+from spangrad.greedy import wants_greedy
 from spangrad.processes import free_ports
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.telemetry import parse_headers

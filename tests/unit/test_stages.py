@@ -164,7 +164,7 @@ def told(directory: Path) -> list[str]:
 
 
 async def test_no_stage_holds_a_place_of_another(tmp_path: Path) -> None:
-    agent = CallableAgent("mine:ran", "mine:judge", "mine:crossing", tmp_path)
+    agent = CallableAgent("mine:ran", "mine:judge", tmp_path, environment="mine:crossing")
     async with runner(tmp_path, agent, concurrency=1, initialisations=2, initialised_ahead=2, evaluations=1, max_attempts=1) as (
         made,
         here,
@@ -177,7 +177,7 @@ async def test_no_stage_holds_a_place_of_another(tmp_path: Path) -> None:
 
 
 async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
-    agent = CallableAgent("mine:one_of_many", None, "mine:counted", tmp_path)
+    agent = CallableAgent("mine:one_of_many", directory=tmp_path, environment="mine:counted")
     async with runner(tmp_path, agent, concurrency=1, initialisations=8, initialised_ahead=2, max_attempts=1) as (made, _):
         found = await outcomes(made, [str(number) for number in range(8)])
         assert max(one.reward["reward"] for one in found if one.reward) == 2
@@ -186,7 +186,7 @@ async def test_only_so_many_are_initialised_ahead(tmp_path: Path) -> None:
 
 async def test_a_cancelled_attempt_frees_its_place_in_each_stage(tmp_path: Path) -> None:
     queue = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue_lease_seconds=1)
-    agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", "mine:blocking", tmp_path)
+    agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     one_each = {"concurrency": 1, "initialisations": 1, "initialised_ahead": 1, "evaluations": 1, "workers": 1}
     async with serving(queue), runner(tmp_path, agent, queue_url=queue.queue_url, **one_each) as (made, here):
         for stage in ("init", "run", "evaluate"):
@@ -211,7 +211,7 @@ async def _true(value: object) -> bool:
 
 
 async def test_each_stage_has_a_time_of_its_own_and_says_so(tmp_path: Path) -> None:
-    agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", "mine:blocking", tmp_path)
+    agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     times = {"init_timeout_seconds": 1, "timeout_seconds": 1.5, "evaluation_timeout_seconds": 2}
     async with runner(tmp_path, agent, concurrency=4, max_attempts=1, **times) as (made, here):
         found = await outcomes(made, ["init", "init raises", "run", "evaluate", "init thread", "evaluate thread"])
@@ -247,11 +247,8 @@ class Env:
 
 async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path) -> None:
     settings = service_settings()
-    agent = CallableAgent("mine:leased", "json:dumps", server.address_of(settings).url, tmp_path)
-    async with (
-        server.running(settings, Env, 1),
-        runner(tmp_path, CallableAgent(agent.agent, None, agent.environment, tmp_path)) as (made, _),
-    ):
+    agent = CallableAgent("mine:leased", directory=tmp_path, environment=server.address_of(settings).url)
+    async with server.running(settings, Env, 1), runner(tmp_path, agent) as (made, _):
         # The only instance is had by the second attempt, clean: the first one's host was killed with it in its hands.
         (found,) = await outcomes(made, ["kill"])
         assert (found.key.attempt, found.failure) == (1, AttemptFailure.INVALID_OUTPUT)
@@ -261,7 +258,7 @@ async def test_a_leased_environment_comes_back_from_a_killed_host(tmp_path: Path
 @pytest.mark.slow
 async def test_a_service_that_is_started_again_fails_what_it_had_leased_and_serves_on(tmp_path: Path) -> None:
     settings = service_settings(environment_lease_seconds=1)
-    agent = CallableAgent("mine:leased", "mine:judge_leased", server.address_of(settings).url, tmp_path)
+    agent = CallableAgent("mine:leased", "mine:judge_leased", tmp_path, environment=server.address_of(settings).url)
     text = textwrap.dedent(AGENT) + "\n\ndef judge_leased(given, output):\n    return float(output == {'given': given})\n"
     with world(tmp_path, max_attempts=2) as here:
         (tmp_path / "mine.py").write_text(text)
@@ -315,7 +312,7 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
     }
     with Rewards() as rewards:
         url = f"{rewards.url}/judge"
-        agent = CommandAgent((sys.executable, "program.py"), url, environments, tmp_path)
+        agent = CommandAgent((sys.executable, "program.py"), url, tmp_path, environment=environments)
         limits = {"concurrency": 2, "max_attempts": 1, "evaluation_timeout_seconds": 2}
         async with server.running(settings, Env, 2), runner(tmp_path, agent, **limits) as (made, here):
             tasks = [Task(name, said) for name, said in answers.items()]

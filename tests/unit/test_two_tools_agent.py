@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from commands.agents import read_tasks
 from fakes import AttemptGateway, OtlpSink, SunkSpan
 from runner.agents import CallableAgent
 from runner.runner import Runner
 from spangrad import semconv
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
+from spangrad.task_files import read_tasks
 from spangrad.types import Mode, Task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_tools"

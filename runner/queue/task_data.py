@@ -1,0 +1,129 @@
+"""Tasks that the queue keeps for its runs, so that whoever works for a run finds them: uploaded in parts, then given a name.
+
+In: tasks by the digest of their content and their place in it; a run's name for a digest. Out: the same. Invariant: a row is
+written once, whoever uploads it again; a name leads to a digest of which every task is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import sqlalchemy as sa
+from msgspec import Meta, Raw
+
+from runner.queue.service import Service
+from runner.queue.tables import METADATA
+from runner.queue.wire import Name, Struct
+from spangrad.database import Database
+
+T = TypeVar("T")
+_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Place = Annotated[int, Meta(ge=0, lt=2**53)]
+
+TASKS = sa.Table(
+    "tasks",
+    METADATA,
+    sa.Column("digest", sa.String, primary_key=True, comment="SHA-256 of all tasks that were uploaded together"),
+    sa.Column("place", _BIG, primary_key=True, autoincrement=False, comment="0, 1, ..."),
+    sa.Column("task_id", sa.String, nullable=False),
+    sa.Column("input", sa.Text, nullable=False, comment="JSON"),
+)
+NAMED = sa.Table(
+    "named_tasks",
+    METADATA,
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("digest", sa.String, nullable=False),
+    sa.Column("tasks", _BIG, nullable=False, comment="how many"),
+)
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """A task."""
+
+    task_id: Name
+    input: Raw
+    """Any JSON value, kept as it was written."""
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """POST /v1/tasks: tasks of an upload, from a place on."""
+
+    digest: Digest
+    first: Place
+    tasks: list[Row]
+
+
+class Page(Struct, frozen=True, kw_only=True):
+    """GET /v1/tasks/{digest}: tasks from a place on."""
+
+    tasks: list[Row]
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """PUT and GET /v1/runs/{run}/tasks/{name}: which tasks a run means by a name."""
+
+    digest: Digest
+    tasks: Place
+    """How many."""
+
+
+class TaskData:
+    """Keeps tasks in the service's database."""
+
+    def __init__(self, service: Service) -> None:
+        """Of that service."""
+        self._database: Database = service.database
+        self._writer = service.writer
+
+    async def keep(self, part: Part) -> Kept:
+        """Keep a part of an upload; what is there already stays."""
+        rows: list[dict[str, object]] = [
+            {"digest": part.digest, "place": place, "task_id": one.task_id, "input": bytes(one.input).decode()}
+            for place, one in enumerate(part.tasks, part.first)
+        ]
+        await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
+        return Kept(digest=part.digest, tasks=len(rows))
+
+    async def page(self, digest: str, first: int, limit: int) -> Page:
+        """Tasks in their order, from a place on."""
+        of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
+        ask = sa.select(TASKS.c.task_id, TASKS.c.input).where(of).order_by(TASKS.c.place).limit(limit)
+        found = await self._read(lambda connection: connection.execute(ask).all())
+        return Page(tasks=[Row(task_id=row.task_id, input=Raw(row.input.encode())) for row in found])
+
+    async def name(self, run: str, name: str, kept: Kept) -> int:
+        """Give tasks a name in a run, in place of those that had it, if they are all there.
+
+        Returns:
+            how many are there.
+        """
+
+        def write(transaction: sa.Connection) -> int:
+            there = transaction.execute(sa.select(sa.func.count()).where(TASKS.c.digest == kept.digest)).scalar_one()
+            if there == kept.tasks:
+                transaction.execute(sa.delete(NAMED).where(_named(run, name)))
+                transaction.execute(sa.insert(NAMED), [{"run_id": run, "name": name, "digest": kept.digest, "tasks": kept.tasks}])
+            return there
+
+        return await self._writer.do(write)
+
+    async def named(self, run: str, name: str) -> Kept | None:
+        """Which tasks a run means by a name. None: none."""
+        ask = sa.select(NAMED.c.digest, NAMED.c.tasks).where(_named(run, name))
+        row = await self._read(lambda connection: connection.execute(ask).first())
+        return Kept(digest=row.digest, tasks=row.tasks) if row else None
+
+    async def _read(self, work: Callable[[sa.Connection], T]) -> T:
+        def read() -> T:
+            with self._database.reading() as connection:
+                return work(connection)
+
+        return await asyncio.to_thread(read)
+
+
+def _named(run: str, name: str) -> sa.ColumnElement[bool]:
+    return (NAMED.c.run_id == run) & (NAMED.c.name == name)

@@ -1,0 +1,179 @@
+"""Finds the Python callables that people name, and names those that they hand over.
+
+In: `module:function`, `module`, `file.py:function` or `file.py`; or a function. Out: the function; or the name by which another process
+finds it. Invariant: only what another process can import has a name; a file is imported once, whichever of its functions are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from spangrad.decorator import mark_of
+from spangrad.errors import AgentError
+
+T = TypeVar("T")
+_OTHERWISE = "_spangrad_agent"
+"""A file's module where its own name is taken."""
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """Import `module:function` or `file.py:function` (the function may be a dotted path).
+
+    Raises:
+        AgentError: there is no such module or attribute, importing it failed, or it is not callable.
+    """
+    place, path = split(reference)
+    if not (place and path):
+        raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
+    found = _imported(reference, lambda module: _named(module, path))
+    if not callable(found):
+        raise AgentError(f"{reference!r} is {type(found).__name__}, which cannot be called: name a function.")
+    return found
+
+
+def load_agent(reference: str) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
+    """The agent that a reference names, and the evaluator that its decorator names.
+
+    Without a function the reference means the one that the module or file has decorated with `@spangrad.rollout`.
+
+    Raises:
+        AgentError: as `load`; or nothing is decorated, or several functions are.
+    """
+    place, path = split(reference)
+    found = load(reference) if path is not None or not place else _the_only_one(reference, _imported(reference, _marked))
+    mark = mark_of(found)
+    return found, None if mark is None else mark.evaluator
+
+
+def split(reference: str) -> tuple[str, str | None]:
+    """A reference's module or file, and its function. None: it names none, `""`: it names an empty one."""
+    place, colon, path = reference.rpartition(":")
+    return (place, path) if colon and "/" not in path else (reference, None)
+
+
+def is_file(reference: str) -> bool:
+    """Whether it names a file of Python, not a module."""
+    return split(reference)[0].endswith(".py")
+
+
+def reference_of(function: Callable[..., Any], what: str) -> tuple[str, Path]:
+    """The name by which another process finds a function, and the directory in which its module is looked for.
+
+    Args:
+        function: what somebody handed over.
+        what: that it is, for messages.
+
+    Raises:
+        AgentError: it is a lambda, a closure, a method or an object, or was typed in: nobody else can import it.
+    """
+    name = getattr(function, "__qualname__", None)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if not isinstance(name, str) or module is None or hasattr(function, "__self__"):
+        raise AgentError(
+            f"{what} is {function!r:.200}, which the worker processes cannot import. Give a function that stands at the top level of a "
+            "file."
+        )
+    if "<" in name:
+        kind = "a lambda" if "<lambda>" in name else "defined inside another function"
+        raise AgentError(
+            f"{what} {name!r} of {module.__name__} is {kind}, and the worker processes cannot import it. Define it with `def` at the top "
+            "level of its file."
+        )
+    try:
+        there = _attribute(module, name)
+    except AttributeError:
+        there = None
+    if there is not function:
+        raise AgentError(
+            f"{what} {name!r} is not what {module.__name__} has under that name, so the worker processes would run something else. "
+            "Give the function that stands there."
+        )
+    spec = module.__spec__
+    if module.__name__ == "__main__" and spec is None:
+        file = getattr(module, "__file__", None)
+        if file is None or not Path(file).exists():
+            raise AgentError(
+                f"{what} {name!r} was typed in, not read from a file, and the worker processes cannot import it. Put it into a file."
+            )
+        return f"{Path(file).resolve()}:{name}", Path(file).resolve().parent
+    # `python -m package.module` runs it as __main__, under the name that its specification has.
+    dotted = spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise AgentError(f"{what} {name!r} is of {dotted}, which is no file: the worker processes cannot import it.")
+    path = Path(file).resolve()
+    depth = dotted.count(".") + (path.name == "__init__.py")
+    return f"{dotted}:{name}", path.parents[depth]
+
+
+def _imported(reference: str, read: Callable[[ModuleType], T]) -> T:
+    """What is read of the module that a reference names."""
+    try:
+        return read(_module(split(reference)[0]))
+    except Exception as error:  # importing an agent runs its code
+        traceback.print_exc()
+        raise AgentError(f"{reference!r} cannot be loaded from {sys.path[0]}: {type(error).__name__}: {error}") from error
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    file = Path(place).resolve()
+    for module in list(sys.modules.values()):
+        # This process's __main__ is the agent host's, or a program's that has only begun: not the file as a module.
+        if module.__name__ != "__main__" and getattr(module, "__file__", None) == str(file):
+            return module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # as Python does for a script
+    name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else _OTHERWISE
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no file of Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _named(module: ModuleType, path: str) -> Any:
+    """What the module has under that name, else what it has decorated by it."""
+    try:
+        return _attribute(module, path)
+    except AttributeError:
+        if (marked := _marked(module).get(path)) is None:
+            raise
+        return marked
+
+
+def _attribute(module: ModuleType, path: str) -> Any:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """What the module has decorated, by name; what it has imported counts only where it has nothing of its own."""
+    found = {mark.name: one for one in vars(module).values() if (mark := mark_of(one)) is not None}
+    return {name: one for name, one in found.items() if one.__module__ == module.__name__} or found
+
+
+def _the_only_one(reference: str, marked: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    if len(marked) == 1:
+        return next(iter(marked.values()))
+    if marked:
+        raise AgentError(f"{reference!r} has several agents: {', '.join(sorted(marked))}. Name one, as {reference}:{min(marked)}.")
+    raise AgentError(
+        f"{reference!r} has no function that is decorated with @spangrad.rollout. Decorate the agent, or name it: {reference}:FUNCTION."
+    )

@@ -1,0 +1,26 @@
+"""Whether a task's rollouts are compared with one at temperature 0.
+
+In: settings, a mode. Out: yes or no. Invariant: never where nobody could make an agent's calls greedy.
+"""
+
+from __future__ import annotations
+
+from spangrad.errors import SettingsError
+from spangrad.settings import Settings
+from spangrad.types import Mode
+
+
+def wants_greedy(settings: Settings, mode: Mode) -> bool:
+    """Whether a group of that mode has a greedy rollout: runner.greedy_rollouts, else as trainer.estimator needs it.
+
+    Raises:
+        SettingsError: without the gateway nobody can have an agent sample at temperature 0.
+    """
+    asked = settings.runner.greedy_rollouts
+    greedy = mode is Mode.TRAIN and (settings.trainer.estimator == "remax" if asked is None else asked)
+    if greedy and not settings.runner.gateway:
+        raise SettingsError(
+            "runner.greedy_rollouts needs the gateway, which alone makes an agent's calls greedy. Set runner.gateway = true, or "
+            "runner.greedy_rollouts = false and trainer.estimator to another than 'remax'."
+        )
+    return greedy

@@ -1,0 +1,204 @@
+"""`spangrad.Client` in scripts of their own, against a real queue server and real workers; gateway and store are small."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from queues import queue_server, queue_settings
+from workers import World, world
+
+from spangrad import semconv
+from spangrad.processes import wait_until
+from spangrad.queue_http import QueueHttp
+from spangrad.settings import RunnerSettings
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"
+OURS = ("runner", "gateway", "collector", "trainer", "transition_builder", "commands", "dashboards", "tests")
+
+
+@dataclass
+class Place:
+    """A queue server, and what else a client needs."""
+
+    here: World
+    runner: RunnerSettings
+
+    @property
+    def url(self) -> str:
+        """The queue's."""
+        return self.runner.queue_url or ""
+
+    def queue(self, run_id: str) -> QueueHttp:
+        """To look at."""
+        return QueueHttp(self.url, None, run_id, patience_seconds=5)
+
+    def start(self, script: Path, *words: str) -> subprocess.Popen[str]:
+        """The script, as a user runs it."""
+        settings = {
+            "SPANGRAD_STORE__OTLP_ENDPOINT": self.here.settings.store.otlp_endpoint,
+            "SPANGRAD_GATEWAY__URL": self.here.settings.gateway.url,
+            "SPANGRAD_RUNNER__DIRECTORY": str(self.here.directory / "runner"),
+            "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2",
+        }
+        command = [sys.executable, script.name, self.url, *words]
+        return subprocess.Popen(
+            command, cwd=script.parent, env=os.environ | settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def run(self, script: Path, *words: str) -> tuple[int, str, str]:
+        """The same, until it ends: its code, what it printed, what it said."""
+        process = self.start(script, *words)
+        try:
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+        return process.returncode, out, err
+
+    def modes(self) -> Counter[str]:
+        """Root spans that the store has, by mode."""
+        return Counter(str(root[semconv.ROLLOUT_MODE]) for root in self.here.roots().values())
+
+
+@contextmanager
+def place(directory: Path) -> Generator[Place]:
+    runner = queue_settings(f"sqlite:///{directory}/queue.db")
+    with world(directory) as here, queue_server(runner, directory / "queue.log"):
+        here.gateway.reply = _reply
+        yield Place(here, runner)
+
+
+def _reply(messages: list[dict[str, str]]) -> str:
+    """Right below 50."""
+    a, b = map(int, re.findall(r"\d+", messages[-1]["content"]))
+    return f"It is {a + b if a < 50 else 0}"
+
+
+def test_the_example_trains_and_an_agents_modules_may_have_our_names(tmp_path: Path) -> None:
+    script = tmp_path / "agent" / "sums.py"
+    script.parent.mkdir()
+    for name in OURS:  # none of them is what spangrad's own processes import
+        (script.parent / f"{name}.py").write_text("MINE = True\n")
+    source = EXAMPLE.read_text()
+    assert "import spangrad\n" in source
+    script.write_text(
+        source.replace("import spangrad\n", f"import {', '.join(OURS)}\nimport spangrad\n\nassert runner.MINE and tests.MINE\n", 1)
+    )
+    with place(tmp_path) as on:
+        code, out, err = on.run(script)
+        assert code == 0, err
+        first, *tests = out.splitlines()
+        assert re.fullmatch(r"run sums: 8 groups in \d+ s; 32 rollouts \(32 succeeded\), mean reward \+0\.\d{3}", first)
+        assert len(tests) in {1, 2}
+        assert re.fullmatch(r"  test data after 8 groups: 4 rollouts \(4 succeeded\), mean reward \+\d\.\d{3}", tests[-1])
+        assert on.modes() == {"train": 32, "validate": 4 * len(tests)}
+        asked = [chat["messages"][0]["content"] for chat in on.here.gateway.chats]
+        right = Counter(int(re.findall(r"\d+", question)[0]) < 50 for question in asked)
+        rewards = [event[1][semconv.EVALUATION_SCORE] for root in on.here.sink.named("rollout") for event in root.events]
+        assert Counter(reward == 1.0 for reward in rewards) == right
+        assert on.here.processes() == []
+
+
+SLOW = """
+    import sys, time
+    import spangrad
+    from spangrad.errors import SpangradError
+
+    def agent(task):
+        time.sleep(0.2)
+        return 1.0
+
+    if __name__ == "__main__":
+        settings = {"runner.group_size": 4, "runner.concurrency": 2, "runner.drain_seconds": 5}
+        client = spangrad.Client(sys.argv[1], run_id="slow", settings=settings)
+        groups = int(sys.argv[2]) if len(sys.argv) > 2 else None
+        try:
+            print(client.upload_data("tasks.jsonl").train(agent, groups=groups, idle_seconds=120))
+        except KeyboardInterrupt:
+            print("interrupted")
+"""
+
+
+def _slow(directory: Path) -> Path:
+    (directory / "agent").mkdir()
+    (directory / "agent" / "tasks.jsonl").write_text("".join(f'{{"question": {n}}}\n' for n in range(10)))
+    script = directory / "agent" / "slow.py"
+    script.write_text(textwrap.dedent(SLOW))
+    return script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_was_stopped_goes_on_where_it_was(tmp_path: Path, how: signal.Signals) -> None:
+    script = _slow(tmp_path)
+    with place(tmp_path) as on:
+        stopped = on.start(script)
+        try:
+            on.here.sink.wait_for(lambda: len(on.here.sink.named("rollout")) >= 3, 60)
+            stopped.send_signal(how)
+            out, err = stopped.communicate(timeout=60)
+        finally:
+            stopped.kill()
+        if how is signal.SIGINT:
+            assert out == "interrupted\n"
+            assert "attempts may end for 5 s; what is not done by then stays in the queue" in err
+            assert on.queue("slow").states().get("running") is None
+        wait_until(lambda: not on.queue("slow").states().get("running"), 60, "the end of the workers that were left")
+        assert on.queue("slow").states()["queued"] > 0
+        code, out, err = on.run(script)
+        assert code == 0, err
+        assert out.startswith("run slow: 10 groups in ")
+        assert on.queue("slow").states() == {"succeeded": 40}
+
+
+@pytest.mark.slow
+def test_where_a_trainer_wants_groups_so_many_are_made(tmp_path: Path) -> None:
+    script = _slow(tmp_path)
+    with place(tmp_path) as on:
+        want = {"policy": "policy", "branch": "main", "groups": 3}
+        on.queue("slow").ask("PUT", "/demand", want)
+        code, out, err = on.run(script, "3")
+        assert code == 0, err
+        assert re.match(r"run slow: 3 groups in \d+ s; 12 rollouts \(12 succeeded\), mean reward \+1\.000\n", out)
+        assert on.queue("slow").states() == {"succeeded": 12}
+
+
+UNGUARDED = """
+    import sys
+    import spangrad
+
+    def agent(task):
+        return 1.0
+
+    spangrad.Client(sys.argv[1]).upload_data([{"q": 1}]).train(agent)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(textwrap.dedent(UNGUARDED))
+    with place(tmp_path) as on:
+        code, _, err = on.run(script)
+        assert code == 1
+        assert "worker 0 ended with exit code 1." in err
+        assert "Put that under `if __name__ == '__main__':`" in err
+
+
+def test_the_example_is_what_the_page_shows() -> None:
+    """The page's script has the example's lines, in their order."""
+    page = (EXAMPLE.parents[2] / "docs" / "client.md").read_text()
+    shown = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert shown
+    lines = iter(EXAMPLE.read_text().splitlines())
+    assert [line for line in shown[1].splitlines() if line.strip() and line not in lines] == []

@@ -1,0 +1,223 @@
+"""Agents that are container images, through real hosts and a `docker` that does what the real one does to processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from fake_docker import FakeDocker, has_ended
+from queues import is_state, until
+from workers import World, kill, world
+
+from runner.agents import ContainerAgent
+from runner.queue.client import new_rollout
+from runner.queue.wire import State
+from runner.runner import Runner
+from spangrad import semconv
+from spangrad.agent_command import ExitCode
+from spangrad.agent_container import Container, reachable, reached_at, run_command
+from spangrad.agent_container import ContainerAgent as Hosted
+from spangrad.errors import AgentError
+from spangrad.leases import this_process
+from spangrad.processes import MARK, wait_until
+from spangrad.types import AttemptFailure, Mode, Task
+
+AGENT = """
+    read given
+    case "$given" in
+        *exit*) echo broken >&2; exit 3;;
+        *hang*) trap '' TERM; sleep 600;;
+        *look*) echo "\\"$OPENAI_BASE_URL $SPANGRAD_HOST $TRACEPARENT\\"";;
+        *) echo 0.5;;
+    esac
+"""
+# What the container sees: its attempt's endpoint, not the variable by which descendants of the host are found, the attempt's span.
+JUDGE = """
+def judge(given, output):
+    return output if given != "look" else float("/rollout/" in output.split(" ")[0] and output.split(" ")[1:][0] == "" and " 00-" in output)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
+    """The fake on PATH."""
+    fake = FakeDocker.install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+    (tmp_path / "contained.sh").write_text(textwrap.dedent(AGENT))
+    return fake
+
+
+def agent(here: World, image: str = "org/agent:1", command: tuple[str, ...] = ("sh", "contained.sh")) -> ContainerAgent:
+    return ContainerAgent(image, command, directory=here.directory, arguments=("--memory", "1g"))
+
+
+def test_the_engines_command_line() -> None:
+    container = Container("podman", "org/agent:1", ("agent", "--fast"), "host", ("--gpus", "all"), None, "worker 1")
+    environment = {
+        "OPENAI_API_KEY": "secret",
+        "OPENAI_BASE_URL": "http://127.0.0.1:8180/rollout/r/attempt/0/v1",
+        "OTEL_SERVICE_NAME": "agent",
+        "TRACEPARENT": "00-1-2-01",
+        "BAGGAGE": "a=b",
+        "PATH": "/bin",
+        "MY_OPENAI_KEY": "not passed",
+        "SPANGRAD_ENVIRONMENT": "{}",
+        "SPANGRAD_PROMPT_VARIABLE": "ASK_LIKE_THIS",
+        "ASK_LIKE_THIS": "politely",
+        "SPANGRAD_RUNNER__QUEUE_TOKEN": "not passed",
+        MARK: "mark",
+    }
+    labels = {semconv.RUN_ID: "run", semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: "0"}
+    assert run_command(container, "name", environment, labels) == [
+        *["podman", "run", "--rm", "--interactive", "--name", "name", "--network", "host"],
+        *["--label", "spangrad.run.id=run", "--label", "spangrad.rollout.id=r", "--label", "spangrad.rollout.attempt=0"],
+        *["--label", "spangrad.worker=worker 1", "--label", "spangrad.host=mark"],
+        *[
+            "--env",
+            "ASK_LIKE_THIS",
+            "--env",
+            "BAGGAGE",
+            "--env",
+            "OPENAI_API_KEY",
+            "--env",
+            "OPENAI_BASE_URL",
+            "--env",
+            "OTEL_SERVICE_NAME",
+        ],
+        *["--env", "SPANGRAD_ENVIRONMENT", "--env", "SPANGRAD_PROMPT_VARIABLE", "--env", "TRACEPARENT"],
+        *["--gpus", "all", "org/agent:1", "agent", "--fast"],
+    ]
+    assert Container.read(container.write()) == container
+
+
+@pytest.mark.parametrize(
+    ("engine", "network", "platform", "address"),
+    [
+        ("docker", "host", "linux", None),
+        ("docker", "bridge", "linux", "host.docker.internal"),
+        ("docker", "host", "darwin", "host.docker.internal"),
+        ("/usr/bin/podman", "mine", "linux", "host.containers.internal"),
+    ],
+)
+def test_where_a_container_reaches_our_services(engine: str, network: str, platform: str, address: str | None) -> None:
+    assert reached_at(engine, network, platform) == address
+
+
+def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
+    ours = {
+        "OPENAI_BASE_URL": "http://127.0.0.1:8180/v1",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://[::1]:4318/v1/traces",
+        "OPENAI_PROXY": "http://gateway.example:80/?of=http://127.0.0.1",
+        "HOME": "http://127.0.0.1",
+        "SPANGRAD_PROMPT": "Say http://127.0.0.1",
+        "SPANGRAD_ENVIRONMENT": '{"url": "http://127.0.0.1:8191/e"}',
+    }
+    assert reachable(ours, None) == ours
+    assert reachable(ours, "host.docker.internal") == {
+        "OPENAI_BASE_URL": "http://host.docker.internal:8180/v1",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://host.docker.internal:4318",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://host.docker.internal:4318/v1/traces",
+        "OPENAI_PROXY": "http://gateway.example:80/?of=http://127.0.0.1",
+        "HOME": "http://127.0.0.1",
+        "SPANGRAD_PROMPT": "Say http://127.0.0.1",
+        "SPANGRAD_ENVIRONMENT": '{"url": "http://host.docker.internal:8191/e"}',
+    }
+
+
+async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(tmp_path: Path, docker: FakeDocker) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    ours = this_process()
+    left = docker.leave("left", spangrad_worker=_dead_worker())
+    alive = docker.leave("alive", spangrad_worker=ours)
+    try:
+        with world(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1) as here:
+            tasks = [Task(what, what) for what in ("well", "exit", "look")]
+            image = ContainerAgent("org/agent:1", ("sh", "contained.sh"), "judge:judge", here.directory, arguments=("--memory", "1g"))
+            async with Runner(here.settings, image) as runner:
+                await runner.queue.enqueue("run", [new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1)])
+                outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
+                await until(lambda: is_state(runner.queue, "hung", State.DEAD), 60)
+            assert [(o.task_id, o.reward, o.failure, o.detail) for o in outcomes] == [
+                ("well", {"reward": 0.5}, None, ""),
+                ("exit", None, AttemptFailure.EXIT_CODE, "exit code 3"),
+                ("look", {"reward": 1.0}, None, ""),
+            ]
+            roots = here.roots()
+            assert {root[semconv.TASK_ID]: root.get(semconv.ROLLOUT_FAILURE) for root in roots.values()} == {
+                "well": None, "exit": "exit_code", "hang": "timeout", "look": None,
+            }  # fmt: skip
+            (call,) = [call for call in docker.calls("run") if "spangrad.rollout.id=hung" in call]
+            assert call[-5:] == ["--memory", "1g", "org/agent:1", "sh", "contained.sh"]
+            name = call[call.index("--name") + 1]
+            assert name in [one for call in docker.calls("rm") for one in call[3:]]
+        assert docker.containers().keys() == {"alive"}
+        assert has_ended(left)
+        assert not has_ended(alive, 0.1)
+    finally:
+        kill(alive)
+
+
+async def test_the_containers_of_a_host_that_was_killed_are_removed(tmp_path: Path, docker: FakeDocker) -> None:
+    with world(tmp_path, concurrency=1, timeout_seconds=60, max_attempts=1) as here:
+        async with Runner(here.settings, agent(here)) as runner:
+            running = asyncio.create_task(runner.run([Task("hang", "hang")], mode=Mode.TRAIN, group_size=1))
+            await asyncio.to_thread(wait_until, lambda: bool(docker.containers()), 30, "the container")
+            (file,) = (docker.directory / "containers").iterdir()
+            pid = json.loads(file.read_text())["pid"]
+            kill(_host_of(next(iter(docker.containers().values()))["spangrad.host"]))
+            (outcome,) = await running
+            assert outcome.failure is AttemptFailure.CRASH
+            assert has_ended(pid)
+            assert docker.containers() == {}
+
+
+def _dead_worker() -> str:
+    """What a worker of this machine was called that has ended."""
+    name = "from spangrad.leases import this_process; print(this_process())"
+    return subprocess.run([sys.executable, "-c", name], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _host_of(mark: str) -> int:
+    """The agent host that has a mark."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = f"{MARK}={mark}".encode() in (path / "environ").read_bytes().split(b"\0")
+            if marked and b"spangrad.agent_host" in (path / "cmdline").read_bytes():
+                return int(path.name)
+        except OSError:
+            continue
+    raise AssertionError("there is no host of that mark")
+
+
+@pytest.mark.parametrize(
+    ("image", "command", "code", "means"),
+    [
+        ("missing", (), 125, "the container engine itself failed; the attempt's log has its words"),
+        ("agent", ("./contained.sh",), 126, "the image's command is there and cannot be run"),
+        ("agent", ("no-such-command",), 127, "the image has no such command"),
+        ("agent", ("sh", "-c", "kill -9 $$"), 137, "the container was killed by SIGKILL"),
+    ],
+)
+async def test_codes_that_are_the_engines_own_are_explained(
+    tmp_path: Path, docker: FakeDocker, image: str, command: tuple[str, ...], code: int, means: str
+) -> None:
+    hosted = Hosted(Container("docker", image, command, "host", (), None, "worker"), tmp_path)
+    with pytest.raises(ExitCode) as raised:
+        await hosted("anything", None)
+    assert str(raised.value).startswith(f"exit code {code}: {means}")
+    assert docker.containers() == {}
+
+
+async def test_without_an_engine_the_agent_cannot_be_loaded(tmp_path: Path) -> None:
+    with world(tmp_path) as here:
+        image = ContainerAgent("agent:1", directory=tmp_path, engine="no-such-engine")
+        with pytest.raises(AgentError, match="'no-such-engine' is not in PATH"):
+            await Runner(here.settings, image).__aenter__()

@@ -1,0 +1,71 @@
+"""Which agent a command line names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.agents import agent_spec
+from runner.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
+from spangrad.cli import app
+from spangrad.errors import AgentError
+from spangrad.settings import RunnerSettings
+
+
+def spec(*command: str, runner: RunnerSettings | None = None, **words: Any) -> AgentSpec:
+    told: dict[str, Any] = {"agent": None, "evaluator": None, "directory": Path(), "instrument": False, **words}
+    agent, evaluator, directory = told.pop("agent"), told.pop("evaluator"), told.pop("directory")
+    return agent_spec(command, agent, evaluator, directory, runner or RunnerSettings(), **told)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "parts").mkdir()
+    for name in ("solver.py", "parts/judge.py"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_each_kind_of_agent_has_its_form(here: Path) -> None:
+    solver, judge = str(here / "solver.py"), str(here / "parts" / "judge.py")
+    assert spec("solver.py") == spec(agent="solver.py") == CallableAgent(solver)
+    assert spec("solver.py:solve", evaluator="parts/judge.py:score") == CallableAgent(f"{solver}:solve", f"{judge}:score")
+    assert spec(agent="judge.py:a", directory=Path("parts")) == CallableAgent(f"{judge}:a", directory=Path("parts"))
+    assert spec(agent="solver:solve", evaluator="judge:score") == CallableAgent("solver:solve", "judge:score")
+    assert spec("python", "solver.py", instrument=True) == CommandAgent(("python", "solver.py"), instrument=True)
+    assert spec(image="org/agent:1", evaluator="judge:score") == ContainerAgent("org/agent:1", evaluator="judge:score")
+    asked = RunnerSettings(
+        container_engine="podman", container_network="mine", container_arguments=["--gpus", "all"], container_address="host"
+    )
+    assert spec("solver.py", "--fast", image="org/agent", runner=asked) == ContainerAgent(
+        "org/agent", ("solver.py", "--fast"), engine="podman", network="mine", arguments=("--gpus", "all"), address="host"
+    )
+    names = [spec("solver.py:solve"), spec(agent="parts.judge:a"), spec("./run.sh"), spec(image="registry:5000/org/agent:1@sha256:0")]
+    assert [one.name for one in names] == ["solver", "parts.judge", "run.sh", "agent"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        ((), {}, "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, or a command after `--`."),
+        (("python", "a.py"), {"agent": "solver.py"}, "name one agent"),
+        ((), {"agent": "solver.py", "image": "agent"}, "name one agent"),
+        (("other.py",), {}, "other.py is no file. Name the agent's file."),
+        ((), {"agent": "solver:a", "evaluator": "no.py:b", "directory": Path("parts")}, "no.py is no file, neither here nor in parts."),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_what_names_no_agent_is_said(command: tuple[str, ...], words: dict[str, Any], said: str) -> None:
+    with pytest.raises(AgentError) as raised:
+        spec(*command, **words)
+    assert str(raised.value).startswith(said)
+
+
+def test_a_file_may_stand_before_options() -> None:
+    _, bound, _ = app.parse_args(["run", "solver.py:solve", "--tasks", "hf:mine/sums:dev"])
+    assert (bound.args, bound.kwargs) == (("solver.py:solve",), {"tasks": "hf:mine/sums:dev"})
+    _, bound, _ = app.parse_args(["worker", "--image", "org/agent:1", "--", "agent", "--fast"])
+    assert (bound.args, bound.kwargs) == (("agent", "--fast"), {"image": "org/agent:1"})

@@ -1,0 +1,65 @@
+"""Tasks that the queue keeps: the same upload is kept once, one that broke off is finished, a name leads to all of its tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from queues import queue_db, queue_settings, serving
+
+from runner.queue.task_data import TASKS
+from spangrad import task_store
+from spangrad.errors import QueueError
+from spangrad.queue_http import QueueHttp
+from spangrad.task_store import Stored, TaskStore, digest_of
+from spangrad.types import Task
+
+__all__ = ["queue_db"]
+FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]
+OTHER = [Task("t0", None)]
+
+
+async def test_tasks_are_kept_once_and_read_whole(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = queue_settings(queue_db, run_id="run/1")
+    monkeypatch.setattr(task_store, "_CHARACTERS", 50_000)  # many parts
+    async with serving(settings) as (_, service):
+
+        def rows() -> int:
+            with service.database.reading() as connection:
+                return connection.execute(sa.select(sa.func.count()).select_from(TASKS)).scalar_one()
+
+        def work() -> None:
+            queue = QueueHttp(settings.queue_url or "", None, "run/1", patience_seconds=5)
+            store = TaskStore.of(settings)
+            with pytest.raises(QueueError, match="keeps no tasks 'train' of run run/1"):
+                store.read("train")
+            # A part has arrived, then the uploader died: nobody finds it under a name, and the next upload adds the rest.
+            part = {"digest": digest_of(FIRST), "first": 0, "tasks": [{"task_id": one.task_id, "input": one.input} for one in FIRST[:7]]}
+            queue.ask("POST", "/v1/tasks", part)
+            with pytest.raises(QueueError, match=r"\(409\): of 2500 tasks 7 are there. Upload them all"):
+                queue.ask("PUT", "/tasks/train", {"digest": digest_of(FIRST), "tasks": 2500})
+            kept = Stored("train", digest_of(FIRST), 2500)
+            assert [store.upload("train", FIRST) for _ in range(2)] == [kept] * 2
+            assert store.upload("again", FIRST).digest == kept.digest
+            assert rows() == 2500
+            assert store.read("train") == store.read("again") == FIRST
+            store.upload("train", OTHER)
+            assert (store.read("train"), store.read("again"), rows()) == (OTHER, FIRST, 2501)
+
+        await asyncio.to_thread(work)
+
+
+def test_the_digest_is_of_ids_inputs_and_their_order() -> None:
+    one, two = Task("a", {"x": 1, "y": 2}), Task("b", 1)
+    assert digest_of([one, two]) == digest_of([Task("a", {"y": 2, "x": 1}), two])
+    assert len({digest_of(tasks) for tasks in ([one, two], [two, one], [one], [Task("a", 1), two], [Task("c", one.input), two])}) == 5
+
+
+async def test_without_a_queue_there_is_nothing_to_ask(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    with pytest.raises(QueueError, match="is asked of the queue"):
+        TaskStore.of(settings.model_copy(update={"queue_url": None}))
+    with pytest.raises(QueueError, match="no queue answers at http"):
+        QueueHttp(settings.queue_url or "", None, "run", patience_seconds=0).demand()

@@ -1,0 +1,130 @@
+"""Tasks from files, rows and datasets: each row one task, or an error that names source, row and remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.errors import AgentError
+from spangrad.task_files import read_tasks, tasks_of
+from spangrad.types import Task
+
+ROWS: list[dict[str, Any]] = [
+    {"task_id": "a", "input": {"text": "one", "answer": [1, 2]}},
+    {"task_id": "b", "input": {"text": "", "answer": []}},
+]
+TASKS = [Task(row["task_id"], row["input"]) for row in ROWS]
+QUESTIONS = [{"question": "1 + 1", "answer": 2}, {"question": "2 + 2", "answer": 4}]
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_the_same_rows_are_the_same_tasks_from_every_kind_of_source(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS) + "\n")
+    pl.DataFrame(ROWS).write_parquet(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows")
+    several = {"train": datasets.Dataset.from_list(QUESTIONS), "test": datasets.Dataset.from_list(ROWS)}
+    datasets.DatasetDict(several).save_to_disk(tmp_path / "several")
+    assert {source: read_tasks(tmp_path / source) for source in ("rows.jsonl", "rows.parquet", "rows", "several:test")} == dict.fromkeys(
+        ("rows.jsonl", "rows.parquet", "rows", "several:test"), TASKS
+    )
+    assert read_tasks(tmp_path / "several") == [Task(f"several:{n}", row) for n, row in enumerate(QUESTIONS, 1)]
+    for source, said in [
+        ("several:dev", "several:dev: there is no split 'dev', only train, test. Name one: {0}/several:SPLIT."),
+        ("rows:train", "rows:train: the dataset has no splits. Leave ':train' out."),
+    ]:
+        with pytest.raises(AgentError, match=re.escape(said.format(tmp_path))):
+            read_tasks(tmp_path / source)
+
+
+def test_rows_without_either_field_are_inputs_themselves(tmp_path: Path) -> None:
+    expected = [Task(f"train:{n}", row) for n, row in enumerate(QUESTIONS, 1)]
+    (tmp_path / "train.jsonl").write_text(lines(QUESTIONS))
+    pl.DataFrame(QUESTIONS).write_parquet(tmp_path / "train.parquet")
+    assert read_tasks(tmp_path / "train.jsonl") == read_tasks(tmp_path / "train.parquet") == tasks_of(QUESTIONS, "train") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("t.jsonl", '{"task_id": 1, "input": 2}\n{"task_id": \n', ", line 2 is no JSON (Expecting value, column 13): each line is"),
+        ("t.jsonl", "\n[1]\n", ", line 2 is list, not an object: each line is"),
+        ("t.jsonl", '{"task_id": "a"}\n', ", line 1 has 'task_id' and no 'input': give both; or neither, and the whole row is the input."),
+        ("t.jsonl", '{"input": 1, "x": 2}\n', ", line 1 has 'input' and no 'task_id': give both"),
+        ("t.jsonl", '{"task_id": null, "input": 1}\n', ", line 1 has task_id None: give a text that is not empty, or a whole number."),
+        (
+            "t.jsonl",
+            '{"q": 1, "x": NaN}\n',
+            ", line 1: 'x' is nan, which JSON has no value for. Make it text or finite numbers, or leave it out.",
+        ),
+        ("t.jsonl", "\n\n", " holds no task. Give JSON lines"),
+        ("t.parquet", "PAR", " cannot be read as Parquet"),
+    ],
+)
+def test_what_is_no_task_is_said_with_its_place(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(AgentError, match=re.escape(f"{tmp_path / name}{said}")):
+        read_tasks(tmp_path / name)
+
+
+def test_other_values_and_other_places_are_said(tmp_path: Path) -> None:
+    pl.DataFrame([{"q": "x", "day": date(2026, 1, 1)}]).write_parquet(tmp_path / "days.parquet")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}')
+    (tmp_path / "empty").mkdir()
+    for source, said in [
+        ("days.parquet", ", row 1: 'day' is datetime.date(2026, 1, 1), which JSON has no value for."),
+        ("latin.jsonl", " is no text in UTF-8 (invalid continuation byte at byte 7)."),
+        ("nothing.jsonl", " is neither a file nor a directory. Give JSON lines"),
+        ("empty", " cannot be read as a dataset (FileNotFoundError"),
+    ]:
+        with pytest.raises(AgentError, match=re.escape(f"{tmp_path / source}{said}")):
+            read_tasks(tmp_path / source)
+
+
+def test_a_dataset_of_the_hub_is_asked_of_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[str, str]] = []
+
+    def load(name: str, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        if name == "mine/away":
+            raise ConnectionError("no network\nand more")
+        return datasets.Dataset.from_list(QUESTIONS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_tasks("hf:mine/sums:dev") == [Task(f"sums:{n}", row) for n, row in enumerate(QUESTIONS, 1)]
+    with pytest.raises(
+        AgentError, match=re.escape("hf:mine/away cannot be loaded, split 'train' (ConnectionError: no network). Check name")
+    ):
+        read_tasks("hf:mine/away")
+    assert asked == [("mine/sums", "dev"), ("mine/away", "train")]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1), JSON), min_size=1, max_size=5))
+def test_any_json_comes_back_as_it_was_written(rows: list[tuple[str, Any]]) -> None:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(lines([{"task_id": name, "input": value} for name, value in rows]))
+        file.flush()
+        assert read_tasks(file.name) == [Task(name, value) for name, value in rows]
