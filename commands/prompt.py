@@ -93,6 +93,7 @@ def _optimise(
     tasks: Path,
     held_out: Path | None = None,
     agent: str | None = None,
+    image: str | None = None,
     evaluator: str | None = None,
     environment: str | None = None,
     directory: Path = Path(),
@@ -114,6 +115,7 @@ def _optimise(
         tasks: file of JSON lines, each {"task_id": ..., "input": ...}.
         held_out: another such file: the tasks that candidates are measured on. Without it, prompts.held_out of the tasks are.
         agent: a Python callable, as MODULE:FUNCTION, instead of a command.
+        image: as in `spangrad run`.
         evaluator: as in `spangrad run`: MODULE:FUNCTION that is given (input, output) and returns the reward, or a service's address.
         environment: as in `spangrad run`.
         directory: where the agent's modules, or its program's files, are.
@@ -127,7 +129,7 @@ def _optimise(
     log_to_stderr()
     if settings.runner.queue_url is None:
         raise PromptError("set runner.queue_url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
-    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, environment=environment)
+    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     start = _store(settings).get(name)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
     from prompts.search import Question, search_id
