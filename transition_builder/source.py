@@ -129,10 +129,8 @@ class Source:
         """Rows of a table by their keys, as far as a condition over some further constants holds."""
         columns = ", ".join(_TIMES.get(name, name) for name in schema)
         known = ", ".join([f"{constant(keys)} AS keys", *constants])
-        then = f"({where}) AND {self._reader.arrived(table)}"
-        return self._reader.frame(
-            f"WITH {known} SELECT {columns} FROM otel.{table} PREWHERE RolloutKey IN keys WHERE {then} SETTINGS {_SETTINGS}"
-        )
+        among = f"RolloutKey IN keys AND ({where}) AND {self._reader.arrived(table)}"
+        return self._reader.frame(f"WITH {known} SELECT {columns} FROM otel.{table} PREWHERE {among} SETTINGS {_SETTINGS}")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame) -> Frames:
         dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()
