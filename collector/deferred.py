@@ -36,8 +36,8 @@ MAX_SPANS = 20_000
 """Spans that wait at most, but for those of one commit."""
 MAX_BYTES = 96 * 2**20
 """Bytes of bodies that wait at most, but for those of one commit."""
-RETRY_SECONDS = 1.0
-"""After which storing what waits is tried again."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 8.0
+"""After which storing what waits is tried again, the first time and later."""
 _TABLES = """
 SELECT sum(cityHash64(create_table_query)), countIf(engine = 'MaterializedView' AND NOT (database = 'otel' AND name IN ({views})))
 FROM system.tables
@@ -68,6 +68,7 @@ class DeferredSpans:
         """Whether that must be looked at."""
         self._failed: EngineRefusedError | None = None
         """Why what waits could not be stored, the last time."""
+        self._pause = RETRY_SECONDS
         self._again = 0.0
         """When that is tried again."""
         self._since = 0.0
@@ -87,10 +88,7 @@ class DeferredSpans:
             EngineRefusedError: none of them was taken.
         """
         with self._lock:
-            if self._changed:
-                # First: it may be changed again meanwhile.
-                self._changed = False
-                self._plain = self._tables() == (self._made, 0)
+            self._look_at_tables()
             deferring = self._plain and self._wait > 0
             if self._journal.size and (not deferring or self._is_full() or not self._staging.held):
                 self._store_others()
@@ -122,6 +120,17 @@ class DeferredSpans:
         self.settle()
         self._journal.close()
 
+    def _look_at_tables(self) -> None:
+        if not self._changed:
+            return
+        # First: they may be changed again meanwhile.
+        self._changed = False
+        try:
+            self._plain = self._tables() == (self._made, 0)
+        except EngineRefusedError:
+            self._changed = True
+            raise
+
     def _defer(self, bodies: Sequence[TraceBody]) -> list[Refused]:
         refused = self._staging.stage(bodies)
         try:
@@ -149,38 +158,43 @@ class DeferredSpans:
         if not self._journal.size:
             return
         if self._failed and time.monotonic() < self._again:
-            raise self._failed
+            raise EngineRefusedError(str(self._failed), self._failed.code)
         try:
             self._try_to_store()
         except EngineRefusedError as error:
             logger.error("%d bytes of acknowledged spans wait in %s: %s", self._journal.size, self._journal.path, error)
-            self._failed, self._again = error, time.monotonic() + RETRY_SECONDS
+            # Each try may leave rows in the first of its tables: fewer and fewer are made.
+            self._pause = min(2 * self._pause, MAX_RETRY_SECONDS) if self._failed else RETRY_SECONDS
+            self._failed, self._again = error, time.monotonic() + self._pause
             raise
         self._failed, self._since = None, 0.0
 
     def _try_to_store(self) -> None:
         try:
-            if self._staging.held:
-                self._staging.store()
-            else:
-                self._replay()
+            if not self._staging.held:
+                self._restage()
+            self._staging.store()
             self._journal.clear()
         except OSError as error:
             # What is in the tables already counts once, when it comes again.
             raise _refused(error) from None
 
-    def _replay(self) -> None:
-        """Make rows anew, which were lost."""
+    def _restage(self) -> None:
+        """Make the rows anew, which were lost: all of them, or none."""
         batch: list[TraceBody] = []
         size = 0
-        for raw in self._journal.bodies():
-            batch.append(trace_body(ExportTraceServiceRequest.FromString(raw), raw))
-            size += len(raw)
-            if size >= MAX_INSERT:
-                self._staging.commit(batch)
-                batch, size = [], 0
-        self._staging.commit(batch)
-        logger.info("%d bytes of acknowledged spans came into the tables from %s", self._journal.size, self._journal.path)
+        try:
+            for raw in self._journal.bodies():
+                batch.append(trace_body(ExportTraceServiceRequest.FromString(raw), raw))
+                size += len(raw)
+                if size >= MAX_INSERT:
+                    self._staging.stage(batch)
+                    batch, size = [], 0
+            self._staging.stage(batch)
+        except BaseException:
+            self._staging.forget()
+            raise
+        logger.info("%d acknowledged spans are read from %s", self._staging.held, self._journal.path)
 
     def _tables(self) -> tuple[int, int]:
         """What the tables are, as a number, and how many views are not the schema's."""

@@ -204,6 +204,7 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     first, second = names(2)
     monkeypatch.setattr(deferred, "MAX_SPANS", 2)
     monkeypatch.setattr(deferred, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(deferred, "MAX_RETRY_SECONDS", 0.0)
     asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
     store.spans.commit([body(first)])

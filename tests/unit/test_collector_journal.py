@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collector.journal import Journal
@@ -25,6 +25,7 @@ def reopened(path: Path) -> list[bytes]:
         journal.close()
 
 
+@settings(deadline=None)
 @given(groups=st.lists(BODIES, max_size=4), more=BODIES, cut=st.integers(0, 4000), flipped=st.none() | st.integers(0, 4000))
 def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut: int, flipped: int | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
