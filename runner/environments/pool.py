@@ -57,7 +57,7 @@ class _Slot:
 
 
 class Pool:
-    """A fixed number of instances; an async context manager is not needed: `start` and `close`."""
+    """A fixed number of instances, from `start` to `close`; somebody must `watch` it."""
 
     def __init__(
         self, factory: Factory, count: int, *, lease_seconds: float, seconds: float, clock: Callable[[], float] = time.monotonic
