@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from opentelemetry import baggage
@@ -75,8 +75,9 @@ class Container:
     @classmethod
     def read(cls, text: str) -> Self:
         """What `write` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "command": tuple(values["command"]), "arguments": tuple(values["arguments"])})
+        values: dict[str, Any] = json.loads(text)
+        values |= {name: tuple(values[name]) for name in ("command", "arguments")}
+        return cls(**values)
 
     def write(self) -> str:
         """As an argument of the agent host."""
@@ -155,20 +156,29 @@ def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, 
     """The environment, with this machine's loopback addresses as the container sees them."""
     if address is None:
         return dict(environment)
-    return {
-        key: _ADDRESS.sub(lambda found: _moved(found[0], address), value) if _ADDRESSED.fullmatch(key) else value
-        for key, value in environment.items()
-    }
+    return {key: _moved(value, address) if _ADDRESSED.fullmatch(key) else value for key, value in environment.items()}
 
 
-def _moved(url: str, address: str) -> str:
+def _moved(text: str, address: str) -> str:
+    """A text whose loopback addresses are replaced."""
+
+    def moved(found: re.Match[str]) -> str:
+        try:
+            host = urlsplit(found[0]).hostname or ""
+        except ValueError:
+            return found[0]  # no address at all
+        if not _is_loopback(host):
+            return found[0]
+        return found[0].replace(f"[{host}]" if ":" in host else host, address, 1)
+
+    return _ADDRESS.sub(moved, text)
+
+
+def _is_loopback(host: str) -> bool:
     try:
-        host = urlsplit(url).hostname or ""
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        local = False
-    written = f"[{host}]" if ":" in host else host
-    return url.replace(written, address, 1) if local else url
+        return False  # a name
 
 
 def remove(engine: str, names: list[str]) -> None:

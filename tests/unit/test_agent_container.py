@@ -118,6 +118,7 @@ def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://[::1]:4318/v1/traces",
         "OPENAI_PROXY": "http://gateway.example:80/?of=http://127.0.0.1",
         "HOME": "http://127.0.0.1",
+        "OPENAI_WEBSITE": "http://[::1",
         "SPANGRAD_PROMPT": "Say http://127.0.0.1",
         "SPANGRAD_ENVIRONMENT": '{"url": "http://127.0.0.1:8191/e"}',
     }
@@ -128,6 +129,7 @@ def test_loopback_addresses_are_told_as_the_container_sees_them() -> None:
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://host.docker.internal:4318/v1/traces",
         "OPENAI_PROXY": "http://gateway.example:80/?of=http://127.0.0.1",
         "HOME": "http://127.0.0.1",
+        "OPENAI_WEBSITE": "http://[::1",
         "SPANGRAD_PROMPT": "Say http://127.0.0.1",
         "SPANGRAD_ENVIRONMENT": '{"url": "http://host.docker.internal:8191/e"}',
     }

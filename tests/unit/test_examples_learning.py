@@ -21,7 +21,7 @@ from examples.two_tools.model import word_tokenizer
 from runner.runner import Outcome
 from spangrad.callables import load
 from spangrad.settings_sources import load_settings
-from spangrad.types import AttemptFailure, RolloutKey
+from spangrad.types import AttemptFailure, Mode, RolloutKey
 
 EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]
 
@@ -73,7 +73,7 @@ def test_only_the_agents_that_are_named_are_trained(tmp_path: Path) -> None:
 def test_a_failed_rollout_is_no_success() -> None:
     def ended(reward: float | None) -> Outcome:
         failure = None if reward is not None else AttemptFailure.CRASH
-        return Outcome(RolloutKey("run", "r", 0), "task", None if reward is None else {"reward": reward}, failure, "", 1.0, 1)
+        return Outcome(RolloutKey("run", "r", 0), "task", Mode.TRAIN, None if reward is None else {"reward": reward}, failure, "", 1.0, 1)
 
     outcomes = [ended(1.0), ended(0.9), ended(-0.2), ended(None)]
     assert success_rate(CALCULATOR, outcomes) == 0.25
