@@ -6,7 +6,6 @@ Invariant: what stands before the engine was read by protobuf's own parser first
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +20,7 @@ _RESOURCE_SPANS = 0x0A
 """Tag of the only field of a request: number 1, with a length."""
 _NUMBER, _SERVICE, _TEXT = b"\xc0\x3e", b"\xca\x3e", b"\xd2\x3e"
 """Tags of the fields that spans.proto adds: 1000 (a varint), 1001 and 1002 (with a length)."""
-_EMPTY_LIST = re.compile(rb"\x12\x02\x2a\x00")
+_EMPTY_LIST = b"\x12\x02\x2a\x00"
 """An attribute whose value is a list without items, which the engine can't tell from no value."""
 _CACHED_SIZE = 4096
 
@@ -32,15 +31,10 @@ class TraceBody:
 
     request: ExportTraceServiceRequest
     spans: int
-    raw: bytes
-    """The request as it came, unpacked, or as protobuf writes what came as JSON."""
-    wire: tuple[memoryview, ...] | None
-    """Each ResourceSpans of it. None: there is something in the body that only Python reads right."""
-
-    @property
-    def size(self) -> int:
-        """Bytes on the wire, unpacked."""
-        return len(self.raw)
+    size: int
+    """Bytes on the wire, unpacked."""
+    wire: tuple[bytes, ...] | None
+    """Each ResourceSpans as it came. None: there is something in the body that only Python reads right."""
 
 
 def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
@@ -51,14 +45,14 @@ def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
         wire: the same as bytes.
     """
     spans = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
-    parts = None if _EMPTY_LIST.search(wire) else _resource_spans(wire)
-    return TraceBody(request, spans, wire, parts)
+    parts = None if _EMPTY_LIST in wire else _resource_spans(wire)
+    return TraceBody(request, spans, len(wire), parts)
 
 
-def protobuf_list(bodies: Iterable[TraceBody], first: int = 0) -> bytes:
-    """The ResourceSpans of bodies, numbered from `first`, each with its resource as texts, in the envelope of FORMAT ProtobufList."""
-    out: list[bytes | memoryview] = [b""]
-    number = first
+def protobuf_list(bodies: Iterable[TraceBody]) -> bytes:
+    """The ResourceSpans of bodies, numbered from 0, each with its resource as texts, in the envelope of FORMAT ProtobufList."""
+    out: list[bytes] = [b""]
+    number = 0
     for body in bodies:
         for part, resource_spans in zip(body.wire or (), body.request.resource_spans, strict=True):
             resource = resource_spans.resource.SerializeToString()
@@ -71,14 +65,13 @@ def protobuf_list(bodies: Iterable[TraceBody], first: int = 0) -> bytes:
 
 
 def resources(bodies: Sequence[TraceBody]) -> list[tuple[int, int]]:
-    """Of each number of `protobuf_list`, from its first: the place of its body, and its own in the body."""
+    """Of each number of `protobuf_list`: the place of its body, and its own in the body."""
     return [(place, index) for place, body in enumerate(bodies) for index in range(len(body.request.resource_spans))]
 
 
-def _resource_spans(wire: bytes) -> tuple[memoryview, ...] | None:
+def _resource_spans(wire: bytes) -> tuple[bytes, ...] | None:
     """The fields of a request; None when there is one that we don't know."""
-    parts: list[memoryview] = []
-    view = memoryview(wire)
+    parts: list[bytes] = []
     at, end = 0, len(wire)
     while at < end:
         if wire[at] != _RESOURCE_SPANS:
@@ -89,7 +82,7 @@ def _resource_spans(wire: bytes) -> tuple[memoryview, ...] | None:
             shift, at = shift + 7, at + 1
         length |= wire[at] << shift
         at += 1
-        parts.append(view[at : at + length])
+        parts.append(wire[at : at + length])
         at += length
     return tuple(parts)
 

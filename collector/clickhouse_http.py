@@ -17,7 +17,6 @@ from collector.clickhouse_body import MAX_BODY, read_body, read_form
 from collector.clickhouse_errors import REFUSALS, BadRequestError
 from collector.clickhouse_frames import HANDSHAKE, frame, handshake
 from collector.clickhouse_run import Request, Run, Runner
-from collector.deferred import DeferredSpans
 from collector.encodings import accepted_encoding
 from collector.engine import Engine
 from collector.ingest import Budget, Charge
@@ -30,12 +29,12 @@ _HELD_WAITING = 4 * HELD
 class ClickHouseInterface:
     """The interface's requests, answered."""
 
-    def __init__(self, engine: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
-        """Answer from `engine`, with what waits in `spans`; `limits` hold for readers, `budget` for the bytes of all bodies at once."""
+    def __init__(self, engine: Engine, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
+        """Answer from `engine`; `limits` hold for readers, and `budget` bounds the bytes of all bodies that are read or run."""
         self._engine = engine
         self._guardian = guardian
         self._budget = budget
-        self._runner = Runner(engine, spans, limits)
+        self._runner = Runner(engine, limits)
 
     def application(self) -> web.Application:
         """The interface as an aiohttp application. Its handlers must be cancelled when their clients leave."""

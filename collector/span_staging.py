@@ -1,8 +1,8 @@
-"""Many bodies of spans into rows in memory, the engine decoding what it reads right, Python the rest; many such into one insert.
+"""Many bodies of spans into one committed insert, the engine decoding what it reads right, Python the rest.
 
-In: `TraceBody`s. Out: for each what was refused, all others staged; and when asked, everything staged committed.
+In: `TraceBody`s. Out: for each what was refused, after the commit of all others.
 Invariant: both roads give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the
-staged table, or refused by name, before anything is said of them.
+staged table, or refused by name, before anything is committed.
 
 The engine's road costs a third of Python's for a span and some twenty milliseconds for a batch: it is taken from ENGINE_FROM spans
 on. It marks the spans that it would not read as the Collector writes them (decoding/spans.sql); Python encodes those.
@@ -53,68 +53,24 @@ class SpanStaging:
         self._others = Staging(handle)
         self._engine_from = engine_from
         self._ready = False
-        self.held = 0
-        """Spans staged and not committed."""
-        self._numbered = 0
-        """ResourceSpans that are staged."""
 
     def commit(self, bodies: Sequence[TraceBody]) -> list[Refused]:
-        """Insert all spans of all bodies, and all that were staged before.
+        """Insert all spans of all bodies.
 
         Returns:
             What could not be stored of each body.
 
         Raises:
-            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views; nothing is staged any more.
-        """
-        refused = self.stage(bodies)
-        try:
-            self.store()
-        except EngineRefusedError:
-            self.forget()
-            raise
-        return refused
-
-    def stage(self, bodies: Sequence[TraceBody]) -> list[Refused]:
-        """Make rows of all spans of all bodies.
-
-        Returns:
-            What can't be stored of each body.
-
-        Raises:
-            EngineRefusedError: they can't be held; nothing is staged any more, not even what was before.
+            EngineRefusedError: nothing of the bodies was inserted, unless the engine failed in the middle of its views.
         """
         try:
             left = self._decoded(bodies)
             rows = [encode_traces(body.request, places) for body, places in zip(bodies, left, strict=True)]
-            self._encoded(bodies, rows)
-        except BaseException:
-            self.forget()
+            self._store(bodies, rows)
+        except EngineRefusedError:
+            self._forget()
             raise
         return [Refused(one.rejected, one.reason) for one in rows]
-
-    def store(self) -> None:
-        """Commit what is staged.
-
-        Raises:
-            EngineRefusedError: it was not inserted, unless the engine failed in the middle of its views; it is still staged.
-        """
-        if self.held:
-            self._handle.query(_STORE)
-        self.held = self._numbered = 0
-        if self._ready:
-            try:
-                self._handle.query("TRUNCATE TABLE staged")
-            # It is committed: it must not be inserted again.
-            except EngineRefusedError:
-                self.forget()
-
-    def forget(self) -> None:
-        """Stage nothing any more: the tables may hold anything."""
-        self._ready = False
-        self.held = self._numbered = 0
-        for table in ("parsed", "staged"):
-            self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
 
     def _decoded(self, bodies: Sequence[TraceBody]) -> list[Places | None]:
         """Stage what the engine decodes; of each body the spans that are left to Python. None: all of them."""
@@ -127,21 +83,18 @@ class SpanStaging:
         # Protobuf's own parser took all of this, so it is the engine's that is narrower: Python reads the batch.
         except EngineRefusedError as error:
             logger.warning("the engine did not decode a batch of %d bodies, Python does: %s", len(ours), error)
-            # What was staged stays: rows come into a table in memory all at once, or not at all.
-            self._handle.query("TRUNCATE TABLE parsed")
+            self._forget()
+            self._prepare()
             return [None] * len(bodies)
         return [odd[ours.index(place)] if body.wire is not None else None for place, body in enumerate(bodies)]
 
     def _by_engine(self, bodies: Sequence[TraceBody]) -> list[Places]:
         self._prepare()
-        places, first = resources(bodies), self._numbered
-        if self._handle.send(_PARSE, "ProtobufList", protobuf_list(bodies, first)) != len(places):
+        places = resources(bodies)
+        if self._handle.send(_PARSE, "ProtobufList", protobuf_list(bodies)) != len(places):
             raise EngineRefusedError("Code: 117. DB::Exception: not every ResourceSpans was read. (INCORRECT_DATA)", 117)
         self._handle.query(_DECODE)
-        self._handle.query("TRUNCATE TABLE parsed")
-        self._numbered += len(places)
-        asked = f"SELECT Resource - {first}, Scope - 1, Place - 1 FROM staged WHERE Odd AND Resource >= {first} {_ALL}"
-        found = self._handle.query(asked).body
+        found = self._handle.query(f"SELECT Resource, Scope - 1, Place - 1 FROM staged WHERE Odd {_ALL}").body
         odd: list[dict[tuple[int, int], list[int]]] = [defaultdict(list) for _ in bodies]
         for line in found.splitlines():
             number, scope, place = map(int, line.split(b"\t"))
@@ -149,12 +102,11 @@ class SpanStaging:
             odd[body][resource, scope].append(place)
         return [*odd]
 
-    def _encoded(self, bodies: Sequence[TraceBody], rows: Sequence[Rows]) -> None:
-        """Stage what Python made, and see that every span is there."""
+    def _store(self, bodies: Sequence[TraceBody], rows: Sequence[Rows]) -> None:
         encoded = sum(one.count for one in rows)
         if encoded:
             self._handle.send(f"INSERT INTO staged ({_COLUMNS})", "RowBinary", b"".join(one.data for one in rows))
-        expected = self.held + sum(body.spans for body in bodies) - sum(one.rejected for one in rows)
+        expected = sum(body.spans for body in bodies) - sum(one.rejected for one in rows)
         held = int(self._handle.query(f"SELECT count() FROM staged WHERE NOT Odd {_ALL}").body)
         if held != expected:
             raise EngineRefusedError(
@@ -164,10 +116,19 @@ class SpanStaging:
             )
         if dropped := b"".join(one.dropped for one in rows):
             self._others.insert(DROPPED_INSERT, "RowBinary", dropped, keep_staging=True)
-        self.held = held
+        if held:
+            self._handle.query(_STORE)
+        for table in ("parsed", "staged"):
+            self._handle.query(f"TRUNCATE TABLE {table}")
 
     def _prepare(self) -> None:
         if not self._ready:
             for name in ("parsed", "staged"):
                 self._handle.query((_DECODING / f"{name}.sql").read_text())
             self._ready = True
+
+    def _forget(self) -> None:
+        """Drop tables that may still hold rows."""
+        self._ready = False
+        for table in ("parsed", "staged"):
+            self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
