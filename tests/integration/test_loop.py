@@ -108,7 +108,7 @@ def test_calls_are_transitions_and_drops_and_a_refused_call_is_a_drop(gateway: S
     assert dict(kept) == {outcome.key.rollout_id: (outcome.reward or {})["reward"] for outcome in outcomes}
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_nothing_partial_is_built_while_the_gateways_spans_are_held_back(
     engine: Settings, store: StoreSettings, tmp_path: Path, seconds: int
 ) -> None:
