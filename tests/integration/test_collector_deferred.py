@@ -245,7 +245,7 @@ def test_readers_see_all_that_was_acknowledged(store: Store, engine: Engine) -> 
 
     def write() -> None:
         handle = engine.handle()
-        for name in names(12):
+        for name in names(5):
             store.spans.commit([body(name)])
             store.spans.settle()
             if stored(handle, name, table="otel_traces") != [2]:
@@ -253,7 +253,7 @@ def test_readers_see_all_that_was_acknowledged(store: Store, engine: Engine) -> 
         handle.close()
 
     def ask() -> None:
-        while not done.is_set():
+        while not done.wait(0.01):
             store.spans.settle()
 
     writers, asker = [threading.Thread(target=write) for _ in range(3)], threading.Thread(target=ask)

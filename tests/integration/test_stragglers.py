@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from queues import queue_settings, serving
@@ -86,6 +87,6 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
     assert _failures(here.roots()) == [(SLOW, "cancelled")] * 2
 
 
-def _failures(roots: dict[tuple[str, int], object]) -> list[tuple[object, object]]:
-    found = [root for root in roots.values() if isinstance(root, dict) and semconv.ROLLOUT_FAILURE in root]
+def _failures(roots: Mapping[tuple[str, int], Mapping[str, object]]) -> list[tuple[object, object]]:
+    found = [root for root in roots.values() if semconv.ROLLOUT_FAILURE in root]
     return [(root[semconv.TASK_ID], root[semconv.ROLLOUT_FAILURE]) for root in found]
