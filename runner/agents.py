@@ -119,7 +119,7 @@ class ContainerAgent:
     def host_arguments(self) -> list[str]:
         """Arguments of the agent host."""
         address = self.address or reached_at(self.engine, self.network)
-        container = Container(self.engine, self.image, self.command, self.network, self.arguments, address, this_process())
+        container = Container(self.engine, self.image, self.command, self.network, self.arguments, address)
         return ["--container", container.write(), *_stages(self)]
 
 
@@ -155,6 +155,7 @@ def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
         directory,
         "--log-bytes",
         str(limits.log_bytes),
+        *(["--worker", this_process()] if isinstance(spec, ContainerAgent) else []),
         *spec.host_arguments(),
     ]
 

@@ -69,8 +69,6 @@ class Container:
     """Further arguments of `run`."""
     address: str | None
     """Under which the container reaches the services of this machine's loopback. None: under the same as we."""
-    worker: str
-    """For the label."""
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -94,13 +92,14 @@ def reached_at(engine: str, network: str, platform: str = sys.platform) -> str |
 class ContainerAgent(CommandAgent):
     """An agent in the form of a container image."""
 
-    def __init__(self, container: Container, directory: Path, *, tell: Callable[[int, bool], None] | None = None) -> None:
-        """`directory` is where the engine's command line runs; `tell` as `CommandAgent` has it.
+    def __init__(self, container: Container, directory: Path, worker: str, *, tell: Callable[[int, bool], None] | None = None) -> None:
+        """`directory` is where the engine's command line runs, `worker` goes on the label; `tell` as `CommandAgent` has it.
 
         Raises:
             AgentError: the engine's program is not there.
         """
         self._container = container
+        self._worker = worker
         if shutil.which(container.engine) is None:
             raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container_engine.")
         super().__init__([container.engine], directory, instrument=False, tell=tell)
@@ -117,7 +116,7 @@ class ContainerAgent(CommandAgent):
         ended = False
         _running[name] = self._container.engine
         try:
-            output = await self._run(given, run_command(self._container, name, variables, labels()), variables)
+            output = await self._run(given, run_command(self._container, name, variables, self._labels(variables)), variables)
             ended = True
             return output
         except ExitCode as error:
@@ -128,13 +127,18 @@ class ContainerAgent(CommandAgent):
                 await asyncio.shield(asyncio.to_thread(remove, self._container.engine, [name]))
             _running.pop(name, None)
 
+    def _labels(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Whose the container is: the current attempt, by its baggage, its worker and its host."""
+        said = baggage.get_all()
+        attempt = {key: str(said[key]) for key in (RUN_ID, ROLLOUT_ID, ROLLOUT_ATTEMPT) if key in said}
+        return {**attempt, LABEL_WORKER: self._worker, LABEL_HOST: variables.get(MARK, "")}
 
-def run_command(container: Container, name: str, environment: Mapping[str, str], labelled: Mapping[str, str]) -> list[str]:
+
+def run_command(container: Container, name: str, environment: Mapping[str, str], labels: Mapping[str, str]) -> list[str]:
     """The engine's command line for one attempt."""
-    facts = {**labelled, LABEL_WORKER: container.worker, LABEL_HOST: environment.get(MARK, "")}
     return [
         container.engine, "run", "--rm", "--interactive", "--name", name, "--network", container.network,
-        *[word for key, value in facts.items() for word in ("--label", f"{key}={value}")],
+        *[word for key, value in labels.items() for word in ("--label", f"{key}={value}")],
         *[word for key in _passed(environment) for word in ("--env", key)],
         *container.arguments, container.image, *container.command,
     ]  # fmt: skip
@@ -144,12 +148,6 @@ def _passed(environment: Mapping[str, str]) -> list[str]:
     """Variables that the container finds; the prompt's text may have any name."""
     text = environment.get(prompt_client.VARIABLE)
     return sorted(key for key in environment if _PASSED.fullmatch(key) or key == text)
-
-
-def labels() -> dict[str, str]:
-    """What the current attempt's baggage says of it."""
-    said = baggage.get_all()
-    return {key: str(said[key]) for key in (RUN_ID, ROLLOUT_ID, ROLLOUT_ATTEMPT) if key in said}
 
 
 def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, str]:

@@ -284,7 +284,7 @@ def _agent(args: argparse.Namespace, tell: Callable[[int, bool], None]) -> tuple
     """
     directory: Path = args.path.resolve()
     if args.container:
-        return ContainerAgent(Container.read(args.container), directory, tell=tell), None
+        return ContainerAgent(Container.read(args.container), directory, args.worker, tell=tell), None
     if args.command:
         return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, tell=tell), None
     return load_agent(args.agent or "")
@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--agent", help="the agent, as module:function; or a module or file with one decorated agent")
     parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
     parser.add_argument("--container", help="the agent, as a JSON object of a container image and how it is run, instead of --agent")
+    parser.add_argument("--worker", default="", help="whose containers they are, for their labels")
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
     parser.add_argument("--outputs", action="store_true", help="answer with the agent's output: somebody else evaluates it")

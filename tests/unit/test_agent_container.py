@@ -60,7 +60,7 @@ def agent(here: World, image: str = "org/agent:1", command: tuple[str, ...] = ("
 
 
 def test_the_engines_command_line() -> None:
-    container = Container("podman", "org/agent:1", ("agent", "--fast"), "host", ("--gpus", "all"), None, "worker 1")
+    container = Container("podman", "org/agent:1", ("agent", "--fast"), "host", ("--gpus", "all"), None)
     environment = {
         "OPENAI_API_KEY": "secret",
         "OPENAI_BASE_URL": "http://127.0.0.1:8180/rollout/r/attempt/0/v1",
@@ -75,11 +75,11 @@ def test_the_engines_command_line() -> None:
         "SPANGRAD_RUNNER__QUEUE_TOKEN": "not passed",
         MARK: "mark",
     }
-    labels = {semconv.RUN_ID: "run", semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: "0"}
+    labels = {semconv.RUN_ID: "run", semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: "0", "spangrad.host": "mark"}
     assert run_command(container, "name", environment, labels) == [
         *["podman", "run", "--rm", "--interactive", "--name", "name", "--network", "host"],
         *["--label", "spangrad.run.id=run", "--label", "spangrad.rollout.id=r", "--label", "spangrad.rollout.attempt=0"],
-        *["--label", "spangrad.worker=worker 1", "--label", "spangrad.host=mark"],
+        *["--label", "spangrad.host=mark"],
         *[
             "--env",
             "ASK_LIKE_THIS",
@@ -158,6 +158,7 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
                 "well": None, "exit": "exit_code", "hang": "timeout", "look": None,
             }  # fmt: skip
             (call,) = [call for call in docker.calls("run") if "spangrad.rollout.id=hung" in call]
+            assert {f"spangrad.worker={ours}", "spangrad.run.id=run", "spangrad.rollout.attempt=0"} <= set(call)
             assert call[-5:] == ["--memory", "1g", "org/agent:1", "sh", "contained.sh"]
             name = call[call.index("--name") + 1]
             assert name in [one for call in docker.calls("rm") for one in call[3:]]
@@ -212,7 +213,7 @@ def _host_of(mark: str) -> int:
 async def test_codes_that_are_the_engines_own_are_explained(
     tmp_path: Path, docker: FakeDocker, image: str, command: tuple[str, ...], code: int, means: str
 ) -> None:
-    hosted = Hosted(Container("docker", image, command, "host", (), None, "worker"), tmp_path)
+    hosted = Hosted(Container("docker", image, command, "host", (), None), tmp_path, "worker")
     with pytest.raises(ExitCode) as raised:
         await hosted("anything", None)
     assert str(raised.value).startswith(f"exit code {code}: {means}")
