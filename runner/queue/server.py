@@ -12,7 +12,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import uvloop
@@ -27,6 +27,7 @@ from runner.queue.service import Service
 from runner.queue.tables import QueueDatabase
 from runner.queue.task_data import Kept, Part, TaskData
 from runner.queue.wire import (
+    Ask,
     Refusal,
     Runs,
     State,
@@ -40,7 +41,6 @@ from spangrad.settings import RunnerSettings
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_BYTES = 64 * 2**20
 """Largest body of a request."""
@@ -207,7 +207,7 @@ class Answers:
         return web.Response(text="ok\n")
 
 
-def _change(kind: type[T], work: Callable[[T], Coroutine[Any, Any, msgspec.Struct]]) -> Handler:
+def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Struct]]) -> Handler:
     """A handler that decodes a body, and answers what the service says to it."""
     decoder = msgspec.json.Decoder(kind)
 
@@ -215,7 +215,7 @@ def _change(kind: type[T], work: Callable[[T], Coroutine[Any, Any, msgspec.Struc
         asked = decoder.decode(await _body(request))
         if isinstance(asked, Which) and (problem := _unclear(asked)):
             return _refusal(400, problem)
-        return _json(await work(asked))
+        return _json(await (work(asked, lambda: request.transport is None) if kind is Ask else work(asked)))
 
     return handle
 

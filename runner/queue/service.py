@@ -147,8 +147,13 @@ class Service:
         _tell(self._arrivals, asked.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 
-    async def lease(self, ask: Ask) -> Leases:
-        """Hand out what is first; where nothing is, wait for it as long as was asked."""
+    async def lease(self, ask: Ask, is_gone: Callable[[], bool] = lambda: False) -> Leases:
+        """Hand out what is first; where nothing is, wait for it as long as was asked.
+
+        Args:
+            ask: for what.
+            is_gone: whether nobody waits for the answer any more.
+        """
         seconds = ask.lease_seconds or self._defaults.lease_seconds
         end = time.monotonic() + ask.wait_seconds
         while True:
@@ -156,8 +161,8 @@ class Service:
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
-            # Whoever died as he waited is handed nothing: that would count as an attempt.
-            if leases or self._stopping or not await _within(news, end) or is_dead(ask.worker):
+            # Whoever left or died as he waited is handed nothing: that would count as an attempt.
+            if leases or self._stopping or not await _within(news, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Beat) -> Results:

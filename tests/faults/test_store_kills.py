@@ -77,7 +77,7 @@ def test_a_kill_in_the_middle_of_an_insert(tmp_path: Path, chance: Random, tell:
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
 def test_a_body_that_comes_three_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
     """One after the other, and together in one insert."""
-    store, run = store_settings(tmp_path / "data", linger_ms=300), uuid.uuid4().hex[:8]
+    store, run = store_settings(tmp_path / "data", linger_ms=1000), uuid.uuid4().hex[:8]
     made = Rollouts(chance.randrange(2**32), run)
     body, logs = _body(made, rollouts), made.logs(made.rollout()[1])
     with running_store(store, tmp_path / "log"), connect(store) as client:

@@ -168,6 +168,18 @@ async def test_whoever_waits_is_answered_when_something_comes(tmp_path: Path) ->
         assert await client.lease("run", "worker", wait_seconds=0.05) == []
 
 
+async def test_whoever_left_as_he_waited_is_handed_nothing(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    async with serving(settings) as (client, service):
+        async with QueueClient.of(settings) as other:
+            leaving = asyncio.create_task(other.lease("run", "other", wait_seconds=30))
+            await until(lambda: is_true(len(service.waiting) == 1))
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        await client.enqueue("run", some(1))
+        assert [lease.attempt for lease in await client.lease("run", "worker", wait_seconds=30)] == [0]
+
+
 async def test_many_requests_share_a_transaction(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         await asyncio.gather(*[client.enqueue("run", some(1, f"{i}-")) for i in range(200)])
