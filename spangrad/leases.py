@@ -1,7 +1,7 @@
 """Leases: who holds something, whether that process is dead, and when one who is not heard of has held it for long enough.
 
 In: /proc, this process's monotonic clock, and what a lease's row says. Out: a name that no other process has, nor will have; whether a
-lease may be undone; renewals from a thread. Invariant: no time of one clock is compared with that of another, nor with the time of day,
+lease may be undone; when renewals are due. Invariant: no time of one clock is compared with that of another, nor with the time of day,
 so that a clock that is moved neither frees a lease nor freezes one.
 
 A row tells for how long its lease holds unrenewed, and how often it was renewed. An observer (`Watch`) counts by its own monotonic clock,
@@ -11,10 +11,11 @@ A process that the observer can see to be dead is not waited for.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -125,3 +126,28 @@ def _started(pid: int) -> str:
     # The name in brackets may hold anything; state is the third field, the start the 22nd.
     fields = text.rpartition(")")[2].split()
     return "" if fields[0] in {"Z", "X"} else fields[19]
+
+
+async def beat(lease_seconds: Callable[[], Iterable[float]], changed: asyncio.Event, renew: Callable[[], Awaitable[None]]) -> None:
+    """Have leases renewed when they are due, until cancelled.
+
+    Args:
+        lease_seconds: how long each that is held now holds unrenewed.
+        changed: set when another one is held, which may need a quicker beat.
+        renew: renews all of them. Not called while there are none.
+    """
+    loop = asyncio.get_running_loop()
+    last = loop.time()
+    while True:
+        changed.clear()
+        due = last + min(lease_seconds(), default=3600.0) / BEATS
+        if loop.time() < due:
+            try:
+                async with asyncio.timeout_at(due):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            continue
+        last = loop.time()
+        if any(True for _ in lease_seconds()):
+            await renew()

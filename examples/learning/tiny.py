@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from examples.two_tools.model import word_tokenizer
+from examples.two_tools.model import random_llama, word_tokenizer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def make_model(
     torch.manual_seed(seed)
     tokenizer = word_tokenizer(tuple(dict.fromkeys((*SPECIAL, *words))))
     tokenizer.chat_template = CHAT_TEMPLATE
-    model, dice = _random_model(tokenizer), random.Random(seed + 1000)
+    model, dice = random_llama(tokenizer, hidden=96, spread=0.12, tied=True), random.Random(seed + 1000)
     _warm_up(model, steps, lambda: [encoded(tokenizer, transcript(dice)) for _ in range(rows)])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
@@ -73,30 +73,6 @@ def encoded(tokenizer: PreTrainedTokenizerFast, transcript: Transcript) -> tuple
         ids += head + body
         said += [False] * len(head) + [message["role"] == "assistant"] * len(body)
     return ids, said
-
-
-def _random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=32,  # the least that vLLM's attention takes
-            max_position_embeddings=256,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            tie_word_embeddings=True,
-            initializer_range=0.12,
-            bos_token_id=None,
-            eos_token_id=SPECIAL.index("<|im_end|>"),
-            pad_token_id=SPECIAL.index("<|endoftext|>"),
-            dtype="float32",
-        )
-    )
 
 
 def _warm_up(model: LlamaForCausalLM, steps: int, draw: Callable[[], Sequence[tuple[list[int], list[bool]]]]) -> None:

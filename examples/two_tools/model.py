@@ -45,7 +45,7 @@ def write_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, 
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = _random_model(tokenizer)
+    model = random_llama(tokenizer, hidden=64, spread=0.15, tied=False)
     _warm_up(model, demonstrate)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
@@ -66,25 +66,33 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def random_llama(tokenizer: PreTrainedTokenizerFast, *, hidden: int, spread: float, tied: bool) -> LlamaForCausalLM:
+    """A Llama of two layers that knows nothing.
+
+    Args:
+        tokenizer: whose tokens it says.
+        hidden: its width; that of its MLPs is twice as much.
+        spread: standard deviation of its first weights.
+        tied: whether the embedding is the head, too.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=32,  # the least that vLLM's attention takes
             max_position_embeddings=256,
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            tie_word_embeddings=False,
-            initializer_range=0.15,
+            tie_word_embeddings=tied,
+            initializer_range=spread,
             bos_token_id=None,
-            eos_token_id=WORDS.index("<|im_end|>"),
-            pad_token_id=WORDS.index("<|endoftext|>"),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
             dtype="float32",
         )
     )

@@ -23,7 +23,7 @@ import msgspec
 from runner.environments.wire import Ask, Beat, Leased, Over
 from runner.http_retry import AgainError, TimeUpError, again, away, checked
 from spangrad.errors import EnvironmentsError
-from spangrad.leases import BEATS
+from spangrad.leases import BEATS, beat
 from spangrad.telemetry import bearer
 from spangrad.types import AttemptFailure, Stage
 
@@ -100,7 +100,9 @@ class EnvironmentClient:
         except EnvironmentsError:
             await self._session.close()
             raise
-        self._beating = asyncio.create_task(self._beat(), name="environments heartbeat")
+        self._beating = asyncio.create_task(
+            beat(lambda: [one.lease_seconds for one in self._held.values()], self._changed, self._renew), name="environments heartbeat"
+        )
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -173,25 +175,8 @@ class EnvironmentClient:
         except TimeUpError as error:
             _logger.warning("an environment could not be given back to %s (%s): its lease runs out by itself", self._url, error)
 
-    async def _beat(self) -> None:
-        loop = asyncio.get_running_loop()
-        last = loop.time()
-        while True:
-            self._changed.clear()
-            due = last + min((one.lease_seconds for one in self._held.values()), default=3600.0) / BEATS
-            if loop.time() < due:
-                try:
-                    async with asyncio.timeout_at(due):
-                        await self._changed.wait()
-                except TimeoutError:
-                    pass
-                continue
-            last = loop.time()
-            if held := list(self._held.values()):
-                await self._renew(held)
-
-    async def _renew(self, held: list[Instance]) -> None:
-        began = time.monotonic()
+    async def _renew(self) -> None:
+        held, began = list(self._held.values()), time.monotonic()
         try:
             seconds = min(one.lease_seconds for one in held) / BEATS
             over = await asyncio.wait_for(self._say(Beat(leases=[one.lease for one in held])), seconds)
@@ -208,10 +193,10 @@ class EnvironmentClient:
             else:
                 one.heard = began
 
-    def _say(self, beat: Beat) -> Coroutine[Any, Any, set[str]]:
+    def _say(self, told: Beat) -> Coroutine[Any, Any, set[str]]:
         async def say() -> set[str]:
             try:
-                async with self._session.post(f"{self._url}/v1/leases/heartbeat", data=msgspec.json.encode(beat)) as answer:
+                async with self._session.post(f"{self._url}/v1/leases/heartbeat", data=msgspec.json.encode(told)) as answer:
                     content = await checked(answer)
                     if answer.status != 200:
                         raise AgainError(f"HTTP {answer.status}: {content.decode(errors='replace')[:300]}")

@@ -51,7 +51,7 @@ from runner.queue.wire import (
     Which,
 )
 from spangrad.errors import QueueError
-from spangrad.leases import BEATS
+from spangrad.leases import beat
 from spangrad.settings import RunnerSettings
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,9 @@ class Beating:
 
     async def __aenter__(self) -> Self:
         """Begin."""
-        self._task = asyncio.create_task(self._beat(), name="queue heartbeat")
+        self._task = asyncio.create_task(
+            beat(lambda: [one.lease_seconds for one in self._leases.values()], self._changed, self._renew), name="queue heartbeat"
+        )
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -265,24 +267,8 @@ class Beating:
         """It is handed in, or given back."""
         self._leases.pop((lease.rollout_id, lease.attempt), None)
 
-    async def _beat(self) -> None:
-        loop = asyncio.get_running_loop()
-        last = loop.time()
-        while True:
-            self._changed.clear()  # a new lease may need a quicker beat than those before it
-            due = last + min((one.lease_seconds for one in self._leases.values()), default=3600.0) / BEATS
-            if loop.time() < due:
-                try:
-                    async with asyncio.timeout_at(due):
-                        await self._changed.wait()
-                except TimeoutError:
-                    pass
-                continue
-            last = loop.time()
-            if held := list(self._leases.values()):
-                await self._say(held)
-
-    async def _say(self, held: Sequence[Lease]) -> None:
+    async def _renew(self) -> None:
+        held = list(self._leases.values())
         try:
             told = [Held(rollout_id=one.rollout_id, attempt=one.attempt, ran=self._ran(one)) for one in held]
             results = await self._client.beat(told)
