@@ -77,6 +77,7 @@ def random_llama(tokenizer: PreTrainedTokenizerFast, *, hidden: int, spread: flo
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    ids = tokenizer.get_vocab()
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -91,8 +92,8 @@ def random_llama(tokenizer: PreTrainedTokenizerFast, *, hidden: int, spread: flo
             tie_word_embeddings=tied,
             initializer_range=spread,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=ids["<|im_end|>"],
+            pad_token_id=ids["<|endoftext|>"],
             dtype="float32",
         )
     )
