@@ -28,9 +28,7 @@ from spangrad.settings import Settings
 from spangrad.settings_sources import explain_settings, load_settings
 from spangrad.task_files import read_tasks
 from spangrad.types import Mode, Task
-from trainer.publisher import Publisher
 
-STEP_TIMEOUT_SECONDS = 120
 BATCHES_THAT_STAND = 3
 
 
@@ -91,11 +89,11 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)
             while len(history.steps) < plan.max_steps and not history.stands(plan.target):
-                version = _served(settings, services)
+                version = services.served()
                 began = time.monotonic()
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=plan.group_size)
                 rolled_out = time.monotonic()
-                await _wait_for_version(settings, services, version + 1)
+                await services.wait_for_version(version + 1)
                 step = Step(
                     number=len(history.steps),
                     version=version,
@@ -112,33 +110,6 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
         if not history.steps:
             raise SpangradError(f"--max-steps {plan.max_steps} leaves nothing to do. Give at least 1.")
         return success_rate(await runner.run(tasks, mode=Mode.VALIDATE, group_size=plan.group_size))
-
-
-async def _wait_for_version(settings: Settings, services: Services, version: int) -> None:
-    """Wait until the gateway serves what the batch made.
-
-    Raises:
-        SpangradError: a service died, or nothing came in time.
-    """
-    end = time.monotonic() + STEP_TIMEOUT_SECONDS
-    while _served(settings, services) < version:
-        if time.monotonic() > end:
-            logs = services.directory / "logs"
-            raise SpangradError(
-                f"version {version} was not served within {STEP_TIMEOUT_SECONDS} s. Look into {logs}/build.log and train.log."
-            )
-        await asyncio.sleep(0.05)
-
-
-def _served(settings: Settings, services: Services) -> int:
-    """The policy version that the gateway serves; -1 while it takes a new one in.
-
-    Raises:
-        SpangradError: a service died.
-    """
-    services.check()
-    version = Publisher(settings.gateway).served(settings.gateway.policy)
-    return -1 if version is None else version
 
 
 def success_rate(outcomes: Sequence[Outcome]) -> float:

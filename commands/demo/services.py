@@ -5,10 +5,12 @@ In: a run directory and settings. Out: running services. Invariant: leaving the 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import cast
@@ -20,6 +22,7 @@ from spangrad.errors import SpangradError
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 from spangrad.settings import Settings
 from spangrad.settings_sources import Origin
+from trainer.publisher import Publisher
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make setup` put vLLM's environment."""
@@ -27,6 +30,8 @@ MARKER = ".spangrad-run"
 SETTINGS = "spangrad.toml"
 """The settings that every service of a run reads."""
 MODEL_TIMEOUT_SECONDS = 900
+STEP_TIMEOUT_SECONDS = 120
+_LOOK_SECONDS = 0.05
 
 
 def clean_directory(directory: Path) -> None:
@@ -43,9 +48,9 @@ def clean_directory(directory: Path) -> None:
     (directory / MARKER).touch()
 
 
-def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, object]:
-    """The settings of the demo, by dotted key: free ports, everything under `directory`, and the task's hyperparameters."""
-    grpc, http, sql, gateway, engine = free_ports(5)
+def store_and_gateway(directory: Path, ports: Sequence[int]) -> dict[str, object]:
+    """Settings of a store and a gateway, by dotted key, on four free ports: everything under `directory`."""
+    grpc, http, sql, gateway = ports
     return {
         "store.path": str(directory / "store"),
         "store.otlp_grpc_port": grpc,
@@ -56,6 +61,14 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "gateway.port": gateway,
         "gateway.url": f"http://127.0.0.1:{gateway}",
         "gateway.spill_path": str(directory / "gateway-spill"),
+    }
+
+
+def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, object]:
+    """The settings of the demo, by dotted key: free ports, everything under `directory`, and the task's hyperparameters."""
+    *ports, engine = free_ports(5)
+    return {
+        **store_and_gateway(directory, ports),
         "gateway.engine_url": f"http://127.0.0.1:{engine}",
         "engine.port": engine,
         "engine.python": str(CHECKOUT / ".venv-vllm" / "bin" / "python"),
@@ -208,6 +221,31 @@ class Services:
         for child in self.children:
             if child.name == f"spangrad {name}":
                 child.stop()
+
+    def served(self) -> int:
+        """The policy version that the gateway serves; -1 while it takes a new one in.
+
+        Raises:
+            SpangradError: a service died.
+        """
+        self.check()
+        version = Publisher(self.settings.gateway).served(self.settings.gateway.policy)
+        return -1 if version is None else version
+
+    async def wait_for_version(self, version: int) -> None:
+        """Wait until the gateway serves what a batch made.
+
+        Raises:
+            SpangradError: a service died, or nothing came in time.
+        """
+        end = time.monotonic() + STEP_TIMEOUT_SECONDS
+        while self.served() < version:
+            if time.monotonic() > end:
+                logs = self.directory / "logs"
+                raise SpangradError(
+                    f"version {version} was not served within {STEP_TIMEOUT_SECONDS} s. Look into {logs}/build.log and train.log."
+                )
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None, config: str = SETTINGS) -> Child:
         log = f"{name}.log" if config == SETTINGS else f"{name}-{Path(config).stem}.log"

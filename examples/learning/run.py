@@ -31,9 +31,7 @@ from spangrad.settings import Settings
 from spangrad.settings_sources import explain_settings, load_settings
 from spangrad.task_files import read_tasks
 from spangrad.types import Mode, Task
-from trainer.publisher import Publisher
 
-STEP_SECONDS = 120
 POLL_SECONDS = 0.25
 """How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -41,7 +39,6 @@ THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_
 its own waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets the engine's process run the model."""
 STAND_IN = 4
 """Of so many questions one more is drawn, to stand in for a group that failed."""
-_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -175,10 +172,10 @@ async def _learn(
         before = await measured()
         say(f"held-out success {before:.3f} before training")
         for number in range(steps):
-            version, began = _served(settings, services), time.monotonic()
+            version, began = services.served(), time.monotonic()
             outcomes = await _one_batch(runner, questions)
             rolled_out = time.monotonic()
-            await _wait_for_version(settings, services, version + 1)
+            await services.wait_for_version(version + 1)
             done = time.monotonic()
             calls = sum(outcome.calls or 0 for outcome in outcomes) / len(outcomes)
             step = Step(number, success_rate(example, outcomes), calls, rolled_out - began, done - rolled_out)
@@ -209,28 +206,3 @@ def success_rate(example: Example, outcomes: Sequence[Outcome]) -> float:
     """Share of rollouts that answered right; failed ones did not."""
     right = [(outcome.reward or {}).get(semconv.REWARD_NAME, 0.0) >= example.success for outcome in outcomes]
     return sum(right) / len(right)
-
-
-async def _wait_for_version(settings: Settings, services: Services, version: int) -> None:
-    """Wait until the gateway serves what the batch made.
-
-    Raises:
-        SpangradError: a service died, or nothing came in time.
-    """
-    end = time.monotonic() + STEP_SECONDS
-    while _served(settings, services) < version:
-        if time.monotonic() > end:
-            logs = services.directory / "logs"
-            raise SpangradError(f"version {version} was not served within {STEP_SECONDS} s. Look into {logs}/build.log and train.log.")
-        await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _served(settings: Settings, services: Services) -> int:
-    """The version that the gateway serves; -1 while it takes a new one in.
-
-    Raises:
-        SpangradError: a service died.
-    """
-    services.check()
-    version = Publisher(settings.gateway).served(settings.gateway.policy)
-    return -1 if version is None else version

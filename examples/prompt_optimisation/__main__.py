@@ -9,7 +9,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from commands.demo.services import SETTINGS, clean_directory, write_settings
+from commands.demo.services import SETTINGS, clean_directory, store_and_gateway, write_settings
 from examples.prompt_optimisation.models import serving
 from examples.prompt_optimisation.task import FIRST_PROMPT, tasks
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
@@ -28,17 +28,9 @@ GROUP BY Version ORDER BY Version
 
 def settings_of(directory: Path, models: str) -> dict[str, object]:
     """Free ports, everything under `directory`, both models behind the gateway."""
-    grpc, http, sql, gateway, queue = free_ports(5)
+    *ports, queue = free_ports(5)
     return {
-        "store.path": str(directory / "store"),
-        "store.otlp_grpc_port": grpc,
-        "store.otlp_http_port": http,
-        "store.clickhouse_port": sql,
-        "store.url": f"http://127.0.0.1:{sql}",
-        "store.otlp_endpoint": f"http://127.0.0.1:{http}",
-        "gateway.port": gateway,
-        "gateway.url": f"http://127.0.0.1:{gateway}",
-        "gateway.spill_path": str(directory / "gateway-spill"),
+        **store_and_gateway(directory, ports),
         "gateway.engine_url": "",
         "gateway.backends": [{"url": models, "policy": policy, "kind": "openai"} for policy in ("policy", "critic")],
         "runner.directory": str(directory / "runner"),
