@@ -1,4 +1,4 @@
-"""What the small services of the runner share: environments and rewards over HTTP.
+"""What the services of the runner share: environments and rewards over HTTP, and how the queue meets requests.
 
 In: routes, an address, a token. Out: a server that runs until it is told to end. Invariant: beyond loopback nobody is answered without the
 token; who leaves is not worked for any more.
@@ -82,7 +82,7 @@ async def _serve(address: Address, running: Callable[[], AbstractAsyncContextMan
 @asynccontextmanager
 async def listening(address: Address, routes: list[web.RouteDef]) -> AsyncGenerator[None]:
     """A server of these routes, listening, and of /healthz."""
-    app = web.Application(middlewares=[_guard(address)], client_max_size=BODY_BYTES)
+    app = web.Application(middlewares=[guard(address.service, address.page, address.token)], client_max_size=BODY_BYTES)
     app.add_routes([*routes, web.get("/healthz", _healthy)])
     silent = SilentConnections(app)
     runner = web.AppRunner(
@@ -114,30 +114,49 @@ async def _healthy(request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-def _guard(address: Address) -> Any:
-    token = address.token.get_secret_value() if address.token else None
+def guard(
+    service: str,
+    page: str,
+    token: SecretStr | None,
+    *,
+    noun: str = "service",
+    smaller: str = "Send less.",
+    busy: type[Exception] = BusyError,
+) -> Any:
+    """Asks for the token, and makes sentences of what is wrong with a request.
+
+    Args:
+        service: its name in the settings.
+        page: that describes it.
+        token: None: it asks for nothing.
+        noun: what people call it.
+        smaller: what to do about a body that is too large.
+        busy: what a handler raises when it may be asked again in a moment.
+    """
+    expected = token.get_secret_value() if token else None
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path not in _OPEN:
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if expected is not None and request.path not in _OPEN:
             scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), token.encode()):
-                return _refusal(401, f"this service asks for its token: send `Authorization: Bearer` with runner.{address.service}_token.")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), expected.encode()):
+                return refusal(401, f"this {noun} asks for its token: send `Authorization: Bearer` with runner.{service}_token.")
         try:
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
-        except web.HTTPException as refusal:
-            return _refusal(refusal.status, f"{request.method} {request.path} is not answered here. {address.page} lists what is.")
+            return refusal(413, f"a body may have {BODY_BYTES} bytes. {smaller}")
+        except web.HTTPException as error:
+            return refusal(error.status, f"{request.method} {request.path} is not answered here. {page} lists what is.")
         except TimeoutError:
-            return _refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.")
+            return refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.")
         except (msgspec.DecodeError, ValueError) as error:
-            return _refusal(400, f"{request.method} {request.path}: {error}")
-        except BusyError as error:
+            return refusal(400, f"{request.method} {request.path}: {error}")
+        except busy as error:
             return answer({"error": str(error)}, 503, {"Retry-After": "1"})
 
-    return guard
+    return guarded
 
 
-def _refusal(status: int, sentence: str) -> web.Response:
+def refusal(status: int, sentence: str) -> web.Response:
+    """A sentence that says what is wrong."""
     return answer({"error": sentence}, status)

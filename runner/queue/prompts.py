@@ -17,13 +17,11 @@ from aiohttp import web
 from runner.queue import prompt_rows
 from runner.queue.prompt_rows import Prompt, PromptName, Put
 from runner.queue.service import Service
-from runner.queue.wire import Refusal
+from runner.small_server import answer, body, refusal
 from spangrad import semconv
-from spangrad.patience import BODY_SECONDS
 from spangrad.propagation import baggage_of
 
 T = TypeVar("T")
-_JSON = "application/json"
 
 
 class PromptAnswers:
@@ -46,12 +44,12 @@ class PromptAnswers:
 
     async def listed(self, request: web.Request) -> web.Response:
         """Of each prompt the version that is published, else its newest."""
-        return _json(await self._read(prompt_rows.newest))
+        return answer(await self._read(prompt_rows.newest))
 
     async def get(self, request: web.Request) -> web.Response:
         """One version of a prompt."""
         found = await self._find(request)
-        return _json(found) if isinstance(found, Prompt) else found
+        return answer(found) if isinstance(found, Prompt) else found
 
     async def text(self, request: web.Request) -> web.Response:
         """The same, its text alone."""
@@ -63,20 +61,19 @@ class PromptAnswers:
     async def versions(self, request: web.Request) -> web.Response:
         """Every version of a prompt."""
         name = request.match_info["name"]
-        return _json(await self._read(lambda connection: prompt_rows.versions(connection, name)))
+        return answer(await self._read(lambda connection: prompt_rows.versions(connection, name)))
 
     async def edits(self, request: web.Request) -> web.Response:
         """Edits that searches have made of a prompt."""
         name, search = request.match_info["name"], request.query.get("search")
-        return _json(await self._read(lambda connection: prompt_rows.edits(connection, name, search)))
+        return answer(await self._read(lambda connection: prompt_rows.edits(connection, name, search)))
 
     async def put(self, request: web.Request) -> web.Response:
         """Keep a text as a version."""
         name = msgspec.convert(request.match_info["name"], PromptName)
-        async with asyncio.timeout(BODY_SECONDS):
-            asked = msgspec.json.decode(await request.read(), type=Put)
+        asked = msgspec.json.decode(await body(request), type=Put)
         database = self._service.database
-        return _json(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, asked)))
+        return answer(await self._service.writer.do(lambda transaction: prompt_rows.put(transaction, database, name, asked)))
 
     async def _find(self, request: web.Request) -> Prompt | web.Response:
         name = request.match_info["name"]
@@ -86,7 +83,7 @@ class PromptAnswers:
             return found
         which = "is published" if version is None else f"has version {version}"
         sentence = f"no prompt {name} {which}. `spangrad prompt list` shows what there is, `spangrad prompt put {name} FILE` makes it."
-        return web.Response(status=404, body=msgspec.json.encode(Refusal(error=sentence)), content_type=_JSON)
+        return refusal(404, sentence)
 
     async def _read(self, work: Callable[[sa.Connection], T]) -> T:
         def read() -> T:
@@ -109,7 +106,3 @@ def _version(request: web.Request, name: str) -> int | None:
     if text is not None and not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(f"version={text!r} is no whole number.")
     return int(text) if text is not None else None
-
-
-def _json(value: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type=_JSON)

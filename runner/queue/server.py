@@ -7,16 +7,16 @@ answered without the token, and a request that is refused has changed nothing.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import uvloop
 from aiohttp import web
+from pydantic import SecretStr
 
 from runner.queue.client import default_url
 from runner.queue.metrics import Metrics
@@ -28,31 +28,24 @@ from runner.queue.tables import QueueDatabase
 from runner.queue.task_data import Kept, Part, TaskData
 from runner.queue.wire import (
     Ask,
-    Refusal,
     Runs,
     State,
     Wanted,
     Which,
 )
+from runner.small_server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body, guard, refusal
 from spangrad.errors import QueueError
-from spangrad.patience import BACKLOG, BODY_SECONDS, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import RunnerSettings
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-BODY_BYTES = 64 * 2**20
-"""Largest body of a request."""
 LIST_MOST = 1000
 """Rollouts in one answer."""
 WAIT_MOST = 60.0
 """Seconds that an answer may wait for news."""
-DRAIN_SECONDS = 5.0
-"""That requests have to end when the server does."""
 DAY_SECONDS = 86400.0
-_OPEN = frozenset({"/healthz"})
-"""Paths that tell nothing and ask for no token."""
 
 
 def serve(settings: RunnerSettings) -> None:
@@ -86,7 +79,7 @@ async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
     """
     defaults = Defaults(settings.timeout_seconds, settings.max_attempts, settings.queue_lease_seconds)
     service = Service(QueueDatabase(settings.queue_db.get_secret_value()), defaults)
-    app = application(service, settings.queue_token.get_secret_value() if settings.queue_token else None)
+    app = application(service, settings.queue_token)
     silent = SilentConnections(app)
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_SECONDS, shutdown_timeout=DRAIN_SECONDS)
     await runner.setup()
@@ -105,9 +98,10 @@ async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
         await service.close()
 
 
-def application(service: Service, token: str | None) -> web.Application:
+def application(service: Service, token: SecretStr | None) -> web.Application:
     """Wire the routes."""
-    app = web.Application(middlewares=[_guard(token)], client_max_size=BODY_BYTES)
+    guarding = guard("queue", "docs/queue.md", token, noun="queue", smaller="Send fewer rollouts at once.", busy=QueueError)
+    app = web.Application(middlewares=[guarding], client_max_size=BODY_BYTES)
     metrics = Metrics(service)
     answers = Answers(service)
     app.add_routes(
@@ -148,54 +142,54 @@ class Answers:
         found = await self._service.listed(
             run_id=query.get("run"), state=state, group_id=query.get("group"), after=_whole(query, "after", 0), limit=_limit(request)
         )
-        return _json(found)
+        return answer(found)
 
     async def rollout(self, request: web.Request) -> web.Response:
         """One rollout, with its attempts."""
         name = request.match_info["rollout"]
         found = await self._service.rollout(name)
-        return _json(found) if found else _refusal(404, f"the queue has no rollout {name}.")
+        return answer(found) if found else refusal(404, f"the queue has no rollout {name}.")
 
     async def runs(self, request: web.Request) -> web.Response:
         """How the rollouts of each run stand."""
-        return _json(Runs(runs=await self._service.counts()))
+        return answer(Runs(runs=await self._service.counts()))
 
     async def run(self, request: web.Request) -> web.Response:
         """How the rollouts of one run stand."""
-        return _json(await self._service.run(request.match_info["run"]))
+        return answer(await self._service.run(request.match_info["run"]))
 
     async def ended(self, request: web.Request) -> web.Response:
         """Rollouts of a run in the order in which they ended."""
         wait = min(float(request.query.get("wait", "0")), WAIT_MOST)
         after = _whole(request.query, "after", 0)
-        return _json(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
+        return answer(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
 
     async def demand(self, request: web.Request) -> web.Response:
         """What is wanted of a run."""
-        return _json(await self._service.demand(request.match_info["run"]))
+        return answer(await self._service.demand(request.match_info["run"]))
 
     async def want(self, request: web.Request) -> web.Response:
         """Say what a branch wants of a run."""
-        wanted = msgspec.json.decode(await _body(request), type=Wanted)
-        return _json(await self._service.want(request.match_info["run"], wanted))
+        wanted = msgspec.json.decode(await body(request), type=Wanted)
+        return answer(await self._service.want(request.match_info["run"], wanted))
 
     async def tasks(self, request: web.Request) -> web.Response:
         """Tasks that are kept, in their order."""
-        return _json(await self.task_data.page(request.match_info["digest"], _whole(request.query, "first", 0), _limit(request)))
+        return answer(await self.task_data.page(request.match_info["digest"], _whole(request.query, "first", 0), _limit(request)))
 
     async def named_tasks(self, request: web.Request) -> web.Response:
         """Which tasks a run means by a name."""
         run, name = request.match_info["run"], request.match_info["name"]
         found = await self.task_data.named(run, name)
-        return _json(found) if found else _refusal(404, f"run {run} has no tasks of the name {name}.")
+        return answer(found) if found else refusal(404, f"run {run} has no tasks of the name {name}.")
 
     async def name_tasks(self, request: web.Request) -> web.Response:
         """Say which tasks a run means by a name."""
-        kept = msgspec.json.decode(await _body(request), type=Kept)
+        kept = msgspec.json.decode(await body(request), type=Kept)
         there = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
         if there != kept.tasks:
-            return _refusal(409, f"of {kept.tasks} tasks {there} are there. Upload them all before they are given a name.")
-        return _json(kept)
+            return refusal(409, f"of {kept.tasks} tasks {there} are there. Upload them all before they are given a name.")
+        return answer(kept)
 
     async def health(self, request: web.Request) -> web.Response:
         """The process answers."""
@@ -212,10 +206,10 @@ def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Str
     decoder = msgspec.json.Decoder(kind)
 
     async def handle(request: web.Request) -> web.Response:
-        asked = decoder.decode(await _body(request))
+        asked = decoder.decode(await body(request))
         if isinstance(asked, Which) and (problem := _unclear(asked)):
-            return _refusal(400, problem)
-        return _json(await (work(asked, lambda: request.transport is None) if kind is Ask else work(asked)))
+            return refusal(400, problem)
+        return answer(await (work(asked, lambda: request.transport is None) if kind is Ask else work(asked)))
 
     return handle
 
@@ -227,44 +221,6 @@ def _unclear(which: Which) -> str | None:
     if which.group_id is not None and which.run_id is None:
         return "group_id needs the run_id that it belongs to."
     return None
-
-
-def _guard(token: str | None) -> Any:
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path not in _OPEN:
-            scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), token.encode()):
-                return _refusal(401, "this queue asks for its token: send `Authorization: Bearer` with runner.queue_token.")
-        try:
-            return await handler(request)
-        except web.HTTPRequestEntityTooLarge:
-            return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send fewer rollouts at once.")
-        except web.HTTPException as refusal:
-            return _refusal(refusal.status, f"{request.method} {request.path} is not answered here. docs/queue.md lists what is.")
-        except TimeoutError:
-            return _refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.")
-        except (msgspec.DecodeError, ValueError) as error:
-            return _refusal(400, f"{request.method} {request.path}: {error}")
-        except QueueError as error:
-            answer = _refusal(503, str(error))
-            answer.headers["Retry-After"] = "1"
-            return answer
-
-    return guard
-
-
-async def _body(request: web.Request) -> bytes:
-    async with asyncio.timeout(BODY_SECONDS):
-        return await request.read()
-
-
-def _json(value: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _refusal(status: int, sentence: str) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(Refusal(error=sentence)), content_type="application/json")
 
 
 def _whole(query: Any, name: str, otherwise: int) -> int:
