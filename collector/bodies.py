@@ -6,7 +6,8 @@ Invariant: what stands before the engine was read by protobuf's own parser first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,9 +21,11 @@ _RESOURCE_SPANS = 0x0A
 """Tag of the only field of a request: number 1, with a length."""
 _NUMBER, _SERVICE, _TEXT = b"\xc0\x3e", b"\xca\x3e", b"\xd2\x3e"
 """Tags of the fields that spans.proto adds: 1000 (a varint), 1001 and 1002 (with a length)."""
-_EMPTY_LIST = b"\x12\x02\x2a\x00"
+_EMPTY_LIST = re.compile(rb"\x12\x02\x2a\x00")
 """An attribute whose value is a list without items, which the engine can't tell from no value."""
 _CACHED_SIZE = 4096
+_PIECE = 2**18
+"""About how many bytes of a list are handed over at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,15 @@ class TraceBody:
 
     request: ExportTraceServiceRequest
     spans: int
-    size: int
-    """Bytes on the wire, unpacked."""
-    wire: tuple[bytes, ...] | None
-    """Each ResourceSpans as it came. None: there is something in the body that only Python reads right."""
+    raw: bytes
+    """The request as it came, unpacked, or as protobuf writes what came as JSON."""
+    wire: tuple[memoryview, ...] | None
+    """Each ResourceSpans of it. None: there is something in the body that only Python reads right."""
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire, unpacked."""
+        return len(self.raw)
 
 
 def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
@@ -45,14 +53,17 @@ def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
         wire: the same as bytes.
     """
     spans = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
-    parts = None if _EMPTY_LIST in wire else _resource_spans(wire)
-    return TraceBody(request, spans, len(wire), parts)
+    parts = None if _EMPTY_LIST.search(wire) else _resource_spans(wire)
+    return TraceBody(request, spans, wire, parts)
 
 
-def protobuf_list(bodies: Iterable[TraceBody]) -> bytes:
-    """The ResourceSpans of bodies, numbered from 0, each with its resource as texts, in the envelope of FORMAT ProtobufList."""
-    out: list[bytes] = [b""]
-    number = 0
+def protobuf_list(bodies: Iterable[TraceBody], first: int = 0) -> Iterator[bytes]:
+    """The ResourceSpans of bodies, numbered from `first`, each with its resource as texts, in the envelope of FORMAT ProtobufList.
+
+    In pieces: as one, it would be written into memory that the process must be given for it.
+    """
+    out: list[bytes | memoryview] = [b""]
+    number = first
     for body in bodies:
         for part, resource_spans in zip(body.wire or (), body.request.resource_spans, strict=True):
             resource = resource_spans.resource.SerializeToString()
@@ -61,17 +72,23 @@ def protobuf_list(bodies: Iterable[TraceBody]) -> bytes:
             out += (b"\x0a", varint(len(part) + len(ours)), part, ours)
             number += 1
     out[0] = varint(sum(map(len, out)))
-    return b"".join(out)
+    start, size = 0, 0
+    for end, part in enumerate(out, 1):
+        size += len(part)
+        if size >= _PIECE or end == len(out):
+            yield b"".join(out[start:end])
+            start, size = end, 0
 
 
 def resources(bodies: Sequence[TraceBody]) -> list[tuple[int, int]]:
-    """Of each number of `protobuf_list`: the place of its body, and its own in the body."""
+    """Of each number of `protobuf_list`, from its first: the place of its body, and its own in the body."""
     return [(place, index) for place, body in enumerate(bodies) for index in range(len(body.request.resource_spans))]
 
 
-def _resource_spans(wire: bytes) -> tuple[bytes, ...] | None:
+def _resource_spans(wire: bytes) -> tuple[memoryview, ...] | None:
     """The fields of a request; None when there is one that we don't know."""
-    parts: list[bytes] = []
+    parts: list[memoryview] = []
+    view = memoryview(wire)
     at, end = 0, len(wire)
     while at < end:
         if wire[at] != _RESOURCE_SPANS:
@@ -82,7 +99,7 @@ def _resource_spans(wire: bytes) -> tuple[bytes, ...] | None:
             shift, at = shift + 7, at + 1
         length |= wire[at] << shift
         at += 1
-        parts.append(wire[at : at + length])
+        parts.append(view[at : at + length])
         at += length
     return tuple(parts)
 

@@ -17,6 +17,7 @@ from collector.clickhouse_body import MAX_BODY, read_body, read_form
 from collector.clickhouse_errors import REFUSALS, BadRequestError
 from collector.clickhouse_frames import HANDSHAKE, frame, handshake
 from collector.clickhouse_run import Request, Run, Runner
+from collector.deferred import DeferredSpans
 from collector.encodings import accepted_encoding
 from collector.engine import Engine
 from collector.ingest import Budget, Charge
@@ -29,12 +30,12 @@ _HELD_WAITING = 4 * HELD
 class ClickHouseInterface:
     """The interface's requests, answered."""
 
-    def __init__(self, engine: Engine, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
-        """Answer from `engine`; `limits` hold for readers, and `budget` bounds the bytes of all bodies that are read or run."""
+    def __init__(self, engine: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
+        """Answer from `engine`, with what waits in `spans`; `limits` hold for readers, `budget` for the bytes of all bodies at once."""
         self._engine = engine
         self._guardian = guardian
         self._budget = budget
-        self._runner = Runner(engine, limits)
+        self._runner = Runner(engine, spans, limits)
 
     def application(self) -> web.Application:
         """The interface as an aiohttp application. Its handlers must be cancelled when their clients leave."""

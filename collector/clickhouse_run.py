@@ -1,7 +1,8 @@
 """Statements of ClickHouse's HTTP interface while they run: on a worker's thread each, found by their ids, ended when nobody waits.
 
 In: requests, taken in whole. Out: a `Run`: an answer that comes through a pipe, and what was read for it.
-Invariant: a statement is checked before it runs; one that only answers ends soon after its client has left.
+Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it came;
+one that only answers ends soon after its client has left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collector.answer_clause import AnswerClause, find_answer_clause
 from collector.auth import Role
 from collector.clickhouse_errors import BadRequestError
 from collector.clickhouse_request import Statement, read_statement
+from collector.deferred import DeferredSpans
 from collector.engine import Answer, Engine, EngineRefusedError, Handle
 from collector.guard import StatementGuard
 from collector.handles import Handles
@@ -89,9 +91,10 @@ class Run:
 class Runner:
     """Runs statements."""
 
-    def __init__(self, engine: Engine, limits: ReaderLimits) -> None:
-        """Run on `engine`; `limits` hold for readers."""
+    def __init__(self, engine: Engine, spans: DeferredSpans, limits: ReaderLimits) -> None:
+        """Run on `engine`, what waits in `spans` brought into it first; `limits` hold for readers."""
         self._engine = engine
+        self._spans = spans
         self._limits = limits
         self._handles = Handles(engine.handle)
         self._workers = {role: ThreadPoolExecutor(count, f"clickhouse-{role}") for role, count in WORKERS.items()}
@@ -154,8 +157,15 @@ class Runner:
         if request.role is Role.READER:
             statement = replace(statement, settings=self._limits.settings(statement.settings))
         run.statement = statement
+        if statement.rows is None:
+            # Whoever asks, or changes tables, finds all that was acknowledged before.
+            self._spans.settle()
         with self._handles.borrow(statement, request.role) as handle, self._known(run, handle, request.query_id):
-            return self._run(run, handle, statement, request)
+            try:
+                return self._run(run, handle, statement, request)
+            finally:
+                if statement.rows is None and not statement.answers:
+                    self._spans.recheck()
 
     def _run(self, run: Run, handle: Handle, statement: Statement, request: Request) -> Answer:
         _check_kind(handle, statement, request)

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,8 @@ class Handle:
         sql = f"{clause.before}\nINTO OUTFILE '/dev/fd/{descriptor}' TRUNCATE {clause.after}"
         return self.query(sql, output_format, parameters)
 
-    def send(self, head: str, input_format: str, rows: bytes) -> int:
-        """Parse rows into the table of a head (INSERT INTO t (columns)); how many were read.
+    def send(self, head: str, input_format: str, rows: Iterable[bytes]) -> int:
+        """Parse rows, cut anywhere, into the table of a head (INSERT INTO t (columns)); how many were read.
 
         chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written: only for tables that
         take everything. `collector.staging` is the road for all others.
@@ -125,7 +125,8 @@ class Handle:
         try:
             stream = self._connection.send_insert(head, input_format)
             try:
-                stream.append(rows)
+                for piece in rows:
+                    stream.append(piece)
                 result = stream.finish()
             finally:
                 stream.cancel()

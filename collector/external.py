@@ -63,7 +63,7 @@ def load_tables(handle: Handle, tables: tuple[ExternalTable, ...]) -> None:
         columns = [json.loads(line) for line in handle.query(f"DESCRIBE TABLE null('{text}')", "JSONEachRow").body.splitlines()]
         fields = ", ".join(f"{_quoted(column['name'])} {column['type']}" for column in columns)
         handle.query(f"CREATE TEMPORARY TABLE {table.quoted} ({fields}) ENGINE = Memory")
-        read = handle.send(f"INSERT INTO {table.quoted}", table.format, table.rows) if table.rows else 0
+        read = handle.send(f"INSERT INTO {table.quoted}", table.format, [table.rows]) if table.rows else 0
         if int(handle.query(f"SELECT count() FROM {table.quoted}").body) != read:
             raise BadRequestError(241, f"external table {table.name!r} has more rows than can be held.", "MEMORY_LIMIT_EXCEEDED")
 

@@ -25,6 +25,7 @@ Execute = Callable[[str], str]
 SCHEMA = Path(__file__).parent / "schema"
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
+_VIEW = re.compile(r"CREATE MATERIALIZED VIEW IF NOT EXISTS otel\.(\w+)")
 _RECORD = """CREATE TABLE IF NOT EXISTS otel.schema_migrations (
     Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
 ) ENGINE = ReplacingMergeTree ORDER BY Number"""
@@ -195,6 +196,11 @@ def read_migrations(directory: Path) -> list[Migration]:
     if not migrations:
         raise StoreError(f"{directory} holds no migrations: this installation is incomplete. Install spangrad-server again.")
     return migrations
+
+
+def materialized_views(directory: Path = SCHEMA) -> list[str]:
+    """Names of the views that an insert fills."""
+    return [name for migration in read_migrations(directory) for name in _VIEW.findall(migration.sql)]
 
 
 def statements(sql: str) -> list[str]:

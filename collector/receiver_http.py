@@ -87,15 +87,17 @@ class HTTPReceiver:
 
 async def _read(request: web.Request, charge: Charge) -> bytes:
     """The body as received, held in the budget while it arrives."""
-    body = bytearray()
+    pieces: list[bytes] = []
+    size = 0
     async with arriving() as arrived:
-        async for chunk in request.content.iter_chunked(1 << 16):
-            body += chunk
-            if len(body) > MAX_BODY:
+        while piece := await request.content.readany():
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_BODY:
                 raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
-            charge.grow_to(len(body))
-            arrived(len(body))
-    return bytes(body)
+            charge.grow_to(size)
+            arrived(size)
+    return b"".join(pieces)
 
 
 def _refuse(kind: str, status: int, code: int, message: str) -> web.Response:

@@ -1,12 +1,14 @@
 """The store's one process: OTLP in by gRPC and HTTP, ClickHouse's HTTP interface out, one embedded engine between.
 
 In: StoreSettings. Out: a served directory of data, until SIGTERM or SIGINT.
-Invariant: what was acknowledged is committed; the process starts no other and ends within two seconds of being asked.
+Invariant: what was acknowledged is in the tables or in the journal, and in the tables for whoever asks; the
+process starts no other and ends within two seconds of being asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -17,15 +19,16 @@ from aiohttp import web
 from collector.auth import Guardian
 from collector.clickhouse_http import ClickHouseInterface
 from collector.cluster import Layout
+from collector.deferred import DeferredSpans
 from collector.engine import Engine
 from collector.ingest import Budget, Ingest, Inserter
 from collector.log_staging import LogStaging
+from collector.memory import keep_memory
 from collector.migrations import migrate
 from collector.readers import ReaderLimits
 from collector.receiver_grpc import GRPCReceiver
 from collector.receiver_http import HTTPReceiver
 from collector.retention import Expiry
-from collector.span_staging import SpanStaging
 from collector.tuning import tune
 from spangrad.errors import SettingsError
 from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
@@ -58,6 +61,9 @@ def serve(store: StoreSettings) -> None:
         (store.clickhouse_port, "clickhouse_port"),
     ):
         require_free_port(store.host, port, f"store.{name}")
+    keep_memory()
+    # What is imported stays: a collection of garbage need not look at it.
+    gc.freeze()
     engine = Engine(store.path)
     # The engine keeps files of its own (schemas of formats) in the working directory.
     os.chdir(engine.path)
@@ -80,14 +86,15 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     token, read_token = (one.get_secret_value() if one else None for one in (store.token, store.read_token))
     guardian = Guardian(token, read_token)
     traces, logs = engine.handle(schema_files=True), engine.handle()
+    spans = DeferredSpans(traces, engine.path / "journal", store.settle_seconds)
     ingest = Ingest(
-        Inserter("insert-traces", SpanStaging(traces).commit, store.linger_ms / 1000),
+        Inserter("insert-traces", spans.commit, store.linger_ms / 1000),
         Inserter("insert-logs", LogStaging(logs).commit, store.linger_ms / 1000),
         store.queue_bytes,
     )
     expiry = Expiry(engine.handle, store.ttl_days) if store.ttl_days else None
     limits = ReaderLimits(store.reader_max_rows, store.reader_max_seconds)
-    interface = ClickHouseInterface(engine, guardian, limits, Budget(store.queue_bytes))
+    interface = ClickHouseInterface(engine, spans, guardian, limits, Budget(store.queue_bytes))
     host = f"[{store.host}]" if ":" in store.host else store.host
     grpc_server = GRPCReceiver(ingest, guardian).server(f"{host}:{store.otlp_grpc_port}")
     servers = [
@@ -111,6 +118,7 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
         watcher.cancel()
     await asyncio.to_thread(ingest.close)
     await asyncio.to_thread(interface.close)
+    await asyncio.to_thread(spans.close)
     if expiry:
         await asyncio.to_thread(expiry.join)
     traces.close()

@@ -47,7 +47,7 @@ class Staging:
             raise EngineRefusedError(f"Code: 62. DB::Exception: cannot read this INSERT: {head[:200]} (SYNTAX_ERROR)", 62)
         staging, columns = self._kept.pop(head, None) or self._stage(parts)
         try:
-            read = self._handle.send(f"INSERT INTO {staging} ({columns}) {parts.settings}", input_format, rows)
+            read = self._handle.send(f"INSERT INTO {staging} ({columns}) {parts.settings}", input_format, [rows])
             held = int(self._handle.query(f"SELECT count() FROM {staging} {_ALL}").body)
             if held != read:
                 raise EngineRefusedError(

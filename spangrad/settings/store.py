@@ -33,6 +33,8 @@ class StoreSettings(Section):
     """Where spans are sent, by OTLP/HTTP."""
     linger_ms: float = 10
     """How long an insert waits for company."""
+    settle_seconds: float = Field(default=2, ge=0)
+    """How long acknowledged spans wait for company in the journal before they enter the tables, unless somebody asks. 0: not at all."""
     queue_bytes: int = 256 * 2**20
     """Bytes accepted and not yet committed before senders are told to wait."""
     cluster: str | None = Field(default=None, pattern=r"^[\w.{}-]+$")

@@ -30,7 +30,8 @@ def test_twenty_kills_of_the_store(tmp_path: Path, chance: Random, tell: Callabl
     load = Load(store.otlp_http_port, store.otlp_grpc_port, Rollouts(chance.randrange(2**32), run).bodies)
     began = time.monotonic()
     for kill in range(KILLS):
-        child = start_store(store, log)
+        # As it comes; with an insert always under way; and, each third, without a journal, but for what the life before left in it.
+        child = start_store(store.model_copy(update={"settle_seconds": (2, 0.02, 0)[kill % 3]}), log)
         # One in four dies at some point of its start.
         if chance.random() < 0.75:
             wait_until(lambda: answers(store), 60, "the store", [child], poll_seconds=0.02)
@@ -74,6 +75,28 @@ def test_a_kill_in_the_middle_of_an_insert(tmp_path: Path, chance: Random, tell:
     assert verdict.delivered >= 2 * verdict.spans == 2 * len(body.held.spans)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
+def test_a_journal_outlives_the_tables(tmp_path: Path, chance: Random, rollouts: int) -> None:
+    """Killed with everything in the journal, its last write torn; then the journal alone comes to a store of newer tables."""
+    run = uuid.uuid4().hex[:8]
+    first, second = (store_settings(tmp_path / name, settle_seconds=600) for name in ("first", "second"))
+    made = Rollouts(chance.randrange(2**32), run)
+    bodies = [_body(made, rollouts) for _ in range(3)]
+    with running_store(first, tmp_path / "log") as child:
+        assert [_posted(first, body) for body in bodies] == [200] * 3
+        child.process.kill()
+        child.process.wait()
+    journal = (first.path / "journal").read_bytes()
+    second.path.mkdir()
+    (second.path / "journal").write_bytes(journal + journal[100:5000])
+    for store in (first, second):
+        with running_store(store, tmp_path / "log"):
+            verdict = judge(store, run, Held.of([body.held for body in bodies]))
+        assert (verdict.faults, verdict.delivered) == ({}, verdict.spans)
+        assert verdict.spans == sum(len(body.held.spans) for body in bodies)
+
+
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
 def test_a_body_that_comes_three_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
     """One after the other, and together in one insert."""
@@ -82,9 +105,10 @@ def test_a_body_that_comes_three_times_counts_once(tmp_path: Path, chance: Rando
     body, logs = _body(made, rollouts), made.logs(made.rollout()[1])
     with running_store(store, tmp_path / "log"), connect(store) as client:
         client.command("SYSTEM STOP MERGES")
-        for _ in range(3):
+        for inserts in (1, 2, 3):
             assert [_posted(store, one) for one in (body, logs)] == [200, 200]
-        assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (3,)
+            # Whoever asks brings into the tables what waits.
+            assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (inserts,)
         with ThreadPoolExecutor(6) as pool:
             assert list(pool.map(_posted, [store] * 6, [body, logs] * 3)) == [200] * 6
         assert _one(client, "SELECT uniqExact(IngestedAt) FROM otel.calls") == (4,)

@@ -1,0 +1,267 @@
+"""Spans that wait: acknowledged when the journal has them, in the tables for whoever asks, whatever goes wrong meanwhile.
+
+The engine is a real one, in this process; what fails is made to fail by views, by settings, or by the journal's disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
+
+from collector import deferred, span_staging
+from collector.bodies import TraceBody, trace_body
+from collector.cluster import Layout
+from collector.deferred import DeferredSpans
+from collector.engine import Engine, EngineRefusedError, Handle
+from collector.journal import Journal
+from collector.migrations import migrate
+from collector.rows import encode_traces
+
+START = 1_760_000_000_000_000_000
+NEVER = 10_000.0
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(tmp_path_factory.mktemp("deferred") / "data")
+    handle = engine.handle()
+    migrate(lambda sql: handle.query(sql).body.decode(), Layout())
+    handle.close()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(name="asking")
+def _asking(engine: Engine) -> Iterator[Handle]:
+    handle = engine.handle()
+    yield handle
+    handle.close()
+
+
+class Store:
+    """One life of the store's spans, and the next after a kill."""
+
+    def __init__(self, engine: Engine, journal: Path, wait_seconds: float = NEVER) -> None:
+        self._engine, self._journal, self._wait = engine, journal, wait_seconds
+        self._handles: list[Handle] = []
+        self.spans = self._begin()
+
+    def kill(self) -> None:
+        """Lose all that is in memory: what is staged is a session's own."""
+        self._handles[-1].query("DROP TEMPORARY TABLE IF EXISTS staged")
+        self.spans = self._begin()
+
+    def close(self) -> None:
+        """Leave the engine to the next test."""
+        self.spans.close()
+        for handle in self._handles:
+            handle.close()
+
+    def _begin(self) -> DeferredSpans:
+        self._handles.append(self._engine.handle(schema_files=True))
+        return DeferredSpans(self._handles[-1], self._journal, self._wait)
+
+
+@pytest.fixture(name="store")
+def _store(engine: Engine, tmp_path: Path) -> Iterator[Store]:
+    store = Store(engine, tmp_path / "journal")
+    yield store
+    store.close()
+
+
+def body(name: str, spans: int = 2) -> TraceBody:
+    """Spans of a service of this name, each with an id of its own."""
+    made = [
+        Span(trace_id=bytes(15) + b"\1", span_id=next(_numbers).to_bytes(8, "big"), name=name, start_time_unix_nano=START)
+        for _ in range(spans)
+    ]
+    resource = Resource()
+    resource.attributes.add(key="service.name").value.string_value = name
+    request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=made)])])
+    return trace_body(request, request.SerializeToString())
+
+
+def stored(handle: Handle, *names: str, table: str = "v_spans") -> list[int]:
+    """Spans of each service that a reader finds."""
+    counts = [handle.query(f"SELECT count() FROM otel.{table} WHERE ServiceName = '{name}'").body for name in names]
+    return [int(count) for count in counts]
+
+
+def names(count: int) -> list[str]:
+    return [f"agent {next(_numbers)}" for _ in range(count)]
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def encode(request: ExportTraceServiceRequest, *places: Any) -> Any:
+        if name.encode() in request.SerializeToString():
+            raise EngineRefusedError("Code: 241. no memory", 241)
+        return encode_traces(request, *places)
+
+    monkeypatch.setattr(span_staging, "encode_traces", encode)
+
+
+@pytest.mark.parametrize("count", [2, 1200], ids=["by Python", "by the engine"])
+def test_many_commits_are_one_insert(store: Store, asking: Handle, count: int) -> None:
+    called = names(3)
+    for name in called:
+        store.spans.commit([body(name, count)])
+    assert stored(asking, *called) == [0, 0, 0]
+
+    assert store.spans.settle()
+
+    assert stored(asking, *called) == [count] * 3
+    inserts = f"SELECT uniqExact(IngestedAt) FROM otel.rollout_spans WHERE ServiceName IN {tuple(called)}"
+    assert asking.query(inserts).body == b"1\n"
+
+
+@pytest.mark.parametrize("count", [2, 1200], ids=["by Python", "by the engine"])
+def test_a_kill_loses_nothing_and_what_comes_again_counts_once(store: Store, asking: Handle, tmp_path: Path, count: int) -> None:
+    called = names(2)
+    for name in called:
+        store.spans.commit([body(name, count)])
+    journal = (tmp_path / "journal").read_bytes()
+    store.kill()
+    assert stored(asking, *called) == [count] * 2
+
+    # Killed again, between the commit and the end of the journal; and the last write is torn.
+    (tmp_path / "journal").write_bytes(journal + journal[-100:])
+    store.kill()
+    assert stored(asking, *called) == [count] * 2
+    assert stored(asking, *called, table="otel_traces") == [2 * count] * 2
+    more = names(1)[0]
+    store.spans.commit([body(more)])
+    store.kill()
+    assert stored(asking, *called, more) == [count, count, 2]
+
+
+def test_what_cannot_be_staged_is_refused_and_the_rest_is_kept(store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, bad, after = names(3)
+    store.spans.commit([body(before)])
+    with monkeypatch.context() as patched:
+        fail_on(patched, bad)
+        with pytest.raises(EngineRefusedError, match="no memory"):
+            store.spans.commit([body(bad)])
+    store.spans.commit([body(after)])
+
+    assert store.spans.settle()
+    assert stored(asking, before, bad, after) == [2, 0, 2]
+
+
+def test_what_the_journal_cannot_take_is_refused_and_the_rest_is_kept(
+    store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Journal, bodies: Sequence[bytes]) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    before, bad, after = names(3)
+    store.spans.commit([body(before)])
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", full)
+        with pytest.raises(EngineRefusedError, match="NOT_ENOUGH_SPACE") as caught:
+            store.spans.commit([body(bad)])
+    assert not caught.value.of_the_data
+    store.spans.commit([body(after)])
+
+    assert store.spans.settle()
+    assert stored(asking, before, bad, after) == [2, 0, 2]
+
+
+def test_with_a_view_of_somebody_elses_each_commit_is_an_insert(store: Store, asking: Handle) -> None:
+    before, bad, good, after = names(4)
+    store.spans.commit([body(before)])
+    assert store.spans.settle()
+    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+    view = f"SELECT throwIf(ServiceName = '{bad}', 'bad') AS n FROM otel.otel_traces"
+    asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
+    store.spans.recheck()
+
+    with pytest.raises(EngineRefusedError) as caught:
+        store.spans.commit([body(bad)])
+    assert caught.value.of_the_data
+    store.spans.commit([body(good)])
+    assert stored(asking, before, good) == [2, 2]
+    asking.query("DROP VIEW default.picky")
+    asking.query("DROP TABLE default.seen")
+    store.spans.recheck()
+    store.spans.commit([body(after)])
+    assert stored(asking, after) == [0]
+
+
+def test_what_waits_keeps_others_out_when_it_is_enough(
+    store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A view that came while spans waited: nobody is told that these are bad, and they stay."""
+    first, second = names(2)
+    monkeypatch.setattr(deferred, "MAX_SPANS", 2)
+    monkeypatch.setattr(deferred, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(deferred, "MAX_RETRY_SECONDS", 0.0)
+    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+    monkeypatch.setattr(store.spans, "_is_due", lambda: False)
+    store.spans.commit([body(first)])
+    view = f"SELECT throwIf(ServiceName = '{first}', 'bad') AS n FROM otel.otel_traces"
+    asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
+
+    with pytest.raises(EngineRefusedError, match="spans that came before wait: Code: 395") as caught:
+        store.spans.commit([body(second)])
+    assert not caught.value.of_the_data
+    assert not store.spans.settle()
+    assert "bytes of acknowledged spans wait in" in caplog.text
+    asking.query("DROP VIEW default.picky")
+    asking.query("DROP TABLE default.seen")
+    store.spans.commit([body(second)])
+    assert store.spans.settle()
+    assert stored(asking, first, second) == [2, 2]
+
+
+def test_without_a_wait_each_commit_is_an_insert(engine: Engine, tmp_path: Path, asking: Handle) -> None:
+    store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0), names(1)
+    store.spans.commit([body(name)])
+    assert stored(asking, name) == [2]
+    store.close()
+
+
+def test_what_has_waited_long_enough_is_stored(engine: Engine, tmp_path: Path, asking: Handle) -> None:
+    store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0.05), names(1)
+    store.spans.commit([body(name)])
+    while stored(asking, name) != [2]:
+        pass
+    store.close()
+
+
+def test_readers_see_all_that_was_acknowledged(store: Store, engine: Engine) -> None:
+    """Three write and each looks for its own at once, while a fourth asks and asks."""
+    missing: list[str] = []
+    done = threading.Event()
+
+    def write() -> None:
+        handle = engine.handle()
+        for name in names(5):
+            store.spans.commit([body(name)])
+            store.spans.settle()
+            if stored(handle, name, table="otel_traces") != [2]:
+                missing.append(name)
+        handle.close()
+
+    def ask() -> None:
+        while not done.wait(0.01):
+            store.spans.settle()
+
+    writers, asker = [threading.Thread(target=write) for _ in range(3)], threading.Thread(target=ask)
+    for thread in (*writers, asker):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    asker.join()
+
+    assert missing == []

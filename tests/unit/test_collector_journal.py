@@ -1,0 +1,168 @@
+"""The journal: what was appended comes back, and what is torn ends it, at whatever byte."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collector.journal import Journal
+from spangrad.errors import StoreError
+
+BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
+
+
+def reopened(path: Path) -> list[bytes]:
+    journal = Journal(path)
+    try:
+        return list(journal.bodies())
+    finally:
+        journal.close()
+
+
+@settings(deadline=None)
+@given(groups=st.lists(BODIES, max_size=4), more=BODIES, cut=st.integers(0, 4000), flipped=st.none() | st.integers(0, 4000))
+def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut: int, flipped: int | None) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        journal = Journal(path)
+        for group in groups:
+            journal.append(group)
+        appended = [body for group in groups for body in group]
+        assert list(journal.bodies()) == appended
+        journal.close()
+
+        data = bytearray(path.read_bytes())
+        head, kept = len(data) - sum(8 + len(body) for body in appended), len(data)
+        if flipped is not None and head + flipped < len(data):
+            data[head + flipped] ^= 1
+            kept = head + flipped
+        kept = min(kept, head + cut)
+        path.write_bytes(data[: head + cut])
+        whole, end = list[bytes](), head
+        for body in appended:
+            end += 8 + len(body)
+            if end > kept:
+                break
+            whole.append(body)
+
+        journal = Journal(path)
+        assert list(journal.bodies()) == whole
+        journal.append(more)
+        journal.close()
+        assert reopened(path) == whole + more
+
+
+@settings(deadline=None)
+@given(lives=st.lists(BODIES, min_size=1, max_size=5))
+def test_what_was_cleared_is_not_found_again(lives: list[list[bytes]]) -> None:
+    """Whatever of it stands behind the new bodies, which are written over it."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        journal = Journal(path)
+        for bodies in lives:
+            journal.clear()
+            assert journal.size == 0
+            journal.append(bodies)
+            assert journal.size == sum(8 + len(body) for body in bodies)
+        journal.close()
+        assert reopened(path) == lives[-1]
+
+
+def test_old_bodies_of_the_same_length_are_not_found_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"old 1", b"old 2", b"old 3"])
+    journal.clear()
+    journal.append([b"new 1"])
+    assert list(journal.bodies()) == [b"new 1"]
+    assert b"old 2" in (tmp_path / "journal").read_bytes()
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == [b"new 1"]
+    assert b"old 2" not in (tmp_path / "journal").read_bytes()
+
+
+def test_more_bodies_than_are_written_at_once(tmp_path: Path) -> None:
+    bodies = [str(number).encode() for number in range(2000)]
+    journal = Journal(tmp_path / "journal")
+    journal.append(bodies)
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == bodies
+
+
+def test_zeros_are_no_bodies(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"a"])
+    journal.close()
+    with (tmp_path / "journal").open("ab") as file:
+        file.write(bytes(4096))
+
+    assert reopened(tmp_path / "journal") == [b"a"]
+
+
+@pytest.mark.parametrize("short", [[], [3], [13], [3, 10]])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: list[int]) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"kept"])
+    write, sizes = os.pwrite, iter(short)
+
+    def some(file: int, data: bytes, at: int) -> int:
+        if size := next(sizes, 0):
+            return write(file, data[:size], at)
+        raise OSError(errno.ENOSPC, "no room")
+
+    def some_pieces(file: int, pieces: list[bytes], at: int) -> int:
+        return some(file, b"".join(pieces), at)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", some_pieces)
+        patched.setattr(os, "pwrite", some)
+        with pytest.raises(OSError, match="no room"):
+            journal.append([b"lost", b"lost too"])
+    journal.append([b"next"])
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == [b"kept", b"next"]
+
+
+def test_a_write_in_parts_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    write = os.pwrite
+
+    def five_bytes(file: int, pieces: list[bytes], at: int) -> int:
+        return write(file, b"".join(pieces)[:5], at)
+
+    def four_bytes(file: int, data: bytes, at: int) -> int:
+        return write(file, data[:4], at)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", five_bytes)
+        patched.setattr(os, "pwrite", four_bytes)
+        journal.append([b"first", b"second", b"third"])
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == [b"first", b"second", b"third"]
+
+
+def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    monkeypatch.setattr("collector.journal.KEPT_FREE", 2**62)
+
+    with pytest.raises(OSError, match="256 MiB"):
+        journal.append([b"a"])
+
+    assert (journal.size, list(journal.bodies())) == (0, [])
+    journal.close()
+
+
+def test_another_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_bytes(b"something else, long enough to be a head")
+
+    with pytest.raises(StoreError, match="is not a journal that this version reads"):
+        reopened(tmp_path / "journal")
