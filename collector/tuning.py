@@ -10,14 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_PARTS = {
-    # Whole spans and records: some kilobytes each, read seldom, by time or trace.
-    "otel_traces": 32,
-    "otel_logs": 32,
-    # Read by rollout, all parts each time.
-    "rollout_spans": 10,
-    "calls": 10,
-}
+_TABLES = ("otel_traces", "otel_logs", "rollout_spans", "calls", "trace_rollouts")
+_PARTS = 32
 """How many parts are merged at once, at least."""
 _BY_COLUMN = {
     # Column by column from the first row on: wide values are copied as they are.
@@ -28,7 +22,7 @@ _BY_COLUMN = {
 
 def tune(execute: Callable[[str], object]) -> None:
     """Set how the embedded store's tables are merged; idempotent."""
-    for table, parts in _PARTS.items():
-        settings = {"min_parts_to_merge_at_once": parts, "merge_selector_base": parts, **_BY_COLUMN}
+    for table in _TABLES:
+        settings = {"min_parts_to_merge_at_once": _PARTS, "merge_selector_base": _PARTS, **_BY_COLUMN}
         assignments = ", ".join(f"{name} = {value}" for name, value in settings.items())
         execute(f"ALTER TABLE otel.{table} MODIFY SETTING {assignments}")
