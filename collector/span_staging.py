@@ -29,6 +29,7 @@ _DECODING = Path(__file__).parent / "decoding"
 _COLUMNS = TRACES_INSERT[TRACES_INSERT.index("(") + 1 : -1]
 _SCHEMA = str(_DECODING / "spans.proto").replace("\\", "\\\\").replace("'", "\\'")
 _PARSE = f"INSERT INTO parsed SETTINGS format_schema = '{_SCHEMA}', format_schema_message_name = 'ResourceSpans', max_threads = 1"
+# Numbers that are others each time stand in one of these statements: compiled, it would cost three times as much.
 _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1, output_format_json_escape_forward_slashes = 0, compile_expressions = 0"
 _FLAT = ", ".join(name for name in _COLUMNS.split(", ") if not name.startswith("`"))
 """Columns that the engine fills: not those of events and links."""
