@@ -22,7 +22,10 @@ _RESOURCE_SPANS = 0x0A
 _NUMBER, _SERVICE, _TEXT = b"\xc0\x3e", b"\xca\x3e", b"\xd2\x3e"
 """Tags of the fields that spans.proto adds: 1000 (a varint), 1001 and 1002 (with a length)."""
 _EMPTY_LIST = re.compile(rb"\x12\x02\x2a\x00")
-"""An attribute whose value is a list without items, which the engine can't tell from no value."""
+"""An attribute whose value is a list without items, which the engine can't tell from no value.
+
+A pattern, because `in` takes half as long again for it.
+"""
 _CACHED_SIZE = 4096
 _PIECE = 2**18
 """About how many bytes of a list are handed over at once."""

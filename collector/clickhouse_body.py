@@ -15,6 +15,7 @@ from collector.clickhouse_errors import BadRequestError
 from collector.clickhouse_frames import unframe
 from collector.encodings import TooLargeError, decompress
 from collector.ingest import Charge
+from collector.received import hold, received
 from spangrad.patience import arriving
 
 MAX_BODY = 512 * 2**20
@@ -31,18 +32,13 @@ async def read_body(request: web.Request, parameters: Mapping[str, str], charge:
         QueueFullError: the budget is spent.
         TooSlowError: the body does not get on.
     """
-    received = bytearray()
-    async with arriving() as arrived:
-        async for piece in request.content.iter_chunked(_PIECE):
-            received += piece
-            _hold(charge, len(received))
-            arrived(len(received))
+    packed = await received(request, MAX_BODY, charge)
     encoding, framed = request.headers.get("Content-Encoding", ""), parameters.get("decompress") == "1"
-    if not received or not (encoding or framed):
-        return bytes(received)
+    if not packed or not (encoding or framed):
+        return packed
 
     def unpack() -> bytes:
-        body = decompress(bytes(received), encoding, MAX_BODY, charge.grow_to)
+        body = decompress(packed, encoding, MAX_BODY, charge.grow_to)
         return unframe(body, MAX_BODY, charge.grow_to) if framed else body
 
     return await asyncio.to_thread(unpack)
@@ -67,24 +63,18 @@ async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str
             async for part in await request.multipart():
                 if not isinstance(part, BodyPartReader):
                     raise BadRequestError(36, "a form within a form cannot be read.", "BAD_ARGUMENTS")
-                received = bytearray()
+                content = bytearray()
                 while piece := await part.read_chunk(_PIECE):
-                    received += piece
+                    content += piece
                     size += len(piece)
-                    _hold(charge, size)
+                    hold(charge, size, MAX_BODY)
                     arrived(size)
                 if part.filename is None:
-                    fields[part.name or ""] = received.decode(errors="surrogateescape")
+                    fields[part.name or ""] = content.decode(errors="surrogateescape")
                 else:
-                    files[part.name or "_data"] = bytes(received)
+                    files[part.name or "_data"] = bytes(content)
     except (ValueError, AssertionError) as error:
         if isinstance(error, BadRequestError | TooLargeError):
             raise
         raise BadRequestError(36, f"the form cannot be read: {error}", "BAD_ARGUMENTS") from None
     return fields, files
-
-
-def _hold(charge: Charge, size: int) -> None:
-    if size > MAX_BODY:
-        raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
-    charge.grow_to(size)

@@ -55,7 +55,7 @@ class Journal:
                 f"{path} is not a journal that this version reads. Start the version that wrote it once, or move the file away."
             )
         self._end = _HEAD
-        for body in self._read():
+        for body in self.bodies():
             self._end += _RECORD.size + len(body)
         # Else what stands behind a torn record of this epoch might be found again, behind the next one.
         os.ftruncate(self._file, self._end)
@@ -80,7 +80,7 @@ class Journal:
         if disk.f_bavail * disk.f_frsize < KEPT_FREE + self.size + size + growth:
             raise OSError(errno.ENOSPC, "less than 256 MiB would be left of the disk with these spans in the tables", str(self.path))
         try:
-            self._write(pieces, size)
+            self._write(pieces)
         except OSError:
             os.ftruncate(self._file, self._end)
             raise
@@ -92,7 +92,16 @@ class Journal:
         Raises:
             OSError: the disk fails.
         """
-        return self._read()
+        at = _HEAD
+        while True:
+            record = os.pread(self._file, _RECORD.size, at)
+            length, checksum = _RECORD.unpack(record) if len(record) == _RECORD.size else (0, 0)
+            body = os.pread(self._file, length, at + _RECORD.size)
+            # No body is empty: zeros are what a machine's failure may leave.
+            if not body or len(body) != length or zlib.crc32(body, self._epoch) != checksum:
+                return
+            yield body
+            at += _RECORD.size + length
 
     def clear(self) -> None:
         """Forget all bodies: they are in the tables.
@@ -113,7 +122,7 @@ class Journal:
     def _write_head(self) -> None:
         os.pwrite(self._file, _NAME + _EPOCH.pack(self._epoch), 0)
 
-    def _write(self, pieces: Sequence[bytes], size: int) -> None:
+    def _write(self, pieces: Sequence[bytes]) -> None:
         """Write pieces behind the records."""
         at, rest = self._end, iter(pieces)
         while some := list(islice(rest, _PIECES)):
@@ -123,15 +132,3 @@ class Journal:
             while left:
                 written = os.pwrite(self._file, b"".join(some)[-left:], at)
                 at, left = at + written, left - written
-
-    def _read(self) -> Iterator[bytes]:
-        at = _HEAD
-        while True:
-            record = os.pread(self._file, _RECORD.size, at)
-            length, checksum = _RECORD.unpack(record) if len(record) == _RECORD.size else (0, 0)
-            body = os.pread(self._file, length, at + _RECORD.size)
-            # No body is empty: zeros are what a machine's failure may leave.
-            if not body or len(body) != length or zlib.crc32(body, self._epoch) != checksum:
-                return
-            yield body
-            at += _RECORD.size + length

@@ -20,8 +20,9 @@ from collector.decode import JSON, PROTOBUF, UndecodableError
 from collector.encodings import EncodingError, TooLargeError, decompress
 from collector.engine import EngineRefusedError
 from collector.ingest import MAX_BODY, Charge, Ingest, QueueFullError
+from collector.received import received
 from collector.signals import LOGS, TRACES, Signal
-from spangrad.patience import TooSlowError, arriving
+from spangrad.patience import TooSlowError
 
 RETRY_SECONDS = 1
 """When a sender that was told to wait should come again."""
@@ -70,7 +71,7 @@ class HTTPReceiver:
 
     def _storing(self, signal: Signal) -> Callable[[web.Request, Charge], Awaitable[Message]]:
         async def accept(request: web.Request, charge: Charge) -> Message:
-            body = await _read(request, charge)
+            body = await received(request, MAX_BODY, charge)
             encoding = request.headers.get("Content-Encoding", "")
 
             def unpack() -> bytes:
@@ -81,23 +82,8 @@ class HTTPReceiver:
         return accept
 
     async def _drop(self, request: web.Request, charge: Charge) -> Message:
-        await _read(request, charge)
+        await received(request, MAX_BODY, charge)
         return ExportMetricsServiceResponse()
-
-
-async def _read(request: web.Request, charge: Charge) -> bytes:
-    """The body as received, held in the budget while it arrives."""
-    pieces: list[bytes] = []
-    size = 0
-    async with arriving() as arrived:
-        while piece := await request.content.readany():
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_BODY:
-                raise TooLargeError(f"the body has more than {MAX_BODY} bytes; send smaller ones")
-            charge.grow_to(size)
-            arrived(size)
-    return b"".join(pieces)
 
 
 def _refuse(kind: str, status: int, code: int, message: str) -> web.Response:

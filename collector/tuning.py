@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _TABLES = ("otel_traces", "otel_logs", "rollout_spans", "calls", "trace_rollouts")
-_PARTS = 32
-"""How many parts are merged at once, at least."""
-_BY_COLUMN = {
+_SETTINGS = {
+    # How many parts are merged at once, at least.
+    "min_parts_to_merge_at_once": 32,
+    "merge_selector_base": 32,
     # Column by column from the first row on: wide values are copied as they are.
     "vertical_merge_algorithm_min_rows_to_activate": 1,
     "vertical_merge_algorithm_min_columns_to_activate": 1,
@@ -22,7 +23,6 @@ _BY_COLUMN = {
 
 def tune(execute: Callable[[str], object]) -> None:
     """Set how the embedded store's tables are merged; idempotent."""
+    assignments = ", ".join(f"{name} = {value}" for name, value in _SETTINGS.items())
     for table in _TABLES:
-        settings = {"min_parts_to_merge_at_once": _PARTS, "merge_selector_base": _PARTS, **_BY_COLUMN}
-        assignments = ", ".join(f"{name} = {value}" for name, value in settings.items())
         execute(f"ALTER TABLE otel.{table} MODIFY SETTING {assignments}")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from migrated_engine import migrated_engine
 from odd_otlp import traces
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue, KeyValueList
@@ -21,10 +22,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 
 from collector import span_staging
 from collector.bodies import TraceBody, trace_body
-from collector.cluster import Layout
 from collector.engine import Engine
 from collector.ingest import Refused
-from collector.migrations import migrate
 from collector.rows import encode_traces
 from collector.span_staging import SpanStaging
 
@@ -76,14 +75,10 @@ class Roads:
 
 @pytest.fixture(scope="module")
 def roads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roads]:
-    engine = Engine(tmp_path_factory.mktemp("decoding") / "data")
-    handle = engine.handle()
-    migrate(lambda sql: handle.query(sql).body.decode(), Layout())
-    handle.close()
-    roads = Roads(engine)
-    yield roads
-    roads.close()
-    engine.close()
+    with migrated_engine(tmp_path_factory.mktemp("decoding") / "data") as engine:
+        roads = Roads(engine)
+        yield roads
+        roads.close()
 
 
 @pytest.fixture

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from migrated_engine import migrated_engine
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
 from collector import deferred, span_staging
 from collector.bodies import TraceBody, trace_body
-from collector.cluster import Layout
 from collector.deferred import DeferredSpans
 from collector.engine import Engine, EngineRefusedError, Handle
 from collector.journal import Journal
-from collector.migrations import migrate
 from collector.rows import encode_traces
 
 START = 1_760_000_000_000_000_000
@@ -33,12 +32,8 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(tmp_path_factory.mktemp("deferred") / "data")
-    handle = engine.handle()
-    migrate(lambda sql: handle.query(sql).body.decode(), Layout())
-    handle.close()
-    yield engine
-    engine.close()
+    with migrated_engine(tmp_path_factory.mktemp("deferred") / "data") as engine:
+        yield engine
 
 
 @pytest.fixture(name="asking")

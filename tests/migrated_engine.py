@@ -1,0 +1,22 @@
+"""A real engine in this process, with the schema's tables: what tests of the collector's parts commit into."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from collector.cluster import Layout
+from collector.engine import Engine
+from collector.migrations import migrate
+
+
+@contextmanager
+def migrated_engine(path: Path) -> Generator[Engine]:
+    """Open a directory; the process may have no other engine meanwhile."""
+    engine = Engine(path)
+    handle = engine.handle()
+    migrate(lambda sql: handle.query(sql).body.decode(), Layout())
+    handle.close()
+    yield engine
+    engine.close()
