@@ -14,7 +14,7 @@ interrupted inside one search.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 ALLOWED = frozenset(
     {
@@ -58,6 +58,7 @@ _ESCAPED_CALL = re.compile(rf"[\w\\]*+[`\"]{_SPACE}(?:\(|/\*|--|//|\#)")
 _CLIENT_FILES = re.compile(r"\b(?:outfile|infile)\b")
 _WORD_ENDS = re.compile(r"(?!\w)")
 _ENGINE = re.compile(r"\bengine\b")
+_WORD = re.compile(r"\w++")
 _WINDOW = 1 << 16
 _LONGEST_NAME = 1 << 8
 
@@ -71,7 +72,8 @@ class StatementGuard:
 
     def __init__(self, engine_names: Iterable[str]) -> None:
         """Refuse all of the engine's table functions, database engines and table engines that are not in ALLOWED."""
-        names = "|".join(sorted(map(re.escape, ({name.lower() for name in engine_names} - ALLOWED) | _ALWAYS)))
+        self._refused = ({name.lower() for name in engine_names} - ALLOWED) | _ALWAYS
+        names = "|".join(sorted(map(re.escape, self._refused)))
         self._name = re.compile(rf"\b(?:{names})\b")
         self._call = re.compile(_CALL)
         # Some engines take no parentheses. A comment or an escape before the name would hide it.
@@ -85,7 +87,7 @@ class StatementGuard:
         """
         # Much faster than patterns that ignore case.
         sql = sql.lower()
-        if found := _find(sql, self._name, self._call):
+        if self._names_any(sql) and (found := _find(sql, self._name, self._call)):
             raise ForbiddenError(
                 f"{found}(...) is not allowed here: it may reach beyond the store."
                 " If it stands in a text, pass the text as a query parameter."
@@ -100,11 +102,20 @@ class StatementGuard:
                 "this table engine is not allowed here, or hides behind a comment or an escape. Name one that keeps its rows."
             )
 
+    def _names_any(self, sql: str) -> bool:
+        """Whether any of its words is a refused name: in most statements none is, and words are found in a third of the time."""
+        return any(not self._refused.isdisjoint(_WORD.findall(sql, start, end)) for start, end in _windows(sql))
+
+
+def _windows(sql: str) -> Iterator[tuple[int, int]]:
+    """Places that overlap, so that each name is whole in one of them."""
+    return ((start, start + _WINDOW + _LONGEST_NAME) for start in range(0, len(sql), _WINDOW))
+
 
 def _find(sql: str, head: re.Pattern[str], tail: re.Pattern[str]) -> str | None:
     """The first text that `head` matches, at most _LONGEST_NAME long, and that `tail` follows, however long that is."""
-    for start in range(0, len(sql), _WINDOW):
-        for found in head.finditer(sql, start, start + _WINDOW + _LONGEST_NAME):
+    for start, end in _windows(sql):
+        for found in head.finditer(sql, start, end):
             if tail.match(sql, found.end()):
                 return found.group()
     return None

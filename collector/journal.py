@@ -4,9 +4,9 @@ In: bodies, many at a time. Out: after a restart, the same bodies. Invariant: a 
 `append` returns, and none of it is found again when it raises.
 
 The file has an epoch, and is written over when it was emptied: memory that is there already costs a twentieth of memory that must be
-given for new pages of a file. A record is its length and its CRC-32, four bytes each, little-endian, and the body; the checksum begins
-with the epoch, so that what an earlier epoch left is no record. What is torn (the process died, or the disk was full, in the middle of
-a write) was never acknowledged: reading ends before it.
+given for new pages of a file. A record is its length in four bytes and its checksum (XXH3) in eight, little-endian, and the body; the
+epoch is the checksum's seed, so that what an earlier epoch left is no record. What is torn (the process died, or the disk was full, in
+the middle of a write) was never acknowledged: reading ends before it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from xxhash import xxh3_64_intdigest
+
 from spangrad.errors import StoreError
 
-_NAME = b"spangrad journal 2\n"
+_NAME = b"spangrad journal 3\n"
 _EPOCH = struct.Struct("<I")
 _HEAD = len(_NAME) + _EPOCH.size
-_RECORD = struct.Struct("<II")
+_RECORD = struct.Struct("<IQ")
 _PIECES = 512
 """Handed to the operating system at once; it takes 1024."""
 KEPT_FREE = 256 * 2**20
@@ -65,19 +66,23 @@ class Journal:
         """Bytes of records; 0: there are none."""
         return self._end - _HEAD
 
-    def append(self, bodies: Sequence[bytes]) -> None:
+    def append(self, bodies: Sequence[bytes], others: int = 0) -> None:
         """Write bodies, none of them empty, behind the others: all of them, or none.
+
+        Args:
+            bodies: what to write.
+            others: bytes that stand in other journals of this disk.
 
         Raises:
             OSError: there is no room, or the disk fails.
         """
         pieces: list[bytes] = []
         for body in bodies:
-            pieces += (_RECORD.pack(len(body), zlib.crc32(body, self._epoch)), body)
+            pieces += (_RECORD.pack(len(body), xxh3_64_intdigest(body, self._epoch)), body)
         size = sum(map(len, pieces))
         disk, growth = os.fstatvfs(self._file), max(0, self._end + size - os.fstat(self._file).st_size)
-        # What stands here must fit into tables, too.
-        if disk.f_bavail * disk.f_frsize < KEPT_FREE + self.size + size + growth:
+        # What stands in journals must fit into tables, too.
+        if disk.f_bavail * disk.f_frsize < KEPT_FREE + self.size + others + size + growth:
             raise OSError(errno.ENOSPC, "less than 256 MiB would be left of the disk with these spans in the tables", str(self.path))
         try:
             self._write(pieces)
@@ -98,7 +103,7 @@ class Journal:
             length, checksum = _RECORD.unpack(record) if len(record) == _RECORD.size else (0, 0)
             body = os.pread(self._file, length, at + _RECORD.size)
             # No body is empty: zeros are what a machine's failure may leave.
-            if not body or len(body) != length or zlib.crc32(body, self._epoch) != checksum:
+            if not body or len(body) != length or xxh3_64_intdigest(body, self._epoch) != checksum:
                 return
             yield body
             at += _RECORD.size + length

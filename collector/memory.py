@@ -20,8 +20,8 @@ _LARGEST = 32 * 2**20
 """Bytes of an allocation that is still taken from a heap: the most that the C library allows."""
 _HEAPS = 2
 """Of the C library's. Python's threads wait for each other anyway, and what lies in one heap is lost to the others."""
-_ENGINE = "prof:false,dirty_decay_ms:20000"
-"""Pages that are free are given back after 20 s, not 5, and nobody's allocations are sampled."""
+_ENGINE = "prof:false,percpu_arena:disabled,narenas:1,oversize_threshold:0,dirty_decay_ms:60000"
+"""All threads and sizes share what was freed, which is given back after a minute, not 5 s; and nobody's allocations are sampled."""
 
 
 def keep_memory() -> None:

@@ -85,8 +85,8 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
 
     token, read_token = (one.get_secret_value() if one else None for one in (store.token, store.read_token))
     guardian = Guardian(token, read_token)
-    traces, logs = engine.handle(schema_files=True), engine.handle()
-    spans = DeferredSpans(traces, engine.path / "journal", store.settle_seconds)
+    traces, logs = (engine.handle(schema_files=True), engine.handle(schema_files=True)), engine.handle()
+    spans = DeferredSpans(traces, engine.path / "journals", store.settle_seconds)
     ingest = Ingest(
         Inserter("insert-traces", spans.commit, store.linger_ms / 1000),
         Inserter("insert-logs", LogStaging(logs).commit, store.linger_ms / 1000),
@@ -121,8 +121,8 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     await asyncio.to_thread(spans.close)
     if expiry:
         await asyncio.to_thread(expiry.join)
-    traces.close()
-    logs.close()
+    for handle in (*traces, logs):
+        handle.close()
     logger.info("store stopped")
 
 

@@ -1,4 +1,4 @@
-"""How the embedded engine merges the tables that every insert adds to: seldom, and many parts at once.
+"""How the embedded engine keeps the tables that every insert adds to: merged seldom, many parts at once, and quick to read.
 
 In: what runs a statement. Out: settings of tables. Invariant: nothing that a reader sees depends on them.
 
@@ -19,10 +19,13 @@ _SETTINGS = {
     "vertical_merge_algorithm_min_rows_to_activate": 1,
     "vertical_merge_algorithm_min_columns_to_activate": 1,
 }
+_READ_BY_ROLLOUT = ("rollout_spans", "calls")
+# As the schema has it from the server's default; parts beyond some hundred megabytes would have ZSTD, a tenth more to read by.
+_QUICK_TO_READ = {"default_compression_codec": "'LZ4'"}
 
 
 def tune(execute: Callable[[str], object]) -> None:
-    """Set how the embedded store's tables are merged; idempotent."""
-    assignments = ", ".join(f"{name} = {value}" for name, value in _SETTINGS.items())
+    """Set how the embedded store's tables are kept; idempotent."""
     for table in _TABLES:
-        execute(f"ALTER TABLE otel.{table} MODIFY SETTING {assignments}")
+        settings = _SETTINGS | (_QUICK_TO_READ if table in _READ_BY_ROLLOUT else {})
+        execute(f"ALTER TABLE otel.{table} MODIFY SETTING {', '.join(f'{name} = {value}' for name, value in settings.items())}")

@@ -45,6 +45,8 @@ CANONICAL = [
 UNKNOWN = "unknown"
 """Convention of a call that no dialect reads."""
 _SAID = ["ResponseId", "Model", "InputTokens", "OutputTokens"]
+_ANSWERING = ["Timestamp", "ServiceName", "SpanName", "ScopeName", "StatusCode", "StatusMessage", "Attributes"]
+"""What tells whether a span holds an answer, and where that is."""
 _KINDS = ["IsClient", "IsModel", "IsEngine", "IsSuspect"]
 
 
@@ -80,7 +82,8 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
     real = spans.select("RowKind", *_SPAN).with_row_index("row").filter(pl.col("RowKind") == "span")
     # Usually nothing lies between the two, and that is seen at little cost.
-    apart = spans[real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=_SPAN, how="anti", maintain_order="left")["row"]]
+    rows = real.join(recorded.select("TraceId", SpanId="ParentSpanId"), on=_SPAN, how="anti", maintain_order="left")["row"]
+    apart = spans.select(*_SPAN, *_ANSWERING)[rows]
     apart = apart.filter(dialects.holds_answer(apart))
     apart = apart.select(*_SPAN, "Timestamp", "ServiceName", "SpanName").unique(_SPAN, keep="first", maintain_order=True)
     if apart.is_empty():

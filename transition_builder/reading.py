@@ -104,7 +104,8 @@ def constant(texts: Iterable[str]) -> str:
     In hexadecimal, because the store refuses statements with certain words in them, and between bytes that UTF-8 has no use for; and
     without a lambda, which the engine would not evaluate in time to look the keys up in the index.
     """
-    return f"splitByChar('\\xFF', unhex('{'FF'.join(text.encode().hex() for text in texts)}'))"
+    between = b"\xff"
+    return f"splitByChar('\\xFF', unhex('{between.join(text.encode() for text in texts).hex()}'))"
 
 
 def _with_plain_map_keys(table: Any) -> Any:

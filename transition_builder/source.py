@@ -112,8 +112,11 @@ class Source:
             told = self._reader.frame(_BESIDE.format(traces=constant(some)))
             dropped.append(told.filter(pl.col("RolloutKey") == ""))
             inherited.append(self._by_keys(told["RolloutKey"].filter(told["RolloutKey"] != ""), _INHERITED, some))
-        kept_back = concat(dropped, DROPPED).select(pl.struct(*DROPPED)).to_series()
-        return pl.concat([found, *inherited]).with_columns(Dropped=pl.struct(*DROPPED).is_in(kept_back.implode()))
+        rows, kept_back = pl.concat([found, *inherited]), concat(dropped, DROPPED)
+        if kept_back.is_empty():
+            return rows.with_columns(Dropped=pl.lit(False))
+        among = kept_back.select(pl.struct(*DROPPED)).to_series().implode()
+        return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
 
     def _by_keys(self, keys: pl.Series, where: str, traces: Collection[str] = ()) -> pl.DataFrame:
         """Rows of otel.rollout_spans by their keys, as far as a condition holds, which may ask for traces."""

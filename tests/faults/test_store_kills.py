@@ -87,9 +87,9 @@ def test_a_journal_outlives_the_tables(tmp_path: Path, chance: Random, rollouts:
         assert [_posted(first, body) for body in bodies] == [200] * 3
         child.process.kill()
         child.process.wait()
-    journal = (first.path / "journal").read_bytes()
-    second.path.mkdir()
-    (second.path / "journal").write_bytes(journal + journal[100:5000])
+    journal = (first.path / "journals" / "first").read_bytes()
+    (second.path / "journals").mkdir(parents=True)
+    (second.path / "journals" / "first").write_bytes(journal + journal[100:5000])
     for store in (first, second):
         with running_store(store, tmp_path / "log"):
             verdict = judge(store, run, Held.of([body.held for body in bodies]))

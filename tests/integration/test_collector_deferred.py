@@ -18,12 +18,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from collector import deferred, span_staging
+from collector import lot, span_staging
 from collector.bodies import TraceBody, trace_body
 from collector.deferred import DeferredSpans
 from collector.engine import Engine, EngineRefusedError, Handle
 from collector.journal import Journal
 from collector.rows import encode_traces
+from collector.span_staging import SpanStaging
 
 START = 1_760_000_000_000_000_000
 NEVER = 10_000.0
@@ -46,14 +47,15 @@ def _asking(engine: Engine) -> Iterator[Handle]:
 class Store:
     """One life of the store's spans, and the next after a kill."""
 
-    def __init__(self, engine: Engine, journal: Path, wait_seconds: float = NEVER) -> None:
-        self._engine, self._journal, self._wait = engine, journal, wait_seconds
+    def __init__(self, engine: Engine, journals: Path, wait_seconds: float = NEVER) -> None:
+        self._engine, self._journals, self._wait = engine, journals, wait_seconds
         self._handles: list[Handle] = []
         self.spans = self._begin()
 
     def kill(self) -> None:
         """Lose all that is in memory: what is staged is a session's own."""
-        self._handles[-1].query("DROP TEMPORARY TABLE IF EXISTS staged")
+        for handle in self._handles[-2:]:
+            handle.query("DROP TEMPORARY TABLE IF EXISTS staged")
         self.spans = self._begin()
 
     def close(self) -> None:
@@ -63,13 +65,14 @@ class Store:
             handle.close()
 
     def _begin(self) -> DeferredSpans:
-        self._handles.append(self._engine.handle(schema_files=True))
-        return DeferredSpans(self._handles[-1], self._journal, self._wait)
+        first, second = self._engine.handle(schema_files=True), self._engine.handle(schema_files=True)
+        self._handles += (first, second)
+        return DeferredSpans((first, second), self._journals, self._wait)
 
 
 @pytest.fixture(name="store")
 def _store(engine: Engine, tmp_path: Path) -> Iterator[Store]:
-    store = Store(engine, tmp_path / "journal")
+    store = Store(engine, tmp_path / "journals")
     yield store
     store.close()
 
@@ -124,12 +127,12 @@ def test_a_kill_loses_nothing_and_what_comes_again_counts_once(store: Store, ask
     called = names(2)
     for name in called:
         store.spans.commit([body(name, count)])
-    journal = (tmp_path / "journal").read_bytes()
+    journal = (tmp_path / "journals" / "first").read_bytes()
     store.kill()
     assert stored(asking, *called) == [count] * 2
 
     # Killed again, between the commit and the end of the journal; and the last write is torn.
-    (tmp_path / "journal").write_bytes(journal + journal[-100:])
+    (tmp_path / "journals" / "first").write_bytes(journal + journal[-100:])
     store.kill()
     assert stored(asking, *called) == [count] * 2
     assert stored(asking, *called, table="otel_traces") == [2 * count] * 2
@@ -155,7 +158,7 @@ def test_what_cannot_be_staged_is_refused_and_the_rest_is_kept(store: Store, ask
 def test_what_the_journal_cannot_take_is_refused_and_the_rest_is_kept(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: Journal, bodies: Sequence[bytes]) -> None:
+    def full(_: Journal, bodies: Sequence[bytes], others: int) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
     before, bad, after = names(3)
@@ -196,26 +199,62 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A view that came while spans waited: nobody is told that these are bad, and they stay."""
-    first, second = names(2)
-    monkeypatch.setattr(deferred, "MAX_SPANS", 2)
-    monkeypatch.setattr(deferred, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(deferred, "MAX_RETRY_SECONDS", 0.0)
+    first, second, third = names(3)
+    monkeypatch.setattr(lot, "MAX_SPANS", 2)
+    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(lot, "MAX_RETRY_SECONDS", 0.0)
     asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
     store.spans.commit([body(first)])
     view = f"SELECT throwIf(ServiceName = '{first}', 'bad') AS n FROM otel.otel_traces"
     asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
 
+    store.spans.commit([body(second)])
     with pytest.raises(EngineRefusedError, match="spans that came before wait: Code: 395") as caught:
-        store.spans.commit([body(second)])
+        store.spans.commit([body(third)])
     assert not caught.value.of_the_data
     assert not store.spans.settle()
     assert "bytes of acknowledged spans wait in" in caplog.text
     asking.query("DROP VIEW default.picky")
     asking.query("DROP TABLE default.seen")
-    store.spans.commit([body(second)])
+    store.spans.commit([body(third)])
     assert store.spans.settle()
-    assert stored(asking, first, second) == [2, 2]
+    assert stored(asking, first, second, third) == [2, 2, 2]
+
+
+def test_what_comes_while_others_are_inserted_need_not_wait(
+    engine: Engine, tmp_path: Path, asking: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = names(3)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(staging: SpanStaging) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        insert(staging)
+
+    insert = SpanStaging.store
+    store = Store(engine, tmp_path / "other", wait_seconds=0.05)
+    monkeypatch.setattr(lot, "MAX_SPANS", 2)
+    monkeypatch.setattr(SpanStaging, "store", slow)
+    store.spans.commit([body(first)])
+    assert begun.wait(60)
+
+    store.spans.commit([body(second)])
+    # It is enough: who comes now waits, as whoever asks does.
+    others = [threading.Thread(target=store.spans.commit, args=([body(third)],)), threading.Thread(target=store.spans.settle)]
+    for one in others:
+        one.start()
+        one.join(0.2)
+        assert one.is_alive()
+    assert stored(asking, first, second, third) == [0, 0, 0]
+
+    go_on.set()
+    for one in others:
+        one.join(60)
+    assert store.spans.settle()
+    assert stored(asking, first, second, third) == [2, 2, 2]
+    store.close()
 
 
 def test_without_a_wait_each_commit_is_an_insert(engine: Engine, tmp_path: Path, asking: Handle) -> None:

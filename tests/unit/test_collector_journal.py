@@ -38,7 +38,7 @@ def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut:
         journal.close()
 
         data = bytearray(path.read_bytes())
-        head, kept = len(data) - sum(8 + len(body) for body in appended), len(data)
+        head, kept = len(data) - sum(12 + len(body) for body in appended), len(data)
         if flipped is not None and head + flipped < len(data):
             data[head + flipped] ^= 1
             kept = head + flipped
@@ -46,7 +46,7 @@ def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut:
         path.write_bytes(data[: head + cut])
         whole, end = list[bytes](), head
         for body in appended:
-            end += 8 + len(body)
+            end += 12 + len(body)
             if end > kept:
                 break
             whole.append(body)
@@ -69,7 +69,7 @@ def test_what_was_cleared_is_not_found_again(lives: list[list[bytes]]) -> None:
             journal.clear()
             assert journal.size == 0
             journal.append(bodies)
-            assert journal.size == sum(8 + len(body) for body in bodies)
+            assert journal.size == sum(12 + len(body) for body in bodies)
         journal.close()
         assert reopened(path) == lives[-1]
 

@@ -36,7 +36,7 @@ def told(program: str, **environment: str) -> str:
 
 @pytest.mark.parametrize(
     ("environment", "decay"),
-    [({}, "opt.dirty_decay_ms: 20000"), ({"JE_MALLOC_CONF": "dirty_decay_ms:7000"}, "opt.dirty_decay_ms: 7000")],
+    [({}, "opt.dirty_decay_ms: 60000"), ({"JE_MALLOC_CONF": "dirty_decay_ms:7000"}, "opt.dirty_decay_ms: 7000")],
     ids=["ours", "the environment's"],
 )
 def test_the_engine_keeps_memory(environment: dict[str, str], decay: str) -> None:
