@@ -4,12 +4,12 @@ In: `TraceBody`s; whoever is about to read. Out: for each body what was refused 
 Invariant: what was acknowledged is in the tables or in a journal, whatever the kill point, and `settle` returns when all that was
 acknowledged before is in the tables.
 
-A part of a table costs its making, and its row's merging, by the part: inserts of thousands of spans are dear (docs/decisions/0013).
-So rows wait until there are many, or somebody asks, or a while has gone by. There are two lots of them: while one is inserted, what
-comes joins the other.
+A statement that decodes spans costs its analysis, a part of a table its making and its rows' merging: inserts of thousands of spans
+are dear (docs/decisions/0013). So spans wait until there are many, or somebody asks, or a while has gone by. There are two lots of
+them: while one is inserted, what comes joins the other.
 
 Bodies are deferred only while every view that an insert fills is the schema's own, and no table has changed since the start: these
-never refuse a span. Otherwise each commit is an insert, and a view's refusal is told to the sender.
+never refuse a span. Otherwise each commit is an insert, and a view's refusal is told to the sender; so is one of a very large body.
 """
 
 from __future__ import annotations
@@ -74,15 +74,18 @@ class DeferredSpans:
             if not (self._plain and self._wait > 0):
                 with self._store_lock:
                     _store_before(self._storing, self._taking)
-                return self._taking.insert(bodies)
-            if self._taking.is_full or self._taking.is_torn:
-                with self._store_lock:
-                    _store_before(self._storing)
-                    self._change_places()
-            refused = self._taking.take(bodies, self._storing.size)
+                self._taking.insert(bodies)
+            elif any(body.size > lot.MAX_BODY for body in bodies):
+                self._taking.insert(bodies)
+            else:
+                if self._taking.is_full:
+                    with self._store_lock:
+                        _store_before(self._storing)
+                        self._change_places()
+                self._taking.take(bodies, self._storing.size)
         with self._woken:
             self._woken.notify()
-        return refused
+        return [body.refused for body in bodies]
 
     def settle(self) -> bool:
         """Bring all that was acknowledged into the tables: whether that could be done; if not, the log says why. Any thread may ask."""

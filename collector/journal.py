@@ -56,8 +56,8 @@ class Journal:
                 f"{path} is not a journal that this version reads. Start the version that wrote it once, or move the file away."
             )
         self._end = _HEAD
-        for body in self.bodies():
-            self._end += _RECORD.size + len(body)
+        for start, body in self.bodies():
+            self._end = start + len(body)
         # Else what stands behind a torn record of this epoch might be found again, behind the next one.
         os.ftruncate(self._file, self._end)
 
@@ -66,20 +66,26 @@ class Journal:
         """Bytes of records; 0: there are none."""
         return self._end - _HEAD
 
-    def append(self, bodies: Sequence[bytes], others: int = 0) -> None:
+    def append(self, bodies: Sequence[bytes], others: int = 0) -> list[int]:
         """Write bodies, none of them empty, behind the others: all of them, or none.
 
         Args:
             bodies: what to write.
             others: bytes that stand in other journals of this disk.
 
+        Returns:
+            Where each body begins.
+
         Raises:
             OSError: there is no room, or the disk fails.
         """
         pieces: list[bytes] = []
+        starts: list[int] = []
+        size = 0
         for body in bodies:
             pieces += (_RECORD.pack(len(body), xxh3_64_intdigest(body, self._epoch)), body)
-        size = sum(map(len, pieces))
+            starts.append(self._end + size + _RECORD.size)
+            size += _RECORD.size + len(body)
         disk, growth = os.fstatvfs(self._file), max(0, self._end + size - os.fstat(self._file).st_size)
         # What stands in journals must fit into tables, too.
         if disk.f_bavail * disk.f_frsize < KEPT_FREE + self.size + others + size + growth:
@@ -90,9 +96,10 @@ class Journal:
             os.ftruncate(self._file, self._end)
             raise
         self._end += size
+        return starts
 
-    def bodies(self) -> Iterator[bytes]:
-        """All bodies, in the order in which they came.
+    def bodies(self) -> Iterator[tuple[int, bytes]]:
+        """All bodies, in the order in which they came, and where each begins.
 
         Raises:
             OSError: the disk fails.
@@ -101,12 +108,24 @@ class Journal:
         while True:
             record = os.pread(self._file, _RECORD.size, at)
             length, checksum = _RECORD.unpack(record) if len(record) == _RECORD.size else (0, 0)
-            body = os.pread(self._file, length, at + _RECORD.size)
+            at += _RECORD.size
+            body = os.pread(self._file, length, at)
             # No body is empty: zeros are what a machine's failure may leave.
             if not body or len(body) != length or xxh3_64_intdigest(body, self._epoch) != checksum:
                 return
-            yield body
-            at += _RECORD.size + length
+            yield at, body
+            at += length
+
+    def read(self, start: int, length: int) -> bytes:
+        """A body, by where it begins.
+
+        Raises:
+            OSError: the disk fails, or somebody has cut the file.
+        """
+        body = os.pread(self._file, length, start)
+        if len(body) != length:
+            raise OSError(errno.EIO, f"of {length} bytes at {start} there are {len(body)}", str(self.path))
+        return body
 
     def clear(self) -> None:
         """Forget all bodies: they are in the tables.

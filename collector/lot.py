@@ -1,8 +1,7 @@
-"""Spans that wait together, and are inserted at once: in a journal, and staged in the engine's memory.
+"""Spans that wait together in a journal, and are inserted at once.
 
-In: `TraceBody`s. Out: for each what was refused of it; and when asked, all of them in the tables.
-Invariant: what was taken is in the tables or in the journal, whatever the kill point (it may be in both: law 1). When rows in memory
-are lost, because staging failed in its middle or the process ended, they are made anew from the journal.
+In: `TraceBody`s. Out: when asked, all of them in the tables.
+Invariant: what was taken is in the tables or in the journal, whatever the kill point (it may be in both: law 1).
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import errno
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from collector.bodies import TraceBody, trace_body
 from collector.engine import EngineRefusedError, Handle
-from collector.ingest import MAX_INSERT, Refused
 from collector.journal import Journal
 from collector.span_staging import SpanStaging
 
@@ -27,6 +27,8 @@ MAX_SPANS = 20_000
 """Spans that wait together at most, but for those of one commit."""
 MAX_BYTES = 96 * 2**20
 """Bytes of bodies that wait together at most, but for those of one commit."""
+MAX_BODY = 8 * 2**20
+"""Bytes of a body that may wait: what is made of a larger one may be more than can be held, which its sender must be told."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 8.0
 """After which storing what waits is tried again, the first time and later."""
 
@@ -41,6 +43,13 @@ class Lot:
         """When the first of what waits came; 0 where nothing waits, or nobody knows."""
         self._staging = SpanStaging(handle)
         self._journal = Journal(journal)
+        self._bodies = [
+            self._in_journal(trace_body(ExportTraceServiceRequest.FromString(raw), raw), start) for start, raw in self._journal.bodies()
+        ]
+        """What the journal holds, and only it."""
+        self._spans = sum(body.spans for body in self._bodies)
+        if self._bodies:
+            logger.info("%d requests with acknowledged spans are read from %s", len(self._bodies), journal)
         self._failed: EngineRefusedError | None = None
         """Why what waits could not be stored, the last time."""
         self._pause = RETRY_SECONDS
@@ -55,44 +64,35 @@ class Lot:
     @property
     def is_full(self) -> bool:
         """Whether no more should join; any thread may ask."""
-        return self._staging.held >= MAX_SPANS or self.size >= MAX_BYTES
+        return self._spans >= MAX_SPANS or self.size >= MAX_BYTES
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether rows of what waits were lost, so that nothing can join them."""
-        return self.size > 0 and not self._staging.held
-
-    def take(self, bodies: Sequence[TraceBody], others: int) -> list[Refused]:
+    def take(self, bodies: Sequence[TraceBody], others: int) -> None:
         """Let bodies wait: when it returns they are in the journal.
 
         Args:
             bodies: all or none of them are taken.
             others: bytes that wait elsewhere, and will need room in the tables too.
 
-        Returns:
-            What can't be stored of each body.
-
         Raises:
             EngineRefusedError: none of them was taken.
         """
-        refused = self._staging.stage(bodies)
+        storable = [body for body in bodies if body.spans > body.refused.count]
         try:
-            self._journal.append([body.raw for body, its in zip(bodies, refused, strict=True) if body.spans > its.count], others)
+            starts = self._journal.append([body.load() for body in storable], others)
         except OSError as error:
-            # What is staged now is more than what is acknowledged.
-            self._staging.forget()
             raise _refused(error) from None
+        self._bodies += map(self._in_journal, storable, starts)
+        self._spans += sum(body.spans for body in storable)
         if self.size:
             self.since = self.since or time.monotonic()
-        return refused
 
-    def insert(self, bodies: Sequence[TraceBody]) -> list[Refused]:
-        """Bring bodies into the tables at once, where nothing waits: what could not be stored of each.
+    def insert(self, bodies: Sequence[TraceBody]) -> None:
+        """Bring bodies into the tables at once.
 
         Raises:
             EngineRefusedError: none of them was taken.
         """
-        return self._staging.commit(bodies)
+        self._staging.commit(bodies)
 
     def store(self) -> None:
         """Bring all that waits into the tables.
@@ -122,32 +122,18 @@ class Lot:
         """Close the journal; what waits stays in it."""
         self._journal.close()
 
+    def _in_journal(self, body: TraceBody, start: int) -> TraceBody:
+        """The same body, read from the journal when it is needed."""
+        return replace(body, load=partial(self._journal.read, start, body.size))
+
     def _try_to_store(self) -> None:
         try:
-            if not self._staging.held:
-                self._restage()
-            self._staging.store()
+            self._staging.commit(self._bodies)
+            # What is in the tables already counts once, when it comes again.
             self._journal.clear()
         except OSError as error:
-            # What is in the tables already counts once, when it comes again.
             raise _refused(error) from None
-
-    def _restage(self) -> None:
-        """Make the rows anew, which were lost: all of them, or none."""
-        batch: list[TraceBody] = []
-        size = 0
-        try:
-            for raw in self._journal.bodies():
-                batch.append(trace_body(ExportTraceServiceRequest.FromString(raw), raw))
-                size += len(raw)
-                if size >= MAX_INSERT:
-                    self._staging.stage(batch)
-                    batch, size = [], 0
-            self._staging.stage(batch)
-        except BaseException:
-            self._staging.forget()
-            raise
-        logger.info("%d acknowledged spans are read from %s", self._staging.held, self._journal.path)
+        self._bodies, self._spans = [], 0
 
 
 def _refused(error: OSError) -> EngineRefusedError:

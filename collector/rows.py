@@ -44,6 +44,8 @@ _SPAN, _LOG = b"\x04span", b"\x03log"
 _LATEST = 2**63 - 1
 _CACHED_LENGTH = 128
 _KEY = itemgetter(0)
+_IDS, _SPAN_IDS = (0, 16), (0, 8)
+"""How many bytes ids of traces and of spans may have."""
 _signed = struct.Struct("<q").pack
 _unsigned = struct.Struct("<Q").pack
 _counts = struct.Struct("<QQQ").pack
@@ -79,9 +81,6 @@ def encode_traces(request: ExportTraceServiceRequest, wanted: Mapping[tuple[int,
         request: the whole.
         wanted: places of spans, by places of their resource and scope, all from 0. None: every span.
     """
-    # Most requests have nothing left for Python.
-    if wanted is not None and not wanted:
-        return Rows(b"", 0)
     out: list[bytes] = []
     dropped: list[bytes] = []
     count, refusals = 0, list[str]()
@@ -100,12 +99,32 @@ def encode_traces(request: ExportTraceServiceRequest, wanted: Mapping[tuple[int,
                     count += 1
                 except _UnstorableError as error:
                     del out[start:]
-                    refusals.append(f"span {span.name!r}: {error}")
+                    refusals.append(_refusal(span, error))
                     continue
                 if lost := _lost(span):
                     dropped += (_SPAN, _time(span.start_time_unix_nano), service, scope_name, _name(span.name))
                     dropped += (_id(span.trace_id, 16), _id(span.span_id, 8), lost)
     return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "", b"".join(dropped))
+
+
+def unstorable(request: ExportTraceServiceRequest) -> list[str]:
+    """Why no row can hold a span, for each span of which that is so: those that `encode_traces` rejects."""
+    return [
+        reason
+        for resource_spans in request.resource_spans
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+        # What nearly every span passes, at once.
+        if not (
+            len(span.trace_id) in _IDS
+            and len(span.span_id) in _SPAN_IDS
+            and len(span.parent_span_id) in _SPAN_IDS
+            and span.start_time_unix_nano <= _LATEST
+            and not span.events
+            and not span.links
+        )
+        and (reason := _unstorable(span))
+    ]
 
 
 def encode_logs(request: ExportLogsServiceRequest) -> Rows:
@@ -138,6 +157,29 @@ def encode_logs(request: ExportLogsServiceRequest) -> Rows:
                     dropped += (_LOG, _record_time(record), service, _name(scope_logs.scope.name), _name(record.event_name))
                     dropped += (_id(record.trace_id, 16), _id(record.span_id, 8), _counts(record.dropped_attributes_count, 0, 0))
     return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "", b"".join(dropped))
+
+
+def _unstorable(span: Span) -> str:
+    """Why no row can hold a span; empty when one can."""
+    # In the order of `_span`, so that both name the same reason.
+    try:
+        _time(span.start_time_unix_nano)
+        _id(span.trace_id, 16)
+        _id(span.span_id, 8)
+        _id(span.parent_span_id, 8)
+        for event in span.events:
+            _time(event.time_unix_nano)
+        for link in span.links:
+            _id(link.trace_id, 16)
+        for link in span.links:
+            _id(link.span_id, 8)
+    except _UnstorableError as error:
+        return _refusal(span, error)
+    return ""
+
+
+def _refusal(span: Span, error: _UnstorableError) -> str:
+    return f"span {span.name!r}: {error}"
 
 
 def _span(out: list[bytes], span: Span, service: bytes, resource: bytes, scope: bytes) -> None:

@@ -1,8 +1,8 @@
-"""Many bodies of spans into rows in memory, the engine decoding what it reads right, Python the rest; many such into one insert.
+"""Many bodies of spans into one insert: into rows in memory first, the engine decoding what it reads right, Python the rest.
 
-In: `TraceBody`s. Out: for each what was refused, all others staged; and when asked, everything staged committed.
+In: `TraceBody`s. Out: rows of otel.otel_traces, of all their spans but the refused ones.
 Invariant: both roads give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the
-staged table, or refused by name, before anything is said of them.
+staged table, unless it was refused, before any of them is inserted.
 
 The engine's road costs a third of Python's for a span and some twenty milliseconds for a batch: it is taken from ENGINE_FROM spans
 on. It marks the spans that it would not read as the Collector writes them (decoding/spans.sql); Python encodes those.
@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from collector.bodies import TraceBody, protobuf_list, resources
 from collector.engine import EngineRefusedError, Handle
-from collector.ingest import Refused
-from collector.rows import DROPPED_INSERT, TRACES_INSERT, Rows, encode_traces
+from collector.rows import DROPPED_INSERT, TRACES_INSERT, encode_traces
 from collector.staging import Staging
 
 logger = logging.getLogger(__name__)
 
 ENGINE_FROM = 1000
 """Spans in a batch from which on the engine decodes."""
+MAX_BATCH = 128 * 2**20
+"""Bytes of bodies beyond which no further one joins a batch: what is made of them on the way has several times as many."""
 _DECODING = Path(__file__).parent / "decoding"
 _COLUMNS = TRACES_INSERT[TRACES_INSERT.index("(") + 1 : -1]
 _SCHEMA = str(_DECODING / "spans.proto").replace("\\", "\\\\").replace("'", "\\'")
@@ -36,9 +37,13 @@ _FLAT = ", ".join(name for name in _COLUMNS.split(", ") if not name.startswith("
 _DECODE = f"INSERT INTO staged ({_FLAT}, Resource, Scope, Place, Odd) {(_DECODING / 'spans.sql').read_text()} {_ALL}"
 
 _STORE = (
-    f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM staged WHERE NOT Odd {_ALL},"
+    # In the table's own order, so that writing it need not put its widest column in order twice, as it is and for the index of it.
+    f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM staged WHERE NOT Odd"
+    f" ORDER BY ServiceName, SpanName, toDateTime(Timestamp) {_ALL},"
     # What came twice in one insert is told apart by readers and merges, as all that comes twice: looking for it here, row by row, is dear.
-    " optimize_on_insert = 0"
+    " optimize_on_insert = 0,"
+    # The table and what its views make of the rows are written at the same time.
+    " parallel_view_processing = 1, max_threads = 2"
 )
 
 Places = Mapping[tuple[int, int], Sequence[int]]
@@ -54,121 +59,104 @@ class SpanStaging:
         self._others = Staging(handle)
         self._engine_from = engine_from
         self._ready = False
-        self.held = 0
-        """Spans staged and not committed."""
-        self._numbered = 0
-        """ResourceSpans that are staged."""
 
-    def commit(self, bodies: Sequence[TraceBody]) -> list[Refused]:
-        """Insert all spans of all bodies, and all that were staged before.
-
-        Returns:
-            What could not be stored of each body.
+    def commit(self, bodies: Sequence[TraceBody]) -> None:
+        """Insert all spans of all bodies but the refused ones.
 
         Raises:
-            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views; nothing is staged any more.
+            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views.
         """
-        refused = self.stage(bodies)
+        spans = sum(body.spans - body.refused.count for body in bodies)
         try:
-            self.store()
-        except EngineRefusedError:
-            self.forget()
-            raise
-        return refused
-
-    def stage(self, bodies: Sequence[TraceBody]) -> list[Refused]:
-        """Make rows of all spans of all bodies.
-
-        Returns:
-            What can't be stored of each body.
-
-        Raises:
-            EngineRefusedError: they can't be held; nothing is staged any more, not even what was before.
-        """
-        try:
-            left = self._decoded(bodies)
-            rows = [encode_traces(body.request, places) for body, places in zip(bodies, left, strict=True)]
-            self._encoded(bodies, rows)
+            self._prepare()
+            first = 0
+            for batch in _batches(bodies):
+                self._stage(batch, first)
+                first += sum(len(body.wire or ()) for body in batch)
+            self._require(spans)
+            if spans:
+                self._handle.query(_STORE)
         except BaseException:
-            self.forget()
+            self._forget()
             raise
-        return [Refused(one.rejected, one.reason) for one in rows]
+        try:
+            self._handle.query("TRUNCATE TABLE staged")
+        # It is committed: it must not be inserted again.
+        except EngineRefusedError:
+            self._forget()
 
-    def store(self) -> None:
-        """Commit what is staged.
+    def _stage(self, batch: Sequence[TraceBody], first: int) -> None:
+        """Make rows of a batch, its ResourceSpans numbered from `first`."""
+        left = self._decoded(batch, first)
+        # Most bodies have nothing left for Python.
+        rows = [encode_traces(body.request, places) for body, places in zip(batch, left, strict=True) if places is None or places]
+        if data := [one.data for one in rows if one.data]:
+            self._handle.send(f"INSERT INTO staged ({_COLUMNS})", "RowBinary", data)
+        if dropped := b"".join(one.dropped for one in rows):
+            self._others.insert(DROPPED_INSERT, "RowBinary", dropped, keep_staging=True)
 
-        Raises:
-            EngineRefusedError: it was not inserted, unless the engine failed in the middle of its views; it is still staged.
-        """
-        if self.held:
-            self._handle.query(_STORE)
-        self.held = self._numbered = 0
-        if self._ready:
-            try:
-                self._handle.query("TRUNCATE TABLE staged")
-            # It is committed: it must not be inserted again.
-            except EngineRefusedError:
-                self.forget()
+    def _require(self, spans: int) -> None:
+        """See that so many are staged."""
+        held = int(self._handle.query(f"SELECT count() FROM staged WHERE NOT Odd {_ALL}").body)
+        if held != spans:
+            raise EngineRefusedError(
+                f"Code: 241. DB::Exception: of {spans} spans {held} could be held: memory is short. Send fewer at once."
+                " (MEMORY_LIMIT_EXCEEDED)",
+                241,
+            )
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Stage nothing any more: the tables may hold anything."""
         self._ready = False
-        self.held = self._numbered = 0
         for table in ("parsed", "staged"):
             self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
 
-    def _decoded(self, bodies: Sequence[TraceBody]) -> list[Places | None]:
+    def _decoded(self, batch: Sequence[TraceBody], first: int) -> list[Places | None]:
         """Stage what the engine decodes; of each body the spans that are left to Python. None: all of them."""
-        ours = [place for place, body in enumerate(bodies) if body.wire is not None]
-        if sum(bodies[place].spans for place in ours) < self._engine_from:
-            self._prepare()
-            return [None] * len(bodies)
+        ours = [body for body in batch if body.wire is not None]
+        if sum(body.spans for body in ours) < self._engine_from:
+            return [None] * len(batch)
         try:
-            odd = self._by_engine([bodies[place] for place in ours])
+            odd = iter(self._by_engine(ours, first))
         # Protobuf's own parser took all of this, so it is the engine's that is narrower: Python reads the batch.
         except EngineRefusedError as error:
             logger.warning("the engine did not decode a batch of %d bodies, Python does: %s", len(ours), error)
             # What was staged stays: rows come into a table in memory all at once, or not at all.
             self._handle.query("TRUNCATE TABLE parsed")
-            return [None] * len(bodies)
-        return [odd[ours.index(place)] if body.wire is not None else None for place, body in enumerate(bodies)]
+            return [None] * len(batch)
+        return [None if body.wire is None else next(odd) for body in batch]
 
-    def _by_engine(self, bodies: Sequence[TraceBody]) -> list[Places]:
-        self._prepare()
-        places, first = resources(bodies), self._numbered
+    def _by_engine(self, bodies: Sequence[TraceBody], first: int) -> list[Places]:
+        """Stage what the engine decodes, its ResourceSpans numbered from `first`; of each body the spans that are left to Python."""
+        places = resources(bodies)
         if self._handle.send(_PARSE, "ProtobufList", protobuf_list(bodies, first)) != len(places):
             raise EngineRefusedError("Code: 117. DB::Exception: not every ResourceSpans was read. (INCORRECT_DATA)", 117)
         self._handle.query(_DECODE)
         self._handle.query("TRUNCATE TABLE parsed")
-        self._numbered += len(places)
         asked = f"SELECT Resource - {first}, Scope - 1, Place - 1 FROM staged WHERE Odd AND Resource >= {first} {_ALL}"
-        found = self._handle.query(asked).body
         odd: list[dict[tuple[int, int], list[int]]] = [defaultdict(list) for _ in bodies]
-        for line in found.splitlines():
+        for line in self._handle.query(asked).body.splitlines():
             number, scope, place = map(int, line.split(b"\t"))
             body, resource = places[number]
             odd[body][resource, scope].append(place)
         return [*odd]
-
-    def _encoded(self, bodies: Sequence[TraceBody], rows: Sequence[Rows]) -> None:
-        """Stage what Python made, and see that every span is there."""
-        encoded = sum(one.count for one in rows)
-        if encoded:
-            self._handle.send(f"INSERT INTO staged ({_COLUMNS})", "RowBinary", (one.data for one in rows if one.data))
-        expected = self.held + sum(body.spans for body in bodies) - sum(one.rejected for one in rows)
-        held = int(self._handle.query(f"SELECT count() FROM staged WHERE NOT Odd {_ALL}").body)
-        if held != expected:
-            raise EngineRefusedError(
-                f"Code: 241. DB::Exception: of {expected} spans {held} could be held: memory is short. Send fewer at once."
-                " (MEMORY_LIMIT_EXCEEDED)",
-                241,
-            )
-        if dropped := b"".join(one.dropped for one in rows):
-            self._others.insert(DROPPED_INSERT, "RowBinary", dropped, keep_staging=True)
-        self.held = held
 
     def _prepare(self) -> None:
         if not self._ready:
             for name in ("parsed", "staged"):
                 self._handle.query((_DECODING / f"{name}.sql").read_text())
             self._ready = True
+
+
+def _batches(bodies: Sequence[TraceBody]) -> Iterator[list[TraceBody]]:
+    """Bodies in their order, as many at a time as MAX_BATCH allows, at least one."""
+    batch: list[TraceBody] = []
+    size = 0
+    for body in bodies:
+        if batch and size + body.size > MAX_BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(body)
+        size += body.size
+    if batch:
+        yield batch

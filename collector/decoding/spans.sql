@@ -37,40 +37,53 @@ SELECT
         OR notEmpty(events) OR notEmpty(links) OR length(arrayDistinct(keys)) != length(keys)
         OR arrayExists(is_odd, pairs, doubles, lists, int_lists) AS Odd
 FROM (
-    SELECT number, service, CAST((`resource.key`, `resource.value`), 'Map(LowCardinality(String), String)') AS resource_map, scope, scope_name, scope_version, place, trace_id, span_id, trace_state, parent_span_id, name, kind,
-        start, end, keys, strings, bools, ints, doubles, lists, int_lists, pairs, bytes, dropped_attributes, events, dropped_events,
-        links, dropped_links, message, code
-    FROM parsed
-    ARRAY JOIN
-        arrayEnumerate(`scopes.scope.name`) AS scope,
-        `scopes.scope.name` AS scope_name,
-        `scopes.scope.version` AS scope_version,
-        arrayMap(names -> arrayEnumerate(names), `scopes.spans.name`) AS place,
-        `scopes.spans.trace_id` AS trace_id,
-        `scopes.spans.span_id` AS span_id,
-        `scopes.spans.trace_state` AS trace_state,
-        `scopes.spans.parent_span_id` AS parent_span_id,
-        `scopes.spans.name` AS name,
-        `scopes.spans.kind` AS kind,
-        `scopes.spans.start` AS start,
-        `scopes.spans.end` AS end,
-        `scopes.spans.attributes.key` AS keys,
-        `scopes.spans.attributes.value.string` AS strings,
-        `scopes.spans.attributes.value.bool` AS bools,
-        `scopes.spans.attributes.value.int` AS ints,
-        `scopes.spans.attributes.value.double` AS doubles,
-        `scopes.spans.attributes.value.list.items.string` AS lists,
-        `scopes.spans.attributes.value.list.items.int` AS int_lists,
-        `scopes.spans.attributes.value.pairs` AS pairs,
-        `scopes.spans.attributes.value.bytes` AS bytes,
-        `scopes.spans.dropped_attributes` AS dropped_attributes,
-        `scopes.spans.events.time` AS events,
-        `scopes.spans.dropped_events` AS dropped_events,
-        `scopes.spans.links.trace_id` AS links,
-        `scopes.spans.dropped_links` AS dropped_links,
-        `scopes.spans.status.message` AS message,
-        `scopes.spans.status.code` AS code
+    SELECT number, service, resource_map, scope, scope_name, scope_version,
+        span.1 AS place, span.2 AS trace_id, span.3 AS span_id, span.4 AS parent_span_id, span.5 AS trace_state, span.6 AS name,
+        span.7 AS kind, span.8 AS start, span.9 AS end, span.10 AS keys, span.11 AS strings, span.12 AS bools, span.13 AS ints,
+        span.14 AS doubles, span.15 AS bytes, span.16 AS lists, span.17 AS int_lists, span.18 AS pairs,
+        span.19 AS dropped_attributes, span.20 AS events, span.21 AS dropped_events, span.22 AS links, span.23 AS dropped_links,
+        span.24 AS message, span.25 AS code
+    FROM (
+        -- Functions in place of ARRAY JOIN, which would copy every text.
+        SELECT number, service, resource_map, scopes.1 AS scope, scopes.2 AS scope_name, scopes.3 AS scope_version,
+            arrayJoin(arrayZip(
+                scopes.4, scopes.5, scopes.6, scopes.7, scopes.8, scopes.9, scopes.10, scopes.11, scopes.12, scopes.13, scopes.14,
+                scopes.15, scopes.16, scopes.17, scopes.18, scopes.19, scopes.20, scopes.21, scopes.22, scopes.23, scopes.24, scopes.25,
+                scopes.26, scopes.27, scopes.28
+            )) AS span
+        FROM (
+            SELECT number, service, CAST((`resource.key`, `resource.value`), 'Map(LowCardinality(String), String)') AS resource_map,
+                arrayJoin(arrayZip(
+                    arrayEnumerate(`scopes.scope.name`),
+                    `scopes.scope.name`,
+                    `scopes.scope.version`,
+                    arrayMap(names -> arrayEnumerate(names), `scopes.spans.name`),
+                    `scopes.spans.trace_id`,
+                    `scopes.spans.span_id`,
+                    `scopes.spans.parent_span_id`,
+                    `scopes.spans.trace_state`,
+                    `scopes.spans.name`,
+                    `scopes.spans.kind`,
+                    `scopes.spans.start`,
+                    `scopes.spans.end`,
+                    `scopes.spans.attributes.key`,
+                    `scopes.spans.attributes.value.string`,
+                    `scopes.spans.attributes.value.bool`,
+                    `scopes.spans.attributes.value.int`,
+                    `scopes.spans.attributes.value.double`,
+                    `scopes.spans.attributes.value.bytes`,
+                    `scopes.spans.attributes.value.list.items.string`,
+                    `scopes.spans.attributes.value.list.items.int`,
+                    `scopes.spans.attributes.value.pairs`,
+                    `scopes.spans.dropped_attributes`,
+                    `scopes.spans.events.time`,
+                    `scopes.spans.dropped_events`,
+                    `scopes.spans.links.trace_id`,
+                    `scopes.spans.dropped_links`,
+                    `scopes.spans.status.message`,
+                    `scopes.spans.status.code`
+                )) AS scopes
+            FROM parsed
+        )
+    )
 )
-ARRAY JOIN
-    place, trace_id, span_id, trace_state, parent_span_id, name, kind, start, end, keys, strings, bools, ints, doubles, lists, int_lists,
-    pairs, bytes, dropped_attributes, events, dropped_events, links, dropped_links, message, code

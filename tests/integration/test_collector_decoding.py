@@ -54,8 +54,8 @@ class Roads:
             for resource in named.resource_spans:
                 resource.resource.attributes.add(key="road").value.string_value = names[-1]
             bodies.append(trace_body(named, named.SerializeToString()))
-        refused = self.staging[who].commit(bodies)
-        return refused, [self._rows(name) for name in names]
+        self.staging[who].commit(bodies)
+        return [body.refused for body in bodies], [self._rows(name) for name in names]
 
     def _rows(self, name: str) -> list[str]:
         where = f"ResourceAttributes['road'] = '{name}'"
@@ -151,10 +151,10 @@ def test_the_engine_reads_ordinary_spans_by_itself(roads: Roads, counted: list[i
     bodies += [request(Span(), Span(trace_id=bytes(16), span_id=bytes(8)), span(kind=99)), ExportTraceServiceRequest()]  # type: ignore[arg-type]
 
     _, rows = roads.commit("engine", bodies)
-    assert counted == [0, 0, 0]
+    assert counted == []
 
     assert rows == roads.commit("python", bodies)[1]
-    assert counted[3:] == [2, 3, 0]
+    assert counted == [2, 3, 0]
 
 
 ODD = {
@@ -178,7 +178,8 @@ def test_odd_values_are_read_by_python_alone(roads: Roads, counted: list[int], a
     roads.require_same(others, request(span("ordinary"), span("odd", attributes=attributes)), others)
 
     empty_list = attributes == ODD["empty list"]
-    assert counted[:3] == [0, 2 if empty_list else 1, 0]
+    assert counted[0] == (2 if empty_list else 1)
+    assert len(counted) == 1 + 3
 
 
 def test_events_links_and_losses_are_read_by_python(roads: Roads, counted: list[int]) -> None:
@@ -206,7 +207,7 @@ def test_a_field_that_we_do_not_know_is_left_to_python(roads: Roads, counted: li
 
     assert body.wire is None
     roads.staging["engine"].commit([body, trace_body(request(span()), request(span()).SerializeToString())])
-    assert counted == [1, 0]
+    assert counted == [1]
 
 
 def test_a_sender_cannot_number_its_spans(roads: Roads) -> None:
@@ -236,7 +237,7 @@ def test_values_of_five_megabytes(roads: Roads, counted: list[int]) -> None:
         request(span("listed", attributes=[attribute("k", array_value=strings("x" * 5_000_000))])),
     )
 
-    assert counted[:2] == [0, 0]
+    assert counted == [1, 1]
 
 
 texts = st.text(max_size=30)

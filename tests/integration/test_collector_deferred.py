@@ -22,6 +22,7 @@ from collector import lot, span_staging
 from collector.bodies import TraceBody, trace_body
 from collector.deferred import DeferredSpans
 from collector.engine import Engine, EngineRefusedError, Handle
+from collector.ingest import Refused
 from collector.journal import Journal
 from collector.rows import encode_traces
 from collector.span_staging import SpanStaging
@@ -53,9 +54,7 @@ class Store:
         self.spans = self._begin()
 
     def kill(self) -> None:
-        """Lose all that is in memory: what is staged is a session's own."""
-        for handle in self._handles[-2:]:
-            handle.query("DROP TEMPORARY TABLE IF EXISTS staged")
+        """Lose all that is in memory."""
         self.spans = self._begin()
 
     def close(self) -> None:
@@ -142,17 +141,52 @@ def test_a_kill_loses_nothing_and_what_comes_again_counts_once(store: Store, ask
     assert stored(asking, *called, more) == [count, count, 2]
 
 
-def test_what_cannot_be_staged_is_refused_and_the_rest_is_kept(store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_decoded_waits_until_it_can(
+    store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     before, bad, after = names(3)
+    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
     store.spans.commit([body(before)])
+    with monkeypatch.context() as patched:
+        fail_on(patched, bad)
+        store.spans.commit([body(bad)])
+        assert not store.spans.settle()
+    assert "bytes of acknowledged spans wait in" in caplog.text
+    store.spans.commit([body(after)])
+
+    assert store.spans.settle()
+    assert stored(asking, before, bad, after) == [2, 2, 2]
+    assert stored(asking, before, bad, after, table="otel_traces") == [2, 2, 2]
+
+
+def test_a_large_body_is_inserted_at_once_and_its_sender_told(store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, bad, good = names(3)
+    store.spans.commit([body(before)])
+    monkeypatch.setattr(lot, "MAX_BODY", 100)
     with monkeypatch.context() as patched:
         fail_on(patched, bad)
         with pytest.raises(EngineRefusedError, match="no memory"):
             store.spans.commit([body(bad)])
-    store.spans.commit([body(after)])
+    store.spans.commit([body(good)])
+    assert stored(asking, before, bad, good) == [0, 0, 2]
 
     assert store.spans.settle()
-    assert stored(asking, before, bad, after) == [2, 0, 2]
+    assert stored(asking, before, bad, good) == [2, 0, 2]
+
+
+def test_what_no_row_can_hold_is_refused_and_not_kept(store: Store, asking: Handle, tmp_path: Path) -> None:
+    (name,) = names(1)
+    half = ExportTraceServiceRequest.FromString(body(name).load())
+    half.resource_spans[0].scope_spans[0].spans.add(name="short", trace_id=b"\1")
+    bad = ExportTraceServiceRequest.FromString(half.SerializeToString())
+    del bad.resource_spans[0].scope_spans[0].spans[:2]
+
+    refused = store.spans.commit([trace_body(one, one.SerializeToString()) for one in (bad, half)])
+
+    assert refused == [Refused(1, "span 'short': id 01 has 1 bytes, 16 are right")] * 2
+    assert (tmp_path / "journals" / "first").read_bytes().count(b"short") == 1
+    store.kill()
+    assert stored(asking, name) == [2]
 
 
 def test_what_the_journal_cannot_take_is_refused_and_the_rest_is_kept(
@@ -228,15 +262,15 @@ def test_what_comes_while_others_are_inserted_need_not_wait(
     first, second, third = names(3)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(staging: SpanStaging) -> None:
+    def slow(staging: SpanStaging, bodies: Sequence[TraceBody]) -> None:
         begun.set()
         assert go_on.wait(60)
-        insert(staging)
+        insert(staging, bodies)
 
-    insert = SpanStaging.store
+    insert = SpanStaging.commit
     store = Store(engine, tmp_path / "other", wait_seconds=0.05)
     monkeypatch.setattr(lot, "MAX_SPANS", 2)
-    monkeypatch.setattr(SpanStaging, "store", slow)
+    monkeypatch.setattr(SpanStaging, "commit", slow)
     store.spans.commit([body(first)])
     assert begun.wait(60)
 

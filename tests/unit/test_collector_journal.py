@@ -20,9 +20,16 @@ BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
 def reopened(path: Path) -> list[bytes]:
     journal = Journal(path)
     try:
-        return list(journal.bodies())
+        return found(journal)
     finally:
         journal.close()
+
+
+def found(journal: Journal) -> list[bytes]:
+    """All bodies, each of which is read by its place, too."""
+    bodies = list(journal.bodies())
+    assert [journal.read(start, len(body)) for start, body in bodies] == [body for _, body in bodies]
+    return [body for _, body in bodies]
 
 
 @settings(deadline=None)
@@ -31,10 +38,10 @@ def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
         journal = Journal(path)
-        for group in groups:
-            journal.append(group)
+        starts = [start for group in groups for start in journal.append(group)]
+        assert starts == [start for start, _ in journal.bodies()]
         appended = [body for group in groups for body in group]
-        assert list(journal.bodies()) == appended
+        assert found(journal) == appended
         journal.close()
 
         data = bytearray(path.read_bytes())
@@ -52,7 +59,7 @@ def test_what_is_torn_ends_it(groups: list[list[bytes]], more: list[bytes], cut:
             whole.append(body)
 
         journal = Journal(path)
-        assert list(journal.bodies()) == whole
+        assert found(journal) == whole
         journal.append(more)
         journal.close()
         assert reopened(path) == whole + more
@@ -79,7 +86,7 @@ def test_old_bodies_of_the_same_length_are_not_found_again(tmp_path: Path) -> No
     journal.append([b"old 1", b"old 2", b"old 3"])
     journal.clear()
     journal.append([b"new 1"])
-    assert list(journal.bodies()) == [b"new 1"]
+    assert found(journal) == [b"new 1"]
     assert b"old 2" in (tmp_path / "journal").read_bytes()
     journal.close()
 
@@ -157,7 +164,17 @@ def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="256 MiB"):
         journal.append([b"a"])
 
-    assert (journal.size, list(journal.bodies())) == (0, [])
+    assert (journal.size, found(journal)) == (0, [])
+    journal.close()
+
+
+def test_a_body_that_somebody_has_cut_is_not_read(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    (start,) = journal.append([b"whole"])
+    os.truncate(tmp_path / "journal", start + 3)
+
+    with pytest.raises(OSError, match=r"of 5 bytes at .* there are 3"):
+        journal.read(start, 5)
     journal.close()
 
 

@@ -17,7 +17,7 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
 from collector.decode import JSON, PROTOBUF, UndecodableError, decode
-from collector.rows import Rows, encode_logs, encode_traces
+from collector.rows import Rows, encode_logs, encode_traces, unstorable
 
 
 class RowReader:
@@ -180,6 +180,27 @@ def test_a_span_that_no_row_can_hold_is_left_out_alone(bad: Span, reason: str) -
 
     assert [row["SpanName"] for row in read_spans(rows)] == ["before", "after"]
     assert (rows.rejected, rows.reason) == (1, reason)
+
+
+IDS = st.sampled_from([b"", bytes(8), bytes(16), bytes(range(8)), bytes(range(16)), b"\x01"])
+TIMES = st.sampled_from([0, 2**63 - 1, 2**63, 2**64 - 1])
+ANY_SPANS = st.builds(
+    Span,
+    name=st.sampled_from(["a", "b"]),
+    trace_id=IDS,
+    span_id=IDS,
+    parent_span_id=IDS,
+    start_time_unix_nano=TIMES,
+    events=st.lists(st.builds(Span.Event, time_unix_nano=TIMES), max_size=2),
+    links=st.lists(st.builds(Span.Link, trace_id=IDS, span_id=IDS), max_size=2),
+)
+
+
+@given(st.lists(ANY_SPANS, max_size=6))
+def test_what_no_row_can_hold_is_known_before_it_is_encoded(spans: list[Span]) -> None:
+    rows, reasons = encode_traces(request(*spans)), unstorable(request(*spans))
+
+    assert (rows.rejected, rows.reason) == (len(reasons), reasons[0] if reasons else "")
 
 
 OTLP_JSON = """{"resourceSpans": [{
