@@ -79,6 +79,9 @@ class DeferredSpans:
                 self._taking.insert(bodies)
             else:
                 if self._taking.is_full:
+                    if self._storing.size:
+                        # It has to wait for the other anyway.
+                        self._taking.stage()
                     with self._store_lock:
                         _store_before(self._storing)
                         self._change_places()

@@ -48,6 +48,8 @@ class Lot:
         ]
         """What the journal holds, and only it."""
         self._spans = sum(body.spans for body in self._bodies)
+        self._staged = False
+        """Whether rows of all of them are made."""
         if self._bodies:
             logger.info("%d requests with acknowledged spans are read from %s", len(self._bodies), journal)
         self._failed: EngineRefusedError | None = None
@@ -87,11 +89,14 @@ class Lot:
             self.since = self.since or time.monotonic()
 
     def insert(self, bodies: Sequence[TraceBody]) -> None:
-        """Bring bodies into the tables at once.
+        """Bring bodies into the tables at once, before those that wait.
 
         Raises:
             EngineRefusedError: none of them was taken.
         """
+        if self._staged:
+            self._staged = False
+            self._staging.forget()
         self._staging.commit(bodies)
 
     def store(self) -> None:
@@ -114,6 +119,16 @@ class Lot:
             raise
         self._failed, self.since = None, 0.0
 
+    def stage(self) -> None:
+        """Make the rows, as far as that can be done now, so that storing need not; nothing joins this lot before it is stored."""
+        if not self._staged:
+            try:
+                self._staging.stage(self._bodies)
+                self._staged = True
+            # Who stores them tries again, and says what is wrong.
+            except (EngineRefusedError, OSError) as error:
+                logger.debug("rows of %s are not made ahead: %s", self._journal.path, error)
+
     def retry_soon(self) -> None:
         """Try again to store what waits, when that is asked for: what was wrong may be mended."""
         self._again = 0.0
@@ -128,7 +143,10 @@ class Lot:
 
     def _try_to_store(self) -> None:
         try:
-            self._staging.commit(self._bodies)
+            if not self._staged:
+                self._staging.stage(self._bodies)
+            self._staged = False
+            self._staging.store()
             # What is in the tables already counts once, when it comes again.
             self._journal.clear()
         except OSError as error:

@@ -41,10 +41,10 @@ _STORE = (
     f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM staged WHERE NOT Odd"
     f" ORDER BY ServiceName, SpanName, toDateTime(Timestamp) {_ALL},"
     # What came twice in one insert is told apart by readers and merges, as all that comes twice: looking for it here, row by row, is dear.
-    " optimize_on_insert = 0,"
-    # The table and what its views make of the rows are written at the same time.
-    " parallel_view_processing = 1, max_threads = 2"
+    " optimize_on_insert = 0"
 )
+_AT_THE_SAME_TIME = ", parallel_view_processing = 1, max_threads = 2"
+"""The table and what its views make of the rows are written side by side: should one of the views fail, the others are there."""
 
 Places = Mapping[tuple[int, int], Sequence[int]]
 """Places of spans in a request, by those of resource and scope, all from 0."""
@@ -64,26 +64,55 @@ class SpanStaging:
         """Insert all spans of all bodies but the refused ones.
 
         Raises:
-            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views.
+            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views; nothing is staged any more.
+            OSError: the same; a body can't be loaded.
         """
-        spans = sum(body.spans - body.refused.count for body in bodies)
+        self.stage(bodies)
+        self._store(_STORE)
+
+    def stage(self, bodies: Sequence[TraceBody]) -> None:
+        """Make rows of all spans of all bodies but the refused ones, where none are staged.
+
+        Raises:
+            EngineRefusedError: they can't be held; nothing is staged.
+            OSError: the same; a body can't be loaded.
+        """
+        first = 0
         try:
             self._prepare()
-            first = 0
             for batch in _batches(bodies):
                 self._stage(batch, first)
                 first += sum(len(body.wire or ()) for body in batch)
-            self._require(spans)
-            if spans:
-                self._handle.query(_STORE)
+            self._require(sum(body.spans - body.refused.count for body in bodies))
         except BaseException:
-            self._forget()
+            self.forget()
+            raise
+
+    def store(self) -> None:
+        """Insert what is staged, where no view refuses a span; in any case nothing is staged any more.
+
+        Raises:
+            EngineRefusedError: it is not in all tables, perhaps in some.
+        """
+        self._store(_STORE + _AT_THE_SAME_TIME)
+
+    def forget(self) -> None:
+        """Stage nothing any more, whatever the tables hold."""
+        self._ready = False
+        for table in ("parsed", "staged"):
+            self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
+
+    def _store(self, statement: str) -> None:
+        try:
+            self._handle.query(statement)
+        except BaseException:
+            self.forget()
             raise
         try:
             self._handle.query("TRUNCATE TABLE staged")
         # It is committed: it must not be inserted again.
         except EngineRefusedError:
-            self._forget()
+            self.forget()
 
     def _stage(self, batch: Sequence[TraceBody], first: int) -> None:
         """Make rows of a batch, its ResourceSpans numbered from `first`."""
@@ -104,12 +133,6 @@ class SpanStaging:
                 " (MEMORY_LIMIT_EXCEEDED)",
                 241,
             )
-
-    def _forget(self) -> None:
-        """Stage nothing any more: the tables may hold anything."""
-        self._ready = False
-        for table in ("parsed", "staged"):
-            self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
 
     def _decoded(self, batch: Sequence[TraceBody], first: int) -> list[Places | None]:
         """Stage what the engine decodes; of each body the spans that are left to Python. None: all of them."""

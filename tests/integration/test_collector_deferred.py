@@ -233,7 +233,7 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A view that came while spans waited: nobody is told that these are bad, and they stay."""
-    first, second, third = names(3)
+    first, second, third, large = names(4)
     monkeypatch.setattr(lot, "MAX_SPANS", 2)
     monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(lot, "MAX_RETRY_SECONDS", 0.0)
@@ -249,11 +249,17 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     assert not caught.value.of_the_data
     assert not store.spans.settle()
     assert "bytes of acknowledged spans wait in" in caplog.text
+    # Rows of the second's spans are made already: they must neither be lost nor join another insert.
+    with monkeypatch.context() as patched:
+        patched.setattr(lot, "MAX_BODY", 100)
+        store.spans.commit([body(large)])
+    assert stored(asking, second, third, large) == [0, 0, 2]
     asking.query("DROP VIEW default.picky")
     asking.query("DROP TABLE default.seen")
     store.spans.commit([body(third)])
     assert store.spans.settle()
     assert stored(asking, first, second, third) == [2, 2, 2]
+    assert stored(asking, second, table="otel_traces") == [2]
 
 
 def test_what_comes_while_others_are_inserted_need_not_wait(
@@ -262,15 +268,15 @@ def test_what_comes_while_others_are_inserted_need_not_wait(
     first, second, third = names(3)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(staging: SpanStaging, bodies: Sequence[TraceBody]) -> None:
+    def slow(staging: SpanStaging) -> None:
         begun.set()
         assert go_on.wait(60)
-        insert(staging, bodies)
+        insert(staging)
 
-    insert = SpanStaging.commit
+    insert = SpanStaging.store
     store = Store(engine, tmp_path / "other", wait_seconds=0.05)
     monkeypatch.setattr(lot, "MAX_SPANS", 2)
-    monkeypatch.setattr(SpanStaging, "commit", slow)
+    monkeypatch.setattr(SpanStaging, "store", slow)
     store.spans.commit([body(first)])
     assert begun.wait(60)
 
