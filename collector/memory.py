@@ -14,7 +14,7 @@ import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of mallopt (malloc.h)."""
-_KEPT = 512 * 2**20
+_KEPT = 128 * 2**20
 """Bytes at the end of a heap that are not given back."""
 _LARGEST = 32 * 2**20
 """Bytes of an allocation that is still taken from a heap: the most that the C library allows."""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_FROM = 1000
 """Spans in a batch from which on the engine decodes."""
-MAX_BATCH = 128 * 2**20
+MAX_BATCH = 64 * 2**20
 """Bytes of bodies beyond which no further one joins a batch: what is made of them on the way has several times as many."""
 _DECODING = Path(__file__).parent / "decoding"
 _COLUMNS = TRACES_INSERT[TRACES_INSERT.index("(") + 1 : -1]
