@@ -9,7 +9,7 @@ are dear (docs/decisions/0013). So spans wait until there are many, or somebody 
 them: while one is inserted, what comes joins the other.
 
 Bodies are deferred only while every view that an insert fills is the schema's own, and no table has changed since the start: these
-never refuse a span. Otherwise each commit is an insert, and a view's refusal is told to the sender; so is one of a very large body.
+never refuse a span. Otherwise each commit is an insert, and a view's refusal is told to the sender; so is one of very large bodies.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DeferredSpans:
                 with self._store_lock:
                     _store_before(self._storing, self._taking)
                 self._taking.insert(bodies)
-            elif any(body.size > lot.MAX_BODY for body in bodies):
+            elif _are_large(bodies):
                 self._taking.insert(bodies)
             else:
                 if self._taking.is_full:
@@ -161,6 +161,11 @@ class DeferredSpans:
         taking = self._taking
         old = taking.size > 0 and time.monotonic() >= taking.since + self._wait
         return self._storing.size > 0 or taking.is_full or old
+
+
+def _are_large(bodies: Sequence[TraceBody]) -> bool:
+    """Whether what is made of bodies may be more than can be held, which their senders must be told."""
+    return any(body.size > lot.MAX_BODY for body in bodies) or sum(body.spans for body in bodies) > lot.MAX_SPANS
 
 
 def _store_before(*lots: Lot) -> None:

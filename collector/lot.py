@@ -28,7 +28,7 @@ MAX_SPANS = 20_000
 MAX_BYTES = 96 * 2**20
 """Bytes of bodies that wait together at most, but for those of one commit."""
 MAX_BODY = 8 * 2**20
-"""Bytes of a body that may wait: what is made of a larger one may be more than can be held, which its sender must be told."""
+"""Bytes of a body that may wait."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 8.0
 """After which storing what waits is tried again, the first time and later."""
 

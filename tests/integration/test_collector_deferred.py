@@ -159,10 +159,14 @@ def test_what_cannot_be_decoded_waits_until_it_can(
     assert stored(asking, before, bad, after, table="otel_traces") == [2, 2, 2]
 
 
-def test_a_large_body_is_inserted_at_once_and_its_sender_told(store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "value"), [("MAX_BODY", 100), ("MAX_SPANS", 1)])
+def test_a_large_body_is_inserted_at_once_and_its_sender_told(
+    store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
     before, bad, good = names(3)
     store.spans.commit([body(before)])
-    monkeypatch.setattr(lot, "MAX_BODY", 100)
+    monkeypatch.setattr(store.spans, "_is_due", lambda: False)
+    monkeypatch.setattr(lot, limit, value)
     with monkeypatch.context() as patched:
         fail_on(patched, bad)
         with pytest.raises(EngineRefusedError, match="no memory"):
