@@ -89,13 +89,14 @@ def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> 
 
 
 def lacking(store: StoreSettings, run: str, held: Held) -> int:
-    """How many spans and records are not there yet."""
+    """How many spans, calls and records are not there yet: an insert writes its spans first, and what its views make of them then."""
     there = 0
     with connect(store) as client:
         for table, attributes in (("otel_traces", "SpanAttributes"), ("otel_logs", "LogAttributes")):
             asked = f"SELECT uniqExact({attributes}['{OWN_ID}']) FROM otel.{table} WHERE {attributes}['{semconv.RUN_ID}'] = '{run}'"
             there += int(client.query(asked).result_rows[0][0])
-    return max(0, len(held.spans) + len(held.records) - there)
+        there += int(client.query(f"SELECT uniqExact(CallId) FROM otel.calls WHERE RunId = '{run}'").result_rows[0][0])
+    return max(0, len(held.spans) + len(held.calls) + len(held.records) - there)
 
 
 def _counted(counts: dict[str, int]) -> dict[str, int]:
