@@ -71,20 +71,14 @@ class DeferredSpans:
         """
         with self._take_lock:
             self._look_at_tables()
-            if not (self._plain and self._wait > 0):
+            deferring = self._plain and self._wait > 0
+            if not deferring:
                 with self._store_lock:
                     _store_before(self._storing, self._taking)
-                self._taking.insert(bodies)
-            elif _are_large(bodies):
+            if not deferring or _are_large(bodies):
                 self._taking.insert(bodies)
             else:
-                if self._taking.is_full:
-                    if self._storing.size:
-                        # It has to wait for the other anyway.
-                        self._taking.stage()
-                    with self._store_lock:
-                        _store_before(self._storing)
-                        self._change_places()
+                self._make_room()
                 self._taking.take(bodies, self._storing.size)
         with self._woken:
             self._woken.notify()
@@ -122,6 +116,17 @@ class DeferredSpans:
         self.settle()
         self._taking.close()
         self._storing.close()
+
+    def _make_room(self) -> None:
+        """See that bodies can join. Under the first lock."""
+        if not self._taking.is_full:
+            return
+        if self._storing.size:
+            # It has to wait for the other anyway.
+            self._taking.stage()
+        with self._store_lock:
+            _store_before(self._storing)
+            self._change_places()
 
     def _change_places(self) -> None:
         """Let what waits be stored, and what comes join the other lot, which is empty. Under both locks."""

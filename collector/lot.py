@@ -48,8 +48,6 @@ class Lot:
         ]
         """What the journal holds, and only it."""
         self._spans = sum(body.spans for body in self._bodies)
-        self._staged = False
-        """Whether rows of all of them are made."""
         if self._bodies:
             logger.info("%d requests with acknowledged spans are read from %s", len(self._bodies), journal)
         self._failed: EngineRefusedError | None = None
@@ -94,9 +92,6 @@ class Lot:
         Raises:
             EngineRefusedError: none of them was taken.
         """
-        if self._staged:
-            self._staged = False
-            self._staging.forget()
         self._staging.commit(bodies)
 
     def store(self) -> None:
@@ -121,10 +116,9 @@ class Lot:
 
     def stage(self) -> None:
         """Make the rows, as far as that can be done now, so that storing need not; nothing joins this lot before it is stored."""
-        if not self._staged:
+        if not self._staging.staged:
             try:
                 self._staging.stage(self._bodies)
-                self._staged = True
             # Who stores them tries again, and says what is wrong.
             except (EngineRefusedError, OSError) as error:
                 logger.debug("rows of %s are not made ahead: %s", self._journal.path, error)
@@ -143,9 +137,8 @@ class Lot:
 
     def _try_to_store(self) -> None:
         try:
-            if not self._staged:
+            if not self._staging.staged:
                 self._staging.stage(self._bodies)
-            self._staged = False
             self._staging.store()
             # What is in the tables already counts once, when it comes again.
             self._journal.clear()

@@ -18,7 +18,7 @@ from pathlib import Path
 from collector.bodies import TraceBody, protobuf_list, resources
 from collector.engine import EngineRefusedError, Handle
 from collector.rows import DROPPED_INSERT, TRACES_INSERT, encode_traces
-from collector.staging import Staging
+from collector.staging import Staging, require_held
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,19 @@ class SpanStaging:
         self._others = Staging(handle)
         self._engine_from = engine_from
         self._ready = False
+        """Whether the tables in memory are there, and those that are hold nothing, or what is staged."""
+        self.staged = False
+        """Whether rows are made and not stored."""
 
     def commit(self, bodies: Sequence[TraceBody]) -> None:
-        """Insert all spans of all bodies but the refused ones.
+        """Insert all spans of all bodies but the refused ones, and nothing that was staged: in any case nothing is staged any more.
 
         Raises:
-            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views; nothing is staged any more.
+            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views.
             OSError: the same; a body can't be loaded.
         """
+        if self.staged:
+            self.forget()
         self.stage(bodies)
         self._store(_STORE)
 
@@ -83,7 +88,9 @@ class SpanStaging:
             for batch in _batches(bodies):
                 self._stage(batch, first)
                 first += sum(len(body.wire or ()) for body in batch)
-            self._require(sum(body.spans - body.refused.count for body in bodies))
+            expected = sum(body.spans - body.refused.count for body in bodies)
+            require_held(self._handle, "staged WHERE NOT Odd", expected, "spans", "memory is short. Send fewer at once.")
+            self.staged = True
         except BaseException:
             self.forget()
             raise
@@ -98,7 +105,7 @@ class SpanStaging:
 
     def forget(self) -> None:
         """Stage nothing any more, whatever the tables hold."""
-        self._ready = False
+        self._ready = self.staged = False
         for table in ("parsed", "staged"):
             self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
 
@@ -108,6 +115,7 @@ class SpanStaging:
         except BaseException:
             self.forget()
             raise
+        self.staged = False
         try:
             self._handle.query("TRUNCATE TABLE staged")
         # It is committed: it must not be inserted again.
@@ -123,16 +131,6 @@ class SpanStaging:
             self._handle.send(f"INSERT INTO staged ({_COLUMNS})", "RowBinary", data)
         if dropped := b"".join(one.dropped for one in rows):
             self._others.insert(DROPPED_INSERT, "RowBinary", dropped, keep_staging=True)
-
-    def _require(self, spans: int) -> None:
-        """See that so many are staged."""
-        held = int(self._handle.query(f"SELECT count() FROM staged WHERE NOT Odd {_ALL}").body)
-        if held != spans:
-            raise EngineRefusedError(
-                f"Code: 241. DB::Exception: of {spans} spans {held} could be held: memory is short. Send fewer at once."
-                " (MEMORY_LIMIT_EXCEEDED)",
-                241,
-            )
 
     def _decoded(self, batch: Sequence[TraceBody], first: int) -> list[Places | None]:
         """Stage what the engine decodes; of each body the spans that are left to Python. None: all of them."""

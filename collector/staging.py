@@ -18,6 +18,24 @@ _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
 """Every row, in the order they came, whatever the session's own settings are."""
 
 
+def require_held(handle: Handle, staged: str, sent: int, what: str, why: str) -> None:
+    """See that a table in memory holds all that it was sent: what it can't hold it leaves out without an error.
+
+    Args:
+        handle: whose temporary table it is.
+        staged: the table, and which of its rows, as behind FROM.
+        sent: how many there must be.
+        what: they are.
+        why: there may be fewer, and what to do then.
+
+    Raises:
+        EngineRefusedError: there are more or fewer.
+    """
+    held = int(handle.query(f"SELECT count() FROM {staged} {_ALL}").body)
+    if held != sent:
+        raise EngineRefusedError(f"Code: 241. DB::Exception: of {sent} {what} {held} could be held: {why} (MEMORY_LIMIT_EXCEEDED)", 241)
+
+
 class Staging:
     """Inserts through one handle."""
 
@@ -48,13 +66,8 @@ class Staging:
         staging, columns = self._kept.pop(head, None) or self._stage(parts)
         try:
             read = self._handle.send(f"INSERT INTO {staging} ({columns}) {parts.settings}", input_format, [rows])
-            held = int(self._handle.query(f"SELECT count() FROM {staging} {_ALL}").body)
-            if held != read:
-                raise EngineRefusedError(
-                    f"Code: 241. DB::Exception: of {read} rows that were read {held} could be held: memory is short, or the default of a"
-                    " column that they leave out fails. Send fewer at once, or every column. (MEMORY_LIMIT_EXCEEDED)",
-                    241,
-                )
+            why = "memory is short, or the default of a column that they leave out fails. Send fewer at once, or every column."
+            require_held(self._handle, staging, read, "rows that were read", why)
             if read:
                 self._handle.query(f"INSERT INTO {parts.table} ({columns}) {parts.settings} SELECT {columns} FROM {staging} {_ALL}")
             if keep_staging:

@@ -32,7 +32,7 @@ class StoreSettings(Section):
     otlp_endpoint: str = "http://127.0.0.1:4318"
     """Where spans are sent, by OTLP/HTTP."""
     linger_ms: float = 10
-    """How long an insert waits for company."""
+    """How long a request waits for company before it is written."""
     settle_seconds: float = Field(default=2, ge=0)
     """How long acknowledged spans wait for company in the journal before they enter the tables, unless somebody asks. 0: not at all."""
     queue_bytes: int = 256 * 2**20
