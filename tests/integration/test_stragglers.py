@@ -75,16 +75,20 @@ async def test_one_slow_rollout_does_not_hold_a_batch_and_is_cancelled(tmp_path:
             following = asyncio.create_task(follow())
             async with asyncio.timeout(60):  # an attempt may take 300 s
                 await asyncio.to_thread(trainer.run, follow=True)
-                await asyncio.to_thread(here.sink.wait_for, lambda: len(_failures(here.roots())) == 2, 30)
+                await asyncio.to_thread(here.sink.wait_for, lambda: _failures(here.roots()).count((SLOW, "cancelled")) == 2, 30)
             await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agents' programs")
             following.cancel()
             rollouts = (await client.rollouts(run_id="run", limit=1000)).rollouts
             demand = await client.demand("run")
     assert len(committed(trainer)) == STEPS + 1
-    assert (demand.groups, demand.branches[0].filled, demand.cancelled) == (2 * STEPS, 2 * STEPS, 1)
+    assert (demand.groups, demand.branches[0].filled) == (2 * STEPS, 2 * STEPS)
+    cancelled = {one.group_id: one.task_id for one in rollouts if one.state is State.CANCELLED}
+    # The group that came in its place is one too many in the end: it may have ended by then, or not.
+    assert Counter(task == SLOW for task in cancelled.values()) in ({True: 1}, {True: 1, False: 1})
+    assert demand.cancelled == len(cancelled)
     assert Counter((one.task_id == SLOW, one.state) for one in rollouts)[True, State.CANCELLED] == 2
-    assert {one.state for one in rollouts if one.task_id != SLOW} == {State.SUCCEEDED}
-    assert _failures(here.roots()) == [(SLOW, "cancelled")] * 2
+    assert {one.state for one in rollouts if one.group_id not in cancelled} == {State.SUCCEEDED}
+    assert {why for _, why in _failures(here.roots())} == {"cancelled"}
 
 
 def _failures(roots: Mapping[tuple[str, int], Mapping[str, object]]) -> list[tuple[object, object]]:
