@@ -43,6 +43,8 @@ ROWS = {
     "rss_mb_before": "MB resident before",
     "rss_mb_fifth": "MB resident after a fifth",
     "rss_mb": "MB resident after all",
+    "anonymous_mb_fifth": "MB of it in no file, after a fifth",
+    "anonymous_mb": "MB of it in no file, after all",
     "other_cores": "cores that others used meanwhile",
 }
 

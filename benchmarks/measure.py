@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -107,25 +107,24 @@ def check(tables: Sequence[Stored], sent: int, parts: Sequence[Mapping[str, Any]
 
 
 def memory(samples: Sequence[Sample], before: Sample, spans: int) -> dict[str, float]:
-    """Resident memory: before, at most, and its growth from a fifth of the load to all of it.
+    """Resident memory, and as much of it as is in no file: before, at most, and its growth from a fifth of the load to all of it.
 
     Both ends are medians, over a tenth of the load: a merge or a collection comes and goes.
     """
-
-    def at(first: float, last: float) -> float:
-        window = [sample.rss for sample in samples if first * spans <= sample.spans <= last * spans] or [samples[-1].rss]
-        return median(window)
-
-    loading = [sample for sample in samples if sample.spans < spans]
-    fifth = at(0.15, 0.25)
-    end = median([sample.rss for sample in loading if sample.spans >= 0.9 * spans] or [samples[-1].rss])
-    return {
-        "rss_mb_before": round(before.rss / 1e6),
-        "rss_mb_fifth": round(fifth / 1e6),
-        "rss_mb": round(end / 1e6),
-        "rss_mb_peak": round(max(sample.rss for sample in samples) / 1e6),
-        "rss_growth": round((end - fifth) / fifth, 3),
-    }
+    fifth = [sample for sample in samples if 0.15 * spans <= sample.spans <= 0.25 * spans] or [samples[-1]]
+    end = [sample for sample in samples if 0.9 * spans <= sample.spans < spans] or [samples[-1]]
+    figures: dict[str, float] = {}
+    kinds: Mapping[str, Callable[[Sample], int]] = {"rss": lambda sample: sample.rss, "anonymous": lambda sample: sample.anonymous}
+    for name, kind in kinds.items():
+        first, last = median(map(kind, fifth)), median(map(kind, end))
+        figures |= {
+            f"{name}_mb_before": round(kind(before) / 1e6),
+            f"{name}_mb_fifth": round(first / 1e6),
+            f"{name}_mb": round(last / 1e6),
+            f"{name}_mb_peak": round(max(map(kind, samples)) / 1e6),
+            f"{name}_growth": round((last - first) / first, 3),
+        }
+    return figures
 
 
 def percentiles(part: Mapping[str, Any]) -> dict[str, float]:

@@ -31,8 +31,15 @@ class Sample:
     """Seconds since the processes began, user and system."""
     rss: int
     """Bytes resident, of all processes."""
+    mapped: int
+    """Of these, pages of mapped files: the page cache's, that the kernel takes back when it needs room."""
     spans: int
     """Acknowledged so far."""
+
+    @property
+    def anonymous(self) -> int:
+        """Bytes resident that are in no file."""
+        return self.rss - self.mapped
 
 
 class Meter:
@@ -79,14 +86,16 @@ class Meter:
                 return
 
     def _look(self) -> Sample:
-        cpu, rss = 0.0, 0
+        cpu, rss, mapped = 0.0, 0, 0
         for process in tree(self._leaders):
             try:
                 cpu += sum(process.cpu_times()[:4])
-                rss += process.memory_info().rss
+                memory = process.memory_info()
+                rss += memory.rss
+                mapped += memory.shared
             except psutil.NoSuchProcess:
                 continue
-        return Sample(time.monotonic(), cpu, rss, self._spans())
+        return Sample(time.monotonic(), cpu, rss, mapped, self._spans())
 
 
 def tree(leaders: Sequence[psutil.Process]) -> list[psutil.Process]:

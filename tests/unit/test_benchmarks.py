@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from benchmarks.ingest import report
 from benchmarks.load import Sender
 from benchmarks.measure import Measured, check, memory
-from benchmarks.meter import Sample
+from benchmarks.meter import Meter, Sample
 from benchmarks.receivers import Stored
 from benchmarks.rollout_spans import SPANS_A_ROLLOUT, Ids, Mix, RolloutName
 from benchmarks.workload import SPANS_A_BODY, Workload, read_bodies, write_bodies
@@ -116,14 +118,33 @@ class TestChecks:
         assert result["checked"] == {"lost": 0, "peer_lost": 5}
 
     def test_growth_is_from_a_fifth_to_the_end_whatever_came_and_went(self) -> None:
-        samples = [Sample(at, 0.0, rss * 10**6, at * 100) for at, rss in enumerate((100, 180, 200, 220, 900, 250, 250, 250, 250, 240, 300))]
+        resident = (100, 180, 200, 220, 900, 250, 250, 250, 250, 240, 300)
+        samples = [Sample(at, 0.0, rss * 10**6, (80 + 10 * at) * 10**6, at * 100) for at, rss in enumerate(resident)]
         assert memory(samples, samples[0], 1000) == {
             "rss_mb_before": 100,
             "rss_mb_fifth": 200,
             "rss_mb": 240,
             "rss_mb_peak": 900,
             "rss_growth": 0.2,
+            "anonymous_mb_before": 20,
+            "anonymous_mb_fifth": 100,
+            "anonymous_mb": 70,
+            "anonymous_mb_peak": 780,
+            "anonymous_growth": -0.3,
         }
+
+
+def test_pages_of_a_mapped_file_are_told_from_others(tmp_path: Path) -> None:
+    file = tmp_path / "queue"
+    file.write_bytes(bytes(32 * 2**20))
+    meter = Meter([os.getpid()], lambda: 0)
+    before = meter.now()
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert not any(mapped[:: mmap.PAGESIZE])
+        after = meter.now()
+    meter.close()
+    assert after.mapped - before.mapped >= 30 * 2**20
+    assert after.anonymous - before.anonymous < 15 * 2**20
 
 
 class _Receiver(BaseHTTPRequestHandler):
