@@ -24,7 +24,7 @@ from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
-from trainer.measures import succeeded, weighted_return
+from trainer.measures import succeeded, sums, weighted_return
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -34,12 +34,13 @@ logger = logging.getLogger(__name__)
 _MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _ARRIVED = f"SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.builds WHERE {_MINE} AND Mode = '{Mode.VALIDATE.value}'"
 _ROLLOUTS = """
-SELECT groupUniqArrayIf(Version, Policy = %(policy)s) AS Versions, sumMap(`Rewards.Name`, `Rewards.Value`) AS Rewards
+SELECT groupUniqArrayIf(Version, Policy = %(policy)s) AS Versions, groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`)
 FROM {rows} AS t
 WHERE Mode = '{mode}'
 GROUP BY RolloutId, Attempt
 HAVING length(Versions) = 1
 """
+"""Every reward of a rollout, not their sums: the engine's sumMap forgets a name whose sum is 0, and with it that a rollout was lost."""
 
 
 class Evaluation:
@@ -75,8 +76,8 @@ class Evaluation:
             rows = self._client.query(query, parameters=names).result_rows
         self._arrived = (count, newest)
         by_version: dict[int, list[dict[str, float]]] = {}
-        for (version,), (reward_names, values) in rows:
-            by_version.setdefault(int(version), []).append(dict(zip(reward_names, values, strict=True)))
+        for (version,), names_of_rewards, values in rows:
+            by_version.setdefault(int(version), []).append(sums(zip(names_of_rewards, values, strict=True)))
         return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
 
     def run_command(self, version: LedgerVersion, step: int) -> None:

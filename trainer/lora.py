@@ -58,12 +58,15 @@ def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, 
     return {name: value for name, value in parameters.items() if ".lora_" in name or settings.road != "adapter"}
 
 
-def require_adapters(file: Path, held: Mapping[str, Any] | None, parameters: Mapping[str, Any], settings: TrainerSettings) -> None:
+def require_adapters(
+    file: Path, held: Mapping[str, Any] | None, alpha: int | None, parameters: Mapping[str, Any], settings: TrainerSettings
+) -> None:
     """See that a version's state has the adapters that the settings make.
 
     Args:
         file: for errors.
         held: what `kept` gave when it was written. None: it was written without adapters.
+        alpha: what trainer.lora_alpha was then.
         parameters: the model's, as the settings make them.
         settings: the trainer's.
 
@@ -87,6 +90,12 @@ def require_adapters(file: Path, held: Mapping[str, Any] | None, parameters: Map
         raise CheckpointError(
             f"{file} holds adapters of another shape than trainer.lora_rank = {settings.lora_rank} and trainer.lora_modules make. "
             "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
+        )
+    if alpha != settings.lora_alpha:
+        # The same tensors, scaled otherwise, are other weights.
+        raise CheckpointError(
+            f"{file} was written with trainer.lora_alpha = {alpha}, and now it is {settings.lora_alpha}. Set it as it was, or begin a "
+            "branch with these weights (trainer.branch, trainer.model)."
         )
 
 

@@ -6,7 +6,7 @@ functions of whole columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import polars as pl
 
@@ -34,7 +34,7 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         .group_by(*KEY, maintain_order=True)
         .agg(pl.struct("Name", "Value").filter(pl.col("Name").is_not_null()).alias("Rewards"))
     )
-    named = [_sums(row) for row in rewards["Rewards"].to_list()]
+    named = [sums((one["Name"], one["Value"]) for one in row) for row in rewards["Rewards"].to_list()]
     won = [succeeded(one, settings) for one in named]
     place = {version: at for at, version in enumerate(lineage)}
     versions = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))["Version"].to_list()
@@ -60,9 +60,9 @@ def weighted_return(rewards: Mapping[str, float], settings: TrainerSettings) -> 
     return sum(value * settings.reward_weights.get(name, 1.0) for name, value in rewards.items())
 
 
-def _sums(rewards: Sequence[Mapping[str, object]]) -> dict[str, float]:
+def sums(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Rewards of one rollout, summed by name; a name whose sum is 0 is among them."""
     found: dict[str, float] = {}
-    for one in rewards:
-        name = str(one["Name"])
-        found[name] = found.get(name, 0.0) + float(str(one["Value"]))
+    for name, value in rewards:
+        found[name] = found.get(name, 0.0) + value
     return found

@@ -124,7 +124,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state(self, directory: Path, order: Any) -> None:
-        """Write what the weights do not hold: moments, schedule, random states, adapters beside their base, and the critic; collective.
+        """Write what the weights do not hold: moments, steps, random states, adapters beside their base, and the critic; collective.
 
         Args:
             directory: where.
@@ -135,12 +135,13 @@ class Rank(Worker):
         torch.distributed.all_gather_object(ranks, _random_state())
         state = {
             "optimizer": _whole(policy.optimizer.state_dict()),
-            "schedule": policy.lr_scheduler.state_dict(),
+            "steps": policy.lr_scheduler.last_epoch,
             "order": order,
             "random": ranks,
         }
         if self._settings.lora_rank:
             state["adapted"] = _whole(kept(policy.module.state_dict(), self._settings))
+            state["lora_alpha"] = self._settings.lora_alpha
         if Role.CRITIC in self._models:
             critic = self._engine(Role.CRITIC)
             state["critic"] = {"weights": _whole(critic.module.state_dict()), "optimizer": _whole(critic.optimizer.state_dict())}
@@ -149,7 +150,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_state(self, directory: Path) -> Any:
-        """Read what `save_state` wrote, by however many workers. A critic that it lacks begins anew.
+        """Read what `save_state` wrote, by however many workers. A critic that it lacks begins anew; rates and betas are the settings'.
 
         Returns:
             The random state that mini-batches are drawn from.
@@ -162,16 +163,16 @@ class Rank(Worker):
             state = torch.load(file, weights_only=False, mmap=True)  # our own file, beside weights whose checksum was verified
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
-        if "order" not in state:
+        if not {"order", "steps"} <= state.keys():
             raise CheckpointError(
                 f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
             )
         policy = self._engine(Role.POLICY)
-        require_adapters(file, state.get("adapted"), policy.module.state_dict(), settings)
+        require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
         if settings.lora_rank:
             _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
         _load_optimizer(policy.optimizer, state["optimizer"])
-        policy.lr_scheduler.load_state_dict(state["schedule"])
+        _go_on(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):
             _set_random_state(state["random"][self.rank])
         if Role.CRITIC in self._models and "critic" in state:
@@ -215,9 +216,17 @@ def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> 
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take the moments of a state; rates, betas and decay stay what the settings say."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     moments = {at: {name: _own(value, parameters[at]) for name, value in held.items()} for at, held in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": moments})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+
+
+def _go_on(schedule: Any, steps: int) -> None:
+    """Let a schedule go on after so many optimiser steps, from the rates of the settings."""
+    schedule.last_epoch = steps
+    for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(steps)
 
 
 def _random_state() -> dict[str, Any]:

@@ -88,6 +88,10 @@ def test_a_state_of_the_other_road_is_refused(tiny_model: Path, tmp_path: Path):
         Engine(tiny_model, ALONE.model_copy(update={"lora_rank": 2})).load_state(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=r"another shape than .*trainer\.lora_modules"):
         Engine(tiny_model, ALONE.model_copy(update={"lora_modules": ("q_proj",)})).load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"with trainer\.lora_alpha = 6, and now it is 12\. Set it as it was"):
+        Engine(tiny_model, ALONE.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"with trainer\.lora_alpha = 6, and now it is 12"):
+        Engine(tiny_model, MERGED.model_copy(update={"lora_alpha": 12})).load_state(tmp_path / "disk")
 
 
 def test_the_checksum_is_of_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):

@@ -322,6 +322,32 @@ def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
     assert resumed.step(batch) == expected
 
 
+def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: Path, tmp_path: Path):
+    """Who lowers the learning rate, because a gradient was not finite, gets the lower one; warm-up counts the steps that were made."""
+    batch = fresh(tiny_model)
+    stale = replace(batch, current=np.zeros_like(batch.current))
+
+    def furthest(engine: Engine) -> float:
+        before = {name: value.copy() for name, value in engine.weights()}
+        assert engine.step(stale)["updated"] == 1
+        return max(float(np.abs(value - before[name]).max()) for name, value in engine.weights())
+
+    engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE))
+    engine.step(batch)
+    made = written(engine, tiny_model, tmp_path)
+    moved = furthest(engine)
+
+    def resumed(**changes: Any) -> float:
+        other = Engine(made.path, TrainerSettings(**{"learning_rate": RATE, **changes}))
+        other.load_state(made.path)
+        return furthest(other)
+
+    assert resumed() == moved
+    assert resumed(learning_rate=RATE / 1000) == pytest.approx(moved / 1000, rel=0.1)
+    assert resumed(warmup_steps=4) == pytest.approx(moved / 4, rel=0.1)
+    assert resumed(betas=(0.0, 0.999)) != pytest.approx(moved, rel=0.01)
+
+
 def test_the_reference_holds_the_policy(tiny_model: Path, tmp_path: Path):
     """The KL term is verl's estimate from the weights of trainer.reference, and a large weight keeps the policy near them."""
     from verl.trainer.ppo.core_algos import kl_penalty

@@ -21,9 +21,12 @@ from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory
 from trainer.eligibility import ExpiryReason, put_aside
+from trainer.evaluate import Evaluation
 from trainer.ledger import Ledger
 from trainer.loop import train
+from trainer.measures import measures
 from trainer.mirror import Mirror
+from trainer.recovery import open_ledger, prepare
 from trainer.source import BatchRollout, Group, Source
 
 SPEC = BuilderSettings().spec
@@ -212,6 +215,23 @@ def test_several_selections_feed_several_policies_from_the_same_spans(settings: 
     assert len(checksums) == 3
     spans = "SELECT Branch, uniqExact(RolloutId) FROM otel.v_lineage WHERE startsWith(Branch, %(run)s) GROUP BY Branch ORDER BY Branch"
     assert world.rows(spans) == [(coding, 4), (critic, 4), (planning, 4)]
+
+
+def test_a_lost_rollout_counts_as_lost_whatever_else_it_was_paid(settings: Settings, world: World, run: str):
+    """ClickHouse's sumMap forgets names whose sum is 0."""
+    paid = {"Rewards.Name": ["tool_ok"], "Rewards.Value": [1.0], "Rewards.Source": ["air"]}
+    world.group("v", [1.0, 0.0, 0.0, 0.0], Mode="validate", Version=0, calls=({**paid}, {}))
+    ledger = open_ledger(settings)
+    newest = prepare(ledger, settings)
+    (measured,) = Evaluation(world.client, settings, SPEC).measure(ledger)
+    ledger.close()
+    assert measured.version == newest.version == 0
+    assert measured.metrics == {
+        "validate_rollouts": 4.0, "validate_return": 1.25, "validate_success": 0.25, "validate_reward_reward": 0.25,
+        "validate_reward_tool_ok": 1.0,
+    }  # fmt: skip
+    batch = source(settings, world).load([Group(run, "validate", SPEC, "v")])
+    assert measures(batch, settings.trainer, [0])["success"] == 0.25
 
 
 def test_once_end_to_end(settings: Settings, world: World, tiny_model: Path, run: str, caplog: pytest.LogCaptureFixture):
