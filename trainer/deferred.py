@@ -57,6 +57,11 @@ class Deferred:
         return self._load()
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether it was needed yet."""
+        return "_optimiser" in self.__dict__
+
+    @property
     def data_parallel_size(self) -> int:
         """The number that a batch's rows must be divisible by."""
         return self._optimiser.data_parallel_size
@@ -79,5 +84,5 @@ class Deferred:
 
     def close(self) -> None:
         """End what was loaded, if anything was."""
-        if "_optimiser" in self.__dict__:
+        if self.is_loaded:
             self._optimiser.close()

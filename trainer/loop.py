@@ -14,7 +14,6 @@ lineage and step count stay whole.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -223,6 +222,8 @@ class Trainer:
         """Load what is to be trained, where that is not what the last step of this trainer made."""
         if version.version != self.loaded.version:
             self.optimiser.close()
+            # What it held is forgotten before as much again is loaded.
+            self.optimiser = Deferred(lambda: self.load_optimiser(version))
             self.optimiser = self.load_optimiser(version)
             self.loaded = version
             self.mirror.catch_up()
@@ -235,6 +236,9 @@ class Trainer:
             False: another trainer's step is under way, or the branch has another head by now.
         """
         parent = self._head or newest_version(self.ledger)
+        if isinstance(self.optimiser, Deferred) and not self.optimiser.is_loaded:
+            # The head may have moved since the start: only what is to be trained is loaded.
+            self._load(parent)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
             batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
@@ -340,7 +344,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
     client = connect(settings.store)
     ledger = open_ledger(settings)
-    watchers, engines = Watchers([]), contextlib.ExitStack()
+    watchers, trainer = Watchers([]), None
     try:
         newest = prepare(ledger, settings)
 
@@ -351,20 +355,21 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
             engine = Engine(model_of(model), settings.trainer)
-            engines.callback(engine.close)
-            if has_trainers_state(ledger.database, version) or model_of(model) != model:
-                engine.load_state(model)
+            try:
+                if has_trainers_state(ledger.database, version) or model_of(model) != model:
+                    engine.load_state(model)
+            except BaseException:
+                engine.close()
+                raise
             logger.info("version %d of %s is loaded on %s", version.version, settings.trainer.policy, engine.device)
             return engine
 
-        optimiser = load(newest) if follow else Deferred(lambda: load(newest))
         source = Source(client, settings)
         watchers = watchers_of(settings, client)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
             source=source,
-            optimiser=optimiser,
             normalise=estimator(settings.trainer),
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=publisher_of(settings),
@@ -373,13 +378,15 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             load_optimiser=load,
             evaluation=Evaluation(client, settings, source.build_spec),
             watchers=watchers,
+            optimiser=load(newest) if follow else Deferred(lambda: load(newest)),
         )
         trainer.start()
         trainer.run(follow=follow)
         if newest_version(ledger).version == newest.version and not follow:
             logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
-        engines.close()
+        if trainer:
+            trainer.optimiser.close()
         ledger.close()
         watchers.close()
         client.close()

@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -22,8 +24,10 @@ from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerErr
 from spangrad.settings import Selection
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
+from trainer.deferred import Deferred
 from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
+from trainer.ledger_tables import LedgerVersion
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Group, Loaded
 
@@ -332,6 +336,31 @@ def test_a_version_that_another_trainer_has_gone_on_from_is_not_published(tmp_pa
     served.write_text("[9]")
     with pytest.raises(GatewayError, match="version 4 is not newer"):
         trainer.run(follow=False)
+
+
+def test_a_trainer_that_another_overtook_loads_the_head_once_and_forgets_what_it_held(tmp_path: Path, base: Path):
+    chosen = settings(base, tmp_path / "policies")
+    ours, theirs = wired(chosen, FakeSource([*"abcdef"])), wired(chosen, FakeSource([*"abcd"]))
+    loads, held = list[tuple[int, bool]](), list[weakref.ref[Any]]()
+
+    def load(version: LedgerVersion) -> FakeOptimiser:
+        loads.append((version.version, any(one() for one in held)))
+        return trainer_world.saved(version)
+
+    newest = ours.loaded
+    ours.load_optimiser, ours.optimiser = load, Deferred(lambda: load(newest))
+    theirs.run(follow=False)
+    ours.run(follow=False)
+    assert loads == [(2, False)], "what was the head when it began is not loaded"
+    held.append(weakref.ref(ours.optimiser))
+    for source in (theirs.source, ours.source):
+        source.names = [*"abcdefgh"] if source is theirs.source else [*"abcdefghij"]  # type: ignore[attr-defined]
+        source.changes |= dict.fromkeys(source.names, source.changes["a"])  # type: ignore[attr-defined]
+    theirs.run(follow=False)
+    ours.run(follow=False)
+    assert loads == [(2, False), (4, False)], "what it held is gone before as much again is loaded"
+    assert isinstance(ours.optimiser, FakeOptimiser)
+    assert (ours.optimiser.weight, ours.ledger.committed_versions()) == (5, [0, 1, 2, 3, 4, 5]), "one step a version, whoever made it"
 
 
 def test_an_idle_trainer_sees_that_the_newest_version_is_served(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
