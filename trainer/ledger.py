@@ -273,11 +273,13 @@ class Ledger:
             return ancestry(self._parents(transaction), self._branch["branch"], self._head(transaction))
 
     def lent(self) -> set[int]:
-        """Versions of this branch that other branches have begun with and not trained further: their files are still needed."""
+        """Versions of this branch that are heads of others, which began with them: their files are still needed.
+
+        Whichever branch a beginning names as its parent's: several may have begun with one version, whose files are its maker's.
+        """
         with self.database.transaction() as transaction:
-            heads = VERSIONS.join(HEADS, sa.and_(*(VERSIONS.c[name] == HEADS.c[name] for name in ("policy", "branch", "version"))))
-            begun = sa.select(VERSIONS.c.version).select_from(heads)
-            mine = begun.where(self._policy(), VERSIONS.c.parent == VERSIONS.c.version, VERSIONS.c.parent_branch == self._branch["branch"])
+            others = sa.select(HEADS.c.version).where(HEADS.c.policy == self._branch["policy"], HEADS.c.branch != self._branch["branch"])
+            mine = sa.select(VERSIONS.c.version).where(*self._mine(VERSIONS), VERSIONS.c.version.in_(others))
             return set(transaction.execute(mine).scalars())
 
     def pin(self, version: int) -> None:

@@ -72,7 +72,7 @@ class Plan:
     examples: Examples
     digest: str
     steps: list[list[int]]
-    """Places of the examples of each optimiser step."""
+    """Places of the examples of each optimiser step; none when the run is whole, whose files are not read."""
     ends: list[int]
     """Steps after which a version is committed."""
 
@@ -175,10 +175,10 @@ class _Run:
             if publisher:
                 publisher.served(self.settings.trainer.policy)  # so that a gateway that is not there is missed before the work, not after
             plan = self._plan(ledger, head)
-            self.observer.planned(plan)
-            watchers = _watchers(self.settings, client)
             versions: list[LedgerVersion] = []
-            if plan.at < len(plan.steps):
+            if plan.steps:
+                self.observer.planned(plan)
+                watchers = _watchers(self.settings, client)
                 versions = self._train(ledger, client, watchers, plan)
             _copy(client, self.settings, ledger)
             newest = newest_version(ledger)
@@ -198,7 +198,9 @@ class _Run:
         done = last[1] if last else None
         if last and done and self.again and (done.is_whole or last[0] != head.version):
             last = done = None
-        if last and done and not done.is_whole and last[0] != head.version:
+        if done and done.is_whole:
+            return Plan(self.method, run, head, done, self.sources, Examples(), done.examples, [], [])
+        if last and done and last[0] != head.version:
             raise TrainerError(
                 f"this run stopped at step {done.step} of {done.steps} (version {last[0]}), and branch {trainer.branch} is at "
                 f"version {head.version} by now. Go back with `spangrad policy rollback {trainer.policy}@{last[0]}` to end it, or begin "
@@ -211,7 +213,7 @@ class _Run:
                 "models. Begin a branch with a whole model (trainer.branch, trainer.model)."
             )
         limits = Limits.of(model, head.tokenizer_hash, tuning, trainer.max_tokens_per_device)
-        known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, run if done else None)
+        known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, done)
 
         def trained_before(origins: Sequence[RolloutOrigin]) -> list[RolloutOrigin]:
             return [one for one in origins if (one.run_id, one.rollout_id, one.attempt) in known]

@@ -130,14 +130,15 @@ def last_of(database: Database, policy: str, branch: str, run: str, lineage: Seq
         return next(((row.version, _tuning(row)) for row in rows if row.version in known), None)
 
 
-def trained_attempts(database: Database, policy: str, branch: str, run: str | None) -> set[Attempt]:
+def trained_attempts(database: Database, policy: str, branch: str, begun: Tuning | None) -> set[Attempt]:
     """Every rollout's attempt that a branch has trained, or is training, in batches of their own or out of files.
 
     Args:
         database: the ledger's.
         policy: whose.
         branch: whose.
-        run: of files, whose own rollouts do not count. None: all count.
+        begun: a batch of a run that goes on, whose own rollouts do not count: all batches that trained these examples. One that began
+            anew after a rollback found other examples: what it had trained before counts. None: all count.
     """
     found: set[Attempt] = set()
     with database.transaction() as transaction:
@@ -145,8 +146,8 @@ def trained_attempts(database: Database, policy: str, branch: str, run: str | No
             chosen = sa.select(table.c.run_id, table.c.rollout_id, table.c.attempt).where(
                 table.c.policy == policy, table.c.branch == branch
             )
-            if table is TUNED_ROLLOUTS and run is not None:
-                own = sa.select(TUNINGS.c.batch_id).where(TUNINGS.c.run == run)
+            if table is TUNED_ROLLOUTS and begun:
+                own = sa.select(TUNINGS.c.batch_id).where(TUNINGS.c.run == begun.run, TUNINGS.c.examples == begun.examples)
                 chosen = chosen.where(table.c.batch_id.not_in(own))
             found |= {(row.run_id, row.rollout_id, row.attempt) for row in transaction.execute(chosen)}
     return found

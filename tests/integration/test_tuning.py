@@ -289,7 +289,7 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
     version = tuned(chosen, file).versions[-1]
     found = lineage_read.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
     first = found.ancestors[0]
-    (source,) = {one.source for one in tuned(chosen, file).plan.examples.trained}
+    (source,) = find_sources([file])
     assert first.files == [lineage_read.TrainedFile("sft", 5, 5, "best.jsonl", source.checksum, file.stat().st_size, 40)]
     assert first.batch_rollouts is not None
     assert [(one.rollout, one.group) for one in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]

@@ -186,6 +186,26 @@ def test_a_branch_begins_as_the_version_whose_weights_it_takes(place: Place):
     assert (again.lineage(), again.versions()[0].parent_branch) == ([0, 1, 2, 4], "brevity")
 
 
+def test_a_version_is_lent_to_every_branch_that_still_stands_at_it(place: Place):
+    main = begun(place)
+    main.commit(main.begin(rollouts("a")), **FACTS)
+    first, second = (Ledger(place(), "policy", name) for name in ("a sibling", "second"))
+    for branch in (first, second):
+        branch.register_initial(**{**BASE, "checksum": "float32:01", "path": "/v1"})
+        if branch is first:
+            first.commit(first.begin(rollouts("a")), **{**FACTS, "checksum": "float32:02", "path": "/v2"})
+    assert second.versions()[0].parent_branch == "a sibling", "whose beginning it is, too; but the files are main's"
+    main.commit(main.begin(rollouts("b")), **{**FACTS, "checksum": "float32:03", "path": "/v3"})
+    assert main.lent() == {1}
+    second.commit(second.begin(rollouts("a")), **{**FACTS, "checksum": "float32:04", "path": "/v4"})
+    assert main.lent() == set(), "both have files of their own"
+    first.rollback(1)
+    assert main.lent() == {1}, "one of them stands at it again"
+    elsewhere = Ledger(place(), "another policy", "second")
+    elsewhere.register_initial(**BASE)
+    assert main.lent() == {1}, "another policy's 0 is another version"
+
+
 def test_weights_that_nobody_committed_begin_a_past_of_their_own(place: Place):
     main = begun(place)
     main.commit(main.begin(rollouts("a")), **FACTS)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trainer import tuning
 from trainer.checkpoint import STATE
 from trainer.demand import spent
 from trainer.ledger import Ledger
+from trainer.recovery import newest_version
 from trainer.source import BatchRollout, Group
 from trainer.tuning import run_name, tune
 from trainer.tuning_files import find_sources
@@ -97,6 +99,20 @@ def test_the_same_command_again_does_nothing_unless_asked(tmp_path: Path, base: 
     other = settings(base, tmp_path / "policies", epochs=1)
     with pytest.raises(TrainerError, match=r"nothing in renamed\.jsonl can be trained: of 4 rows 4 trained_before"):
         tuned(other, tmp_path / "renamed.jsonl")
+
+
+def test_a_whole_run_is_whole_whatever_trained_its_rollouts_since(tmp_path: Path, base: Path, file: Path, fakes: list[FakeTuner]):
+    chosen = settings(base, tmp_path / "policies")
+    tuned(chosen, file)
+    tuned(chosen, write_rows(tmp_path / "some.jsonl", ROWS[:2]), again=True)
+    assert (tuned(chosen, file).versions, len(fakes)) == ([], 2)
+    ledger = ledger_of(chosen)
+    lease = ledger.begin([BatchRollout(Group("run", "train", "spec", f"g{one}"), f"r{one}", 0, 0) for one in (3, 5, 7, 9)])
+    assert lease, "asked for by trainer.retrain_tuned"
+    head = newest_version(ledger)
+    facts = {"checksum": head.policy_version.checksum, "path": head.policy_version.path}
+    ledger.commit(lease, **facts, tokenizer_hash=head.tokenizer_hash, metrics={})
+    assert (tuned(chosen, file).versions, len(fakes)) == ([], 2)
 
 
 def test_a_run_that_failed_goes_on_where_it_was(tmp_path: Path, base: Path, file: Path):
@@ -174,6 +190,34 @@ def test_other_rows_or_another_head_are_another_run(tmp_path: Path, base: Path, 
     assert weight_of(chosen) == WHOLE
 
 
+def test_a_run_that_went_back_within_itself_goes_on_from_there(tmp_path: Path, base: Path, file: Path):
+    chosen = settings(base, tmp_path / "policies")
+    tuned(chosen, file)
+    ledger = ledger_of(chosen)
+    ledger.rollback(1)
+    assert [one.version for one in tuned(chosen, file).versions] == [4, 5]
+    assert (weight_of(chosen), ledger.lineage()) == (WHOLE, [0, 1, 4, 5])
+
+
+def test_a_run_that_began_anew_after_a_rollback_goes_on_with_the_rows_it_found(tmp_path: Path, base: Path, file: Path):
+    chosen = settings(base, tmp_path / "policies", batch_size=1, steps_per_version=1)
+    ledger = ledger_of(chosen)
+    trained: list[str] = []
+    for version in (1, 3):  # 2 and 4 fail
+        with_fakes(fails_at=2)
+        with pytest.raises(RuntimeError, match="caught fire"):
+            tuned(chosen, file)
+        (one,) = ledger.batch(ledger.version(version).policy_version.batch_id or "")
+        trained.append(one.rollout_id)
+        if version == 1:
+            ledger.rollback(0)
+    left = {3, 5, 7, 9} - {int(trained[0].removeprefix("r"))}
+    with_fakes()
+    done = tuned(chosen, file)
+    assert (done.plan.at, done.plan.examples.left_out, len(done.versions)) == (1, {"trained_before": 1}, 3 * len(left) - 1)
+    assert weight_of(chosen) == 3 * sum(left), "what version 1 was trained on is not trained again"
+
+
 def test_what_reinforcement_trained_is_left_out_and_the_other_way_round(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", epochs=1)
     with_fakes()
@@ -243,7 +287,10 @@ def test_the_ledger_names_rollouts_and_claims_none(place: Place):
     assert last_of(ledger.database, "policy", "main", "one", [0, 1]) == (1, made[0])
     assert last_of(ledger.database, "policy", "main", "two", ledger.lineage()) is None
     assert trained_attempts(ledger.database, "policy", "main", None) == {("run", "a", 0), ("run", "b", 0)}
-    assert trained_attempts(ledger.database, "policy", "main", "one") == set()
+    assert trained_attempts(ledger.database, "policy", "main", made[0]) == set()
+    for changes in ({"run": "two"}, {"examples": "other"}):
+        another = replace(made[0], **changes)
+        assert trained_attempts(ledger.database, "policy", "main", another) == {("run", "a", 0), ("run", "b", 0)}
     assert trained_attempts(ledger.database, "policy", "other", None) == set()
     nothing = ledger.begin([], tuning=Tuning("dpo", "two", 1, 1, "digest", ()))
     assert nothing
