@@ -1,7 +1,12 @@
 """Spans that wait together in a journal, and are inserted at once.
 
 In: `TraceBody`s. Out: when asked, all of them in the tables.
-Invariant: what was taken is in the tables or in the journal, whatever the kill point (it may be in both: law 1).
+Invariant: what was taken is in the tables or in the journal, whatever the kill point (it may be in both: law 1); what no table takes,
+while the tables take others, is put aside.
+
+Storing fails for want of room, or because of a table, and is tried again; what is to be read waits for it. A body that alone cannot be
+stored would hold up all others for good: after a failure bodies are stored in ever smaller parts, and from the third try on one that
+still fails alone is put aside, if a span that is there already can be inserted at the same time.
 """
 
 from __future__ import annotations
@@ -16,13 +21,16 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from collector.aside import put_aside
 from collector.bodies import TraceBody, trace_body
 from collector.engine import EngineRefusedError, Handle
 from collector.journal import Journal
-from collector.span_staging import SpanStaging
+from collector.span_staging import SpanStaging, store_one_again
 
 logger = logging.getLogger(__name__)
 
+ASIDE = "aside"
+"""Directory of what no table takes, beside the journals."""
 MAX_SPANS = 20_000
 """Spans that wait together at most, but for those of one commit."""
 MAX_BYTES = 96 * 2**20
@@ -31,6 +39,9 @@ MAX_BODY = 8 * 2**20
 """Bytes of a body that may wait."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 8.0
 """After which storing what waits is tried again, the first time and later."""
+_NOT_ENOUGH_SPACE = 243
+_TRIES = 3
+"""After so many a body that cannot be stored by itself is put aside."""
 
 
 class Lot:
@@ -52,6 +63,8 @@ class Lot:
             logger.info("%d requests with acknowledged spans are read from %s", len(self._bodies), journal)
         self._failed: EngineRefusedError | None = None
         """Why what waits could not be stored, the last time."""
+        self._tries = 0
+        """How often that was tried in vain."""
         self._pause = RETRY_SECONDS
         self._again = 0.0
         """When that is tried again."""
@@ -111,8 +124,9 @@ class Lot:
             # Each try may leave rows in the first of its tables: fewer and fewer are made.
             self._pause = min(2 * self._pause, MAX_RETRY_SECONDS) if self._failed else RETRY_SECONDS
             self._failed, self._again = error, time.monotonic() + self._pause
+            self._tries += 1
             raise
-        self._failed, self.since = None, 0.0
+        self._failed, self._tries, self.since = None, 0, 0.0
 
     def stage(self) -> None:
         """Make the rows, as far as that can be done now, so that storing need not; nothing joins this lot before it is stored."""
@@ -137,16 +151,51 @@ class Lot:
 
     def _try_to_store(self) -> None:
         try:
-            if not self._staging.staged:
-                self._staging.stage(self._bodies)
-            self._staging.store()
+            if not self._tries:
+                if not self._staging.staged:
+                    self._staging.stage(self._bodies)
+                self._staging.store()
+            elif failing := self._store_in_parts(self._bodies):
+                self._give_up(failing)
             # What is in the tables already counts once, when it comes again.
             self._journal.clear()
         except OSError as error:
             raise _refused(error) from None
         self._bodies, self._spans = [], 0
 
+    def _store_in_parts(self, bodies: Sequence[TraceBody]) -> list[tuple[TraceBody, EngineRefusedError]]:
+        """Store bodies, those that alone can't be stored left out: which they are, and why.
+
+        Raises:
+            EngineRefusedError: nothing can be stored now.
+            OSError: the same.
+        """
+        try:
+            self._staging.commit(bodies)
+        except EngineRefusedError as error:
+            if error.code == _NOT_ENOUGH_SPACE:
+                raise
+            if len(bodies) == 1:
+                return [(bodies[0], error)]
+            middle = len(bodies) // 2
+            return [*self._store_in_parts(bodies[:middle]), *self._store_in_parts(bodies[middle:])]
+        return []
+
+    def _give_up(self, failing: Sequence[tuple[TraceBody, EngineRefusedError]]) -> None:
+        """Put bodies aside that no try could store.
+
+        Raises:
+            EngineRefusedError: it is too early for that, or not their fault: they wait on.
+            OSError: there is no room for them.
+        """
+        self._bodies = [body for body, _ in failing]
+        if self._tries < _TRIES - 1 or not store_one_again(self.handle):
+            raise failing[0][1]
+        for body, error in failing:
+            file = put_aside(self._journal.path.parent / ASIDE, body.load())
+            logger.error("a request with %d acknowledged spans is in no table, and put aside as %s: %s", body.spans, file, error)
+
 
 def _refused(error: OSError) -> EngineRefusedError:
-    code, name = (243, "NOT_ENOUGH_SPACE") if error.errno == errno.ENOSPC else (76, "CANNOT_OPEN_FILE")
+    code, name = (_NOT_ENOUGH_SPACE, "NOT_ENOUGH_SPACE") if error.errno == errno.ENOSPC else (76, "CANNOT_OPEN_FILE")
     return EngineRefusedError(f"Code: {code}. DB::Exception: {error}. ({name})", code)

@@ -56,7 +56,7 @@ SELECT
     if(event = 0, Duration, 0) AS Duration,
     StatusCode,
     if(event = 0, StatusMessage, '') AS StatusMessage,
-    if(event = 0, Attributes, Events.Attributes[event]) AS Attributes
+    said AS Attributes
 FROM (
     SELECT
         SpanAttributes['spangrad.run.id'] AS RunId,
@@ -80,12 +80,13 @@ FROM (
             'spangrad.prompt.token_ids', 'spangrad.response.token_ids', 'spangrad.response.logprobs',
             'spangrad.request.json', 'spangrad.response.json', 'spangrad.run.id', 'spangrad.rollout.mode', 'spangrad.rollout.id',
             'spangrad.rollout.attempt', 'spangrad.process.id', 'spangrad.seq', 'session.id', 'gen_ai.conversation.id'
-        ), SpanAttributes) AS Attributes,
-        Events.Attributes,
-        arrayFilter((event, name) -> name = 'gen_ai.evaluation.result', arrayEnumerate(Events.Name), Events.Name) AS evaluations
+        ), SpanAttributes) AS lean,
+        arrayFilter((event, name) -> name = 'gen_ai.evaluation.result', arrayEnumerate(Events.Name), Events.Name) AS evaluations,
+        arrayFilter((attributes, name) -> name = 'gen_ai.evaluation.result', Events.Attributes, Events.Name) AS scores
     FROM otel.otel_traces
 )
-ARRAY JOIN arrayConcat([0], evaluations) AS event;
+-- Each row gets what it says itself, and no row what all of them say: a span of thousands of evaluations would need gigabytes.
+ARRAY JOIN arrayConcat([0], evaluations) AS event, arrayConcat([lean], scores) AS said;
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_evaluation_logs_mv TO otel.rollout_spans AS
 SELECT

@@ -98,10 +98,10 @@ def names(count: int) -> list[str]:
     return [f"agent {next(_numbers)}" for _ in range(count)]
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def fail_on(monkeypatch: pytest.MonkeyPatch, name: str, code: int = 241) -> None:
     def encode(request: ExportTraceServiceRequest, *places: Any) -> Any:
         if name.encode() in request.SerializeToString():
-            raise EngineRefusedError("Code: 241. no memory", 241)
+            raise EngineRefusedError(f"Code: {code}. no memory", code)
         return encode_traces(request, *places)
 
     monkeypatch.setattr(span_staging, "encode_traces", encode)
@@ -157,6 +157,85 @@ def test_what_cannot_be_decoded_waits_until_it_can(
     assert store.spans.settle()
     assert stored(asking, before, bad, after) == [2, 2, 2]
     assert stored(asking, before, bad, after, table="otel_traces") == [2, 2, 2]
+
+
+def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
+    store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = names(5)
+    bad = body(called[2])
+    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(DeferredSpans, "_is_due", lambda _: False)
+    fail_on(monkeypatch, called[2])
+    for name in called:
+        store.spans.commit([bad if name == called[2] else body(name)])
+
+    assert not store.spans.settle(), "all of it waits"
+    assert stored(asking, *called) == [0] * 5
+    assert not store.spans.settle(), "the bad one waits"
+    assert stored(asking, *called) == [2, 2, 0, 2, 2]
+    store.kill()
+    assert stored(asking, *called) == [2, 2, 0, 2, 2], "nothing of it is lost, nor counted twice"
+    for settled in (False, True):
+        assert store.spans.settle() is settled
+
+    (file,) = (tmp_path / "journals" / lot.ASIDE).iterdir()
+    assert file.read_bytes() == bad.load()
+    assert f"a request with 2 acknowledged spans is in no table, and put aside as {file}: Code: 241. no memory" in caplog.text
+    later = names(1)[0]
+    store.spans.commit([body(later)])
+    assert store.spans.settle()
+    assert stored(asking, later) == [2]
+
+
+def test_a_full_disk_is_no_bodys_fault(store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = names(2)
+    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    with monkeypatch.context() as patched:
+        fail_on(patched, called[1], code=243)
+        for name in called:
+            store.spans.commit([body(name)])
+        assert [store.spans.settle() for _ in range(5)] == [False] * 5
+    assert not (tmp_path / "journals" / lot.ASIDE).exists()
+    assert store.spans.settle()
+    assert stored(asking, *called) == [2, 2]
+
+
+def test_a_table_that_takes_nothing_is_no_bodys_fault(
+    store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = names(2)
+    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    for name in called:
+        store.spans.commit([body(name)])
+    asking.query("ALTER TABLE otel.otel_traces ADD CONSTRAINT never CHECK SpanName = 'nobody''s'")
+    assert [store.spans.settle() for _ in range(5)] == [False] * 5
+    asking.query("ALTER TABLE otel.otel_traces DROP CONSTRAINT never")
+
+    assert not (tmp_path / "journals" / lot.ASIDE).exists()
+    assert store.spans.settle()
+    assert stored(asking, *called) == [2, 2]
+
+
+def test_a_span_of_thousands_of_evaluations_needs_memory_for_each_once(store: Store, asking: Handle) -> None:
+    """Were all of them copied to each row, it would take gigabytes, and no insert could hold it."""
+    name = names(1)[0]
+    span = Span(trace_id=bytes(15) + b"\1", span_id=next(_numbers).to_bytes(8, "big"), name=name, start_time_unix_nano=START)
+    for number in range(3000):
+        event = span.events.add(name="gen_ai.evaluation.result", time_unix_nano=START + number)
+        event.attributes.add(key="gen_ai.evaluation.name").value.string_value = f"judge {number}"
+        event.attributes.add(key="gen_ai.evaluation.explanation").value.string_value = "because " * 20
+        span.events.add(name="something else", time_unix_nano=START + number)
+    resource = Resource()
+    resource.attributes.add(key="service.name").value.string_value = name
+    request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=[span])])])
+    store.spans.commit([trace_body(request, request.SerializeToString())])
+
+    assert store.spans.settle()
+    said = f"""SELECT countIf(RowKind = 'span' AND Attributes = map()), uniqExactIf(Choice, RowKind = 'evaluation_event'),
+        countIf(Attributes['gen_ai.evaluation.name'] = concat('judge ', toString(intDiv(Choice - 1, 2))))
+        FROM otel.v_rollout_spans WHERE ServiceName = '{name}'"""
+    assert asking.query(said).body == b"1\t3000\t3000\n"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_BODY", 100), ("MAX_SPANS", 1)])
