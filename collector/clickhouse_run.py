@@ -153,7 +153,7 @@ class Runner:
 
     def _check_and_run(self, run: Run, request: Request) -> Answer:
         statement = read_statement(request.parameters, request.headers, request.body, request.files)
-        self._guard.check(statement.sql)
+        self._guard.check(statement.sql, statement.parameters.values(), (table.structure for table in statement.tables))
         if request.role is Role.READER:
             statement = replace(statement, settings=self._limits.settings(statement.settings))
         run.statement = statement

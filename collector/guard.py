@@ -1,8 +1,10 @@
 """What a statement from the network must not say.
 
-In: SQL. Out: nothing, or `ForbiddenError`. Invariant: together with chdb_config/users.xml, which denies files, URLs and other
-servers inside the engine, no statement reaches beyond the store's own tables. The engine does not check a few things (the scalar
-function `file`, `python`, INTO OUTFILE, databases and tables over files or servers): those are refused here, by their names.
+In: SQL, its parameters, structures of tables that come with it. Out: nothing, or `ForbiddenError`. Invariant: together with
+chdb_config/users.xml, which denies files, URLs and other servers inside the engine, and `collector.confinement`, which denies files to
+the process, no statement reaches beyond the store's own tables. The engine does not check a few things (the scalar function `file`,
+`python`, INTO OUTFILE, databases and tables over files or servers): those are refused here, by their names, in words that help; a name
+that is put together of pieces only the confinement stops.
 
 The check is blunt on purpose: it knows no comments and no literals, so it can't be led astray by them. A forbidden name
 followed by a parenthesis is refused inside a literal too; text like that belongs into a query parameter.
@@ -50,13 +52,20 @@ ALLOWED = frozenset(
 """Table functions, database engines and table engines that reach no further than the store. All others are refused."""
 
 _ALWAYS = frozenset({"file", "python", "eval", "disk"})
-_SPACE = r"[\s\u180e\u200b-\u200d\ufeff]*+"
+_SPACE = r"[\s\u180e\u200b-\u200d\u2060\ufeff]*+"
 # A comment between name and parenthesis counts as the parenthesis.
 _CALL = rf"[`\"\u201d]?{_SPACE}(?:\(|/\*|--|//|\#)"
 _ESCAPED = re.compile(r"[`\"]\w*+\\")
 _ESCAPED_CALL = re.compile(rf"[\w\\]*+[`\"]{_SPACE}(?:\(|/\*|--|//|\#)")
 _CLIENT_FILES = re.compile(r"\b(?:outfile|infile)\b")
 _WORD_ENDS = re.compile(r"(?!\w)")
+_HIDDEN = re.compile(r"[`\"\u201c][\w\\]*?\\x[\w\\]*+")
+_HIDDEN_ENDS = re.compile(r"[`\"\u201d]")
+_FILE = re.compile(r"\bfile")
+_ARGUMENT = re.compile(rf"[`\"\u201d]?{_SPACE}(?:[,)]|/\*|--|//|\#)")
+_APPLY = re.compile(r"\bapply")
+_OVER_ITEMS = re.compile(r"\b(?:array|map)\w++")
+"""Functions that take a function by its name."""
 _ENGINE = re.compile(r"\bengine\b")
 _WORD = re.compile(r"\w++")
 _WINDOW = 1 << 16
@@ -79,14 +88,26 @@ class StatementGuard:
         # Some engines take no parentheses. A comment or an escape before the name would hide it.
         self._engine = re.compile(rf"{_SPACE}=?{_SPACE}(?:[`\"\u201c]?(?:{names})\b|[`\"]\w*+\\|/\*|--|//|\#)")
 
-    def check(self, sql: str) -> None:
+    def check(self, sql: str, parameters: Iterable[str] = (), structures: Iterable[str] = ()) -> None:
         """Let a statement pass.
+
+        Args:
+            sql: the statement.
+            parameters: values of its parameters, which may be names.
+            structures: of tables that come with it: columns, which may have defaults.
 
         Raises:
             ForbiddenError: with the name.
         """
         # Much faster than patterns that ignore case.
         sql = sql.lower()
+        self._check(sql)
+        for structure in structures:
+            self._check(structure.lower())
+        if "identifier" in sql and any("\\" in value or not self._refused.isdisjoint(_WORD.findall(value.lower())) for value in parameters):
+            raise ForbiddenError("a parameter of type Identifier must not name what may reach beyond the store.")
+
+    def _check(self, sql: str) -> None:
         if self._names_any(sql) and (found := _find(sql, self._name, self._call)):
             raise ForbiddenError(
                 f"{found}(...) is not allowed here: it may reach beyond the store."
@@ -94,6 +115,14 @@ class StatementGuard:
             )
         if _find(sql, _ESCAPED, _ESCAPED_CALL):
             raise ForbiddenError("a quoted name with a backslash must not be called as a function")
+        if "file" in sql and _find(sql, _FILE, _WORD_ENDS) and self._is_handed_on(sql):
+            raise ForbiddenError(
+                "the word file is not allowed beside APPLY, nor as an argument where there are functions of arrays or maps: the"
+                " function of that name reads files. If it stands in a text, pass the text as a query parameter; a column has to have"
+                " another name."
+            )
+        if "\\x" in sql and _find(sql, _HIDDEN, _HIDDEN_ENDS):
+            raise ForbiddenError("a quoted name must not have letters written as numbers")
         # A search for a word costs a hundredth of one by a pattern.
         if ("outfile" in sql or "infile" in sql) and _find(sql, _CLIENT_FILES, _WORD_ENDS):
             raise ForbiddenError("INTO OUTFILE and FROM INFILE reach files of the store's machine. Send or read the rows over HTTP.")
@@ -101,6 +130,12 @@ class StatementGuard:
             raise ForbiddenError(
                 "this table engine is not allowed here, or hides behind a comment or an escape. Name one that keeps its rows."
             )
+
+    @staticmethod
+    def _is_handed_on(sql: str) -> bool:
+        """Whether a function called `file` may be called by another one."""
+        as_argument = _find(sql, _FILE, _ARGUMENT) and _find(sql, _OVER_ITEMS, _WORD_ENDS)
+        return bool(as_argument or _find(sql, _APPLY, _WORD_ENDS))
 
     def _names_any(self, sql: str) -> bool:
         """Whether any of its words is a refused name: in most statements none is, and words are found in a third of the time."""

@@ -19,6 +19,7 @@ from aiohttp import web
 from collector.auth import Guardian
 from collector.clickhouse_http import ClickHouseInterface
 from collector.cluster import Layout
+from collector.confinement import confine
 from collector.deferred import DeferredSpans
 from collector.engine import Engine
 from collector.ingest import Budget, Ingest, Inserter
@@ -64,6 +65,8 @@ def serve(store: StoreSettings) -> None:
     keep_memory()
     # What is imported stays: a collection of garbage need not look at it.
     gc.freeze()
+    store.path.mkdir(parents=True, exist_ok=True)
+    confine(store.path.resolve())
     engine = Engine(store.path)
     # The engine keeps files of its own (schemas of formats) in the working directory.
     os.chdir(engine.path)

@@ -238,6 +238,15 @@ def test_a_bomb_stays_small() -> None:
         "CREATE TABLE t (query String) ENGINE `QueryRunner`",
         "CREATE TABLE t (query String) ENGINE = `\\x51ueryRunner`",
         "CREATE TABLE t (query String) ENGINE/**/= QueryRunner",
+        "SELECT file\u2060('/etc/passwd')",
+        "SELECT arrayMap(file, ['/etc/passwd'])",
+        "SELECT arrayMap(`file` , ['/etc/passwd'])",
+        "SELECT arrayMap(file/**/, ['/etc/passwd'])",
+        "SELECT * APPLY(file) FROM (SELECT '/etc/passwd' AS p)",
+        "SELECT COLUMNS('p') APPLY file FROM (SELECT '/etc/passwd' AS p)",
+        "SELECT * APPLY(\"fi\\x6ce\") FROM (SELECT '/etc/passwd' AS p)",
+        "SELECT arrayMap(\u201cfile\u201d, ['/etc/passwd'])",
+        "SELECT arrayMap(\u201cfi\\x6ce\u201d, ['/etc/passwd'])",
     ],
 )
 def test_statements_that_reach_beyond_the_store_are_refused(sql: str) -> None:
@@ -247,9 +256,22 @@ def test_statements_that_reach_beyond_the_store_are_refused(sql: str) -> None:
         guard.check(sql)
 
 
+def test_parameters_and_structures_that_reach_beyond_the_store_are_refused() -> None:
+    guard = StatementGuard(["url", "numbers"])
+    for value in ("file", "FILE", "fi\\x6ce", "a.url"):
+        with pytest.raises(ForbiddenError, match="Identifier"):
+            guard.check("SELECT arrayMap({f:Identifier}, ['/etc/passwd'])", [value])
+    guard.check("SELECT {t:Identifier} FROM t WHERE x = {x:String}", ["trace_id", "numbers"])
+    guard.check("SELECT * FROM t WHERE x = {x:String}", ["file('/etc/passwd')", "a\\b"])
+    with pytest.raises(ForbiddenError):
+        guard.check("SELECT * FROM t", structures=["a UInt8", "a UInt8 DEFAULT file('/etc/passwd')"])
+    guard.check("SELECT * FROM t", structures=["file String DEFAULT upper('x')"])
+
+
 @pytest.mark.parametrize(
     "sql",
     [
+        "SELECT arrayExists(x -> x LIKE '%file%' OR x = 'a file', mapValues(SpanAttributes)) AS found FROM otel.otel_traces",
         "SELECT url, file FROM otel.otel_traces WHERE SpanName = 'file' AND url IN ('a', 'b')",
         "SELECT * FROM numbers(10)",
         "CREATE TABLE t (file String, url String) ENGINE = Memory",
