@@ -21,7 +21,7 @@ from collector.cluster import Layout
 from collector.migrations import pending
 from spangrad.clickhouse import connect, store_errors
 from spangrad.errors import SpangradError, StoreError
-from spangrad.processes import require_free_port, require_safe_bind
+from spangrad.processes import LOOPBACK, require_free_port, require_safe_bind
 from spangrad.settings import CollectorSettings, Settings, StoreSettings
 
 VARIABLE = "SPANGRAD_OTELCOL"
@@ -34,7 +34,6 @@ GO_GC_PERCENT = 200
 """Garbage may be twice what is alive: a quarter of the CPU less than Go's own 100, for about 120 MB more."""
 SIGNALS = ("traces", "logs")
 """Each has a queue of its own."""
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _CHECK_SECONDS = 60
 
 
@@ -167,7 +166,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
         "GOGC": str(GO_GC_PERCENT),
         "GOMEMLIMIT": f"{collector.memory_mib * 3 // 4}MiB",
         # Bytes that leave the machine are worth the CPU.
-        "CLICKHOUSE_COMPRESS": "none" if parts.hostname in _LOOPBACK else "lz4",
+        "CLICKHOUSE_COMPRESS": "none" if parts.hostname in LOOPBACK else "lz4",
     }
     return {**defaults, **environ, **{name: _text(value) for name, value in values.items()}}
 

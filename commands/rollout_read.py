@@ -49,7 +49,8 @@ FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t
 ORDER BY Attempt, Turn, Choice, CallId
 """
 _DROPS = f"""
-SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, Choice, AgentName, if(Policy = '', Model, Policy), Reason, Detail, Convention
+SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), Choice, AgentName, if(Policy = '', Model, Policy), Reason, Detail,
+    Convention
 FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
 ORDER BY Attempt, Timestamp, Choice, CallId
 """
@@ -130,7 +131,7 @@ def near(client: Client, id_: str, attempt: int | None) -> str:
         return "Leave --attempt out to see those that it had."
     if alike := keys("startsWith(RolloutKey, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
         return f"Did you mean {' or '.join(alike)}?"
-    newest = keys("RolloutKeySource = 'rollout' AND SpanName = 'rollout'")
+    newest = keys("RolloutKeySource = 'rollout' AND SpanName = 'rollout'") or keys("true")
     return f"The newest rollouts are {', '.join(newest)}." if newest else "It holds no rollouts at all: is store.url the right one?"
 
 

@@ -1,11 +1,12 @@
 """Questions to a store that may have stopped.
 
 In: where the store should be. Out: settings of one that answers, for the time of a question. Invariant: a store that runs is asked
-itself; only when nobody listens is the data of a stopped one opened, and closed again.
+itself; only when nobody listens on this machine is the data of a stopped one opened, and closed again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import urllib.error
 import urllib.request
@@ -13,8 +14,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 from spangrad.errors import StoreError
+from spangrad.processes import LOOPBACK
 from spangrad.settings import StoreSettings
 
 
@@ -23,15 +26,22 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     """The store that runs, or one opened on the data of a store that has stopped.
 
     Raises:
-        StoreError: none runs, and there is no data.
+        StoreError: none runs, and there is no data of it; or somebody has the data open.
     """
-    stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
     if _listens(store.url):
         yield store
         return
+    if urlsplit(store.url).hostname not in LOOPBACK:
+        raise StoreError(f"no span store answers at {store.url}. Start it there, or set store.url to the one that you mean.")
+    stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
     if not stopped:
         raise StoreError(
             f"no span store answers at {store.url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
+        )
+    if user := _user_of(stopped[0]):
+        raise StoreError(
+            f"no span store answers at {store.url}: process {user} has {stopped[0]} open, and answers elsewhere."
+            " Set store.url to where it does."
         )
     print(f"no store answers at {store.url}: opening {stopped[0]} for this question", file=sys.stderr)
     with own_store(stopped[0], store) as opened:
@@ -61,6 +71,18 @@ def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
             yield store.model_copy(update={"url": url, "otlp_endpoint": f"http://127.0.0.1:{http}", "token": None})
         finally:
             child.stop()
+
+
+def _user_of(path: Path) -> str:
+    """The process that has the data open; empty: none has."""
+    try:
+        with (path / "owner").open() as owner:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+    except BlockingIOError:
+        return (path / "owner").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _listens(url: str) -> bool:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from spangrad.errors import SpangradError
 
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+"""Names of this machine that no other one has."""
 _PR_SET_PDEATHSIG = 1
 _SERVER_PORTS = range(20000, 32768)
 """Ports that Linux gives to no outgoing connection unless told otherwise (net.ipv4.ip_local_port_range)."""
@@ -185,7 +187,7 @@ def require_safe_bind(host: str, token: object | None, section: str, prefix: str
     Raises:
         SpangradError: `host` is not loopback and there is no token.
     """
-    if host not in {"127.0.0.1", "::1", "localhost"} and not token:
+    if host not in LOOPBACK and not token:
         place = f"{section}.{prefix}"
         raise SpangradError(
             f"{place}host = {host!r} would listen beyond this machine without a token. Set {place}token, or bind 127.0.0.1."

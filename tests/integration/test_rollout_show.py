@@ -7,6 +7,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from running_store import running_store, store_settings
+
 import fakes
 from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
@@ -104,6 +106,27 @@ def test_an_unknown_id_is_one_sentence_with_what_comes_near(store: StoreSettings
     assert (answer.stdout, answer.stderr) == ("", sentence)
     answer = show(store, "nearly-there", "--attempt", "3")
     assert answer.stderr.endswith("holds no span of attempt 3 of rollout 'nearly-there'. Leave --attempt out to see those that it had.\n")
+
+
+def test_the_nearest_to_an_unknown_id_may_be_traces_that_no_runner_announced(tmp_path: Path) -> None:
+    store = store_settings(tmp_path / "store")
+    with running_store(store, tmp_path / "store.log"):
+        assert show(store, "nobody").stderr.endswith("It holds no rollouts at all: is store.url the right one?\n")
+        post(store, (SPANS / "autogen.jsonl").read_bytes())
+        client = connect(store)
+        ((trace,),) = client.query("SELECT RolloutKey FROM otel.rollout_spans ORDER BY IngestedAt DESC LIMIT 1").result_rows
+        client.close()
+        assert f"The newest rollouts are {trace}" in show(store, "nobody").stderr
+
+
+def test_a_rollout_without_a_call_is_said_to_have_none(store: StoreSettings, tmp_path: Path) -> None:
+    spans = fakes.SpanFactory(run="callless")
+    spans.evaluation(spans.root("callless-1", calls=0), 1.0)
+    post(store, spans.otlp())
+    build_once(Settings(store=store))
+    told = why(store, "callless-1", f"trainer.directory={tmp_path}")
+    assert any("attempt 0 counting. 0 calls: 0 transitions, 0 drops." in line for line in told), told
+    assert any(line.startswith("- The rollout itself: ") and "no_calls" in line for line in told), told
 
 
 def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:

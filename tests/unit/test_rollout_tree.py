@@ -86,6 +86,13 @@ not built yet
     )
 
 
+def test_who_counts_nothing_is_ordered_by_its_clock() -> None:
+    one = {"run": "", "mode": "", "process": "~instance", "seq": 0}
+    spans = [span("later", "1", "9", started=2, **one), span("first", "2", "9", started=1, **one), span("team", "9", **one)]
+    drawn = text(Record("foreign", spans, [], [], [])).splitlines()[3:]
+    assert [line.split(" · ")[0] for line in drawn] == ["└── team", "    ├── first", "    └── later"]
+
+
 def test_several_builds_are_told_apart() -> None:
     kept = Conclusion(0, "t0", "2", 0, "", "policy", 3, 0)
     dropped = Conclusion(0, "t0", "2", 0, "", "policy", reason="over_length", detail="9 tokens")
