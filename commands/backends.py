@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import urllib.error
 from collections.abc import Mapping
@@ -41,11 +40,12 @@ def _list(
     Args:
         interval: seconds between two looks of --watch.
     """
-    from rich.console import Console
     from rich.live import Live
 
+    from commands.console import plain_console
+
     gateway = resolve(config, set_).gateway
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = plain_console(_PIPE_WIDTH)
     if not watch:
         console.print(_look(gateway))
         return

@@ -6,13 +6,13 @@ rollouts that it is wrong for.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from commands.console import plain_console
 from spangrad.types import DropReason
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _PIPE_WIDTH = 160
 
 def show(report: ReconcileReport, console: Console | None = None) -> int:
     """Print a report, and give the exit code: 1 where calls are unaccounted for."""
-    out = console or Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    out = console or plain_console(_PIPE_WIDTH)
     out.print(render(report))
     return 0 if report.is_right else 1
 

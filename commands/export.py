@@ -129,11 +129,12 @@ def _progress() -> Generator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield _log_lines()
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from commands.console import plain_console
+
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=plain_console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -155,8 +156,9 @@ def _log_lines() -> Callable[[int, int], None]:
 
 def _show(done: Exported, out: Path) -> None:
     """Print what was written, what was left out and why, and that the sum is right."""
-    from rich.console import Console
     from rich.table import Table
+
+    from commands.console import plain_console
 
     tally = done.tally
     table = Table("", "count", box=None, pad_edge=False)
@@ -172,5 +174,5 @@ def _show(done: Exported, out: Path) -> None:
         table.add_row("rollouts without a call", str(tally.bare_rollouts))
     for reason, count in sorted(tally.groups_left_out.items()):
         table.add_row(f"groups without a pair, {reason}", str(count))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    plain_console(_PIPE_WIDTH).print(table)
     print(f"{done.dataset} -> {out}")

@@ -167,12 +167,12 @@ def _total(rows: Iterable[Row]) -> Row:
 
 
 def _print(rows: Sequence[Row], *, reasons: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from commands.build_report import remedy
+    from commands.console import plain_console
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = plain_console(160)
     table = Table(box=None, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading in {"file", "drops"} else "right", overflow="fold")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,8 +41,9 @@ def _list(
         name: of a policy; without it, all of them.
         all_: show every version, instead of the newest 20 of each branch and those that are pinned or a head.
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from commands.console import plain_console
 
     found, _ = _look(resolve(config, set_))
     table = Table("policy", "branch", "version", "status", "from", "return", "kept", "", box=None, pad_edge=False)
@@ -62,7 +62,7 @@ def _list(
         table.add_row(*place, str(one.version), _status(one), _parent(one), returns, "yes" if _kept(one) else "no", ", ".join(notes))
     if name is not None and not counts:
         raise LedgerError(f"the ledger knows no policy {name!r}. It knows {', '.join(sorted({one for one, _ in found.heads})) or 'none'}.")
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    plain_console(_PIPE_WIDTH).print(table)
     if hidden:
         print(f"{hidden} older versions: --all shows them")
 

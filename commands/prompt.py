@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from commands.agents import Command, agent_spec
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
@@ -70,7 +70,15 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
 
 
 @prompt.command(name="put")
-def _put(name: str, file: str, /, *, publish: bool = True, config: ConfigFile = None, set_: Overrides = None) -> None:
+def _put(
+    name: str,
+    file: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    /,
+    *,
+    publish: bool = True,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
     """Keep a file's text as a version, and publish it. A text that was there before is the version that it was.
 
     Args:
@@ -80,7 +88,12 @@ def _put(name: str, file: str, /, *, publish: bool = True, config: ConfigFile = 
     """
     if file != "-" and not Path(file).is_file():
         raise PromptError(f"{file} is no file. Name one that holds the prompt's text, or `-` for standard input.")
-    text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        where = "standard input" if file == "-" else file
+        raise PromptError(f"{where} is not UTF-8 at byte {error.start} ({error.reason}). Give the prompt's text in UTF-8.") from None
     kept = _store(resolve(config, set_), _PATIENCE_SECONDS).put(name, text, publish=publish)
     print(f"{kept.name}@{kept.version}{' (published)' if kept.published else ''}")
 
@@ -144,7 +157,11 @@ def _optimise(
 
 
 def _finish(settings: Settings, result: Result, out: Path, *, publish: bool) -> None:
-    """Print and write what was found, then publish it: a search that is killed before is not begun anew from what it has published."""
+    """Write what was found, publish it, print it.
+
+    In this order: what has published is written, since the same command then begins a new search; and nothing that is printed can keep
+    the best version from its agents.
+    """
     from prompts.report import as_object, as_table, plot
 
     start, best = result.question.start, result.best
@@ -157,10 +174,11 @@ def _finish(settings: Settings, result: Result, out: Path, *, publish: bool) -> 
         plot(result, out / "curve.png")
     except ImportError:
         print("no curve.png: matplotlib is not installed", file=sys.stderr)
+    if publish and better:
+        _store(settings).put(start.name, best.text)
     _print(as_table(result))
     print(f"{out / 'result.json'}: gain {result.gain.mean:+.3f} over version {start.version}, p {result.gain.p:.3g}")
     if publish and better:
-        _store(settings).put(start.name, best.text)
         print(f"published {start.name}@{best.version}")
     else:
         why = "as --no-publish says" if better else f"no version is better with p <= {settings.prompts.max_p:g}"
@@ -227,9 +245,9 @@ def _store(settings: Settings, patience_seconds: float = 30) -> PromptStore:
 
 
 def _print(table: object) -> None:
-    from rich.console import Console
+    from commands.console import plain_console
 
-    Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", _PIPE_WIDTH))).print(table)
+    plain_console(int(os.environ.get("COLUMNS", _PIPE_WIDTH))).print(table)
 
 
 def _time(seconds: float) -> str:

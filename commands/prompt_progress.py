@@ -22,10 +22,11 @@ def shown(run_id: str, rounds: int) -> Generator[Progress]:
     if not sys.stderr.isatty():
         yield Progress(_Lines(rounds))
         return
-    from rich.console import Console
     from rich.progress import Progress as Bars
 
-    with Bars(console=Console(stderr=True)) as bars:
+    from commands.console import plain_console
+
+    with Bars(console=plain_console(stderr=True)) as bars:
         bar = bars.add_task("begins", total=None)
 
         def changed(progress: Progress) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,12 +60,12 @@ def _list(
         group: a group of the run.
         limit: rollouts at most.
     """
-    from rich.console import Console
     from rich.table import Table
 
+    from commands.console import plain_console
     from runner.queue.wire import State
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = plain_console(_PIPE_WIDTH)
     if run is None and state is None and group is None:
         table = Table("run", *[one.value for one in State], box=None, pad_edge=False)
         for one in _ask(config, set_, lambda client: client.runs()):
@@ -85,12 +84,11 @@ def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_
     Args:
         limit: rollouts at most.
     """
-    from rich.console import Console
-
+    from commands.console import plain_console
     from runner.queue.wire import State
 
     found = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=State.DEAD, limit=limit))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_table(found.rollouts))
+    plain_console(_PIPE_WIDTH).print(_table(found.rollouts))
 
 
 @queue.command(name="show")
@@ -100,8 +98,9 @@ def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     Args:
         rollout: its id.
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from commands.console import plain_console
 
     found = _ask(config, set_, lambda client: client.rollout(rollout))
     print(f"rollout   {found.rollout_id} of run {found.run_id} ({found.mode})")
@@ -112,7 +111,7 @@ def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None)
         calls = "-" if one.calls is None else str(one.calls)
         table.add_row(str(one.attempt), one.worker, _time(one.began_at), _seconds(one), _end(one), calls, one.detail or _rewards(one))
     if found.attempts:
-        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+        plain_console(_PIPE_WIDTH).print(table)
 
 
 @queue.command(name="cancel")

@@ -161,11 +161,13 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
         log = logging.getLogger("spangrad.rewards")
         yield lambda done, total: log.info("%s: %d of %d rollouts", what, done, total)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    from commands.console import plain_console
+
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
+    with Progress(*columns, console=plain_console(stderr=True)) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -190,8 +192,9 @@ def _users(name: str, version: str, known: Sequence[Dataset]) -> str:
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from commands.console import plain_console
 
     if not rows:
         print(otherwise)
@@ -199,4 +202,4 @@ def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    plain_console(_PIPE_WIDTH).print(table)

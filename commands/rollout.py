@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -47,16 +46,15 @@ def _show(
         attempt: show this attempt alone.
         width: columns of the terminal.
     """
-    from rich.console import Console
-
+    from commands.console import plain_console
     from commands.rollout_tree import draw
 
     settings = resolve(config, set_)
     record = _ask(id_, attempt, settings)
-    console = Console(width=width or (None if sys.stdout.isatty() else _PIPE_WIDTH))
+    console = plain_console(_PIPE_WIDTH, width=width)
     console.print(draw(record))
     for line in _kept(settings, id_, attempt):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
 
 
 def _kept(settings: Settings, id_: str, attempt: int | None) -> Iterator[str]:

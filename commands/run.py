@@ -99,6 +99,7 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
     """Run tasks; None: finish what is left."""
     from rich.progress import Progress
 
+    from commands.console import plain_console
     from runner.runner import Runner
     from spangrad.greedy import wants_greedy
 
@@ -108,7 +109,7 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Runner(settings, spec, resume=tasks is None) as runner:
         size = settings.runner.group_size
-        with Progress() as progress:
+        with Progress(console=plain_console()) as progress:
             total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))
             bar = progress.add_task("rollouts", total=total)
 
@@ -121,8 +122,9 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from commands.console import plain_console
 
     greedy = ["greedy"] if any(outcome.mode is Mode.GREEDY for outcome in outcomes) else []
     table = Table("task", "rollouts", "mean reward", *greedy, "failed", "calls", box=None, pad_edge=False)
@@ -136,7 +138,7 @@ def _show(outcomes: Sequence[Outcome]) -> None:
             str(sum(outcome.failure is not None for outcome in own)),
             str(sum(outcome.calls or 0 for outcome in own)),
         )
-    Console().print(table)
+    plain_console().print(table)
 
 
 def _mean(outcomes: Sequence[Outcome]) -> str:

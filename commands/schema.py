@@ -24,8 +24,9 @@ schema = App(name="schema", help="Bring the span store's tables up to date, show
 @schema.command(name="status")
 def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Print every migration and how it stands in the store at store.url; the exit code is 3 unless all are applied."""
-    from rich.console import Console
     from rich.table import Table
+
+    from commands.console import plain_console
 
     store = resolve(config, set_).store
     with _executing(store) as execute:
@@ -33,7 +34,7 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     table = Table("number", "name", "applied at (UTC)", "state", box=None, pad_edge=False)
     for entry in entries:
         table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, entry.state)
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+    plain_console(10_000).print(table)
     if any(entry.state is not State.APPLIED for entry in entries):
         sys.exit(OUTDATED)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
 
@@ -17,9 +15,9 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     Args:
         statement: one SELECT, SHOW or DESCRIBE; tables live in the database `otel`.
     """
-    from rich.console import Console
     from rich.table import Table
 
+    from commands.console import plain_console
     from spangrad.clickhouse import connect, store_errors
 
     with answering_store(resolve(config, set_).store) as store:
@@ -30,4 +28,4 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     table = Table(*(str(name) for name in answer.column_names), box=None, pad_edge=False)
     for row in answer.result_rows:
         table.add_row(*(str(value) for value in row))
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+    plain_console(10_000).print(table)

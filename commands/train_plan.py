@@ -26,10 +26,11 @@ _WORDS = {
 
 def show(plan: Plan) -> None:
     """Print a table and the sentence."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from commands.console import plain_console
+
+    console = plain_console()
     table = Table("batch", "group", "mode", "rollouts", "what becomes of it", box=None, pad_edge=False)
     for one in plan.groups:
         if one.fate != "trained":

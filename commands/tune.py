@@ -123,14 +123,13 @@ class _Bar(_Lines):
 
     def planned(self, plan: Plan) -> None:
         """Begin to draw."""
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from commands.console import plain_console
+
         super().planned(plan)
-        if plan.at == len(plan.steps):
-            return
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TextColumn("{task.description}"), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._progress = Progress(*columns, console=plain_console(stderr=True), transient=True)
         handlers = [one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler) and one.stream is sys.stderr]
         self._progress.start()
         # Started, it has put its own stream in the place of stderr: what is written there stands above the bar.
@@ -182,10 +181,14 @@ def _committed(version: LedgerVersion) -> str:
 
 def _show(done: Tuned) -> None:
     """Print what became of the rows, and what was made of them."""
-    from rich.console import Console
     from rich.table import Table
 
+    from commands.console import plain_console
+
     plan, found = done.plan, done.plan.examples
+    if not done.versions:
+        print(f"nothing to do: these files were trained with these settings, up to step {plan.at}. --again trains them once more.")
+        return
     table = Table("", "count", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     what = "rows" if plan.method == "sft" else "pairs"
@@ -194,21 +197,16 @@ def _show(done: Tuned) -> None:
     for reason, count in sorted(found.left_out.items()):
         table.add_row(f"rows left out, {reason}", str(count))
     table.add_row("rows in all", str(found.rows))
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = plain_console(_PIPE_WIDTH)
     console.print(table)
-    console.print(_how(plan), markup=False, highlight=False)
+    console.print(_how(plan), highlight=False)
     if found.unread:
-        console.print(f"columns that were not read: {', '.join(sorted(found.unread))}", markup=False, highlight=False)
+        console.print(f"columns that were not read: {', '.join(sorted(found.unread))}", highlight=False)
     policy = plan.base.policy_version.policy
     for version in done.versions:
-        console.print(_committed(version), markup=False, highlight=False)
-    if done.versions:
-        newest = done.versions[-1].version
-        print(f"{policy}@{plan.base.version} -> {policy}@{newest}. `spangrad lineage {policy}@{newest}` names what it was trained on.")
-        best = min(
-            (one for one in done.versions if "held_out_loss" in one.metrics), key=lambda one: one.metrics["held_out_loss"], default=None
-        )
-        if best and best.version != newest:
-            print(f"the held-out loss was lowest at version {best.version}: `spangrad policy rollback {policy}@{best.version}` goes back.")
-    else:
-        print(f"nothing to do: these files were trained with these settings, up to step {plan.at}. --again trains them once more.")
+        console.print(_committed(version), highlight=False)
+    newest = done.versions[-1].version
+    print(f"{policy}@{plan.base.version} -> {policy}@{newest}. `spangrad lineage {policy}@{newest}` names what it was trained on.")
+    best = min((one for one in done.versions if "held_out_loss" in one.metrics), key=lambda one: one.metrics["held_out_loss"], default=None)
+    if best and best.version != newest:
+        print(f"the held-out loss was lowest at version {best.version}: `spangrad policy rollback {policy}@{best.version}` goes back.")

@@ -71,7 +71,7 @@ class Client:
         url: of `spangrad queue`.
         run_id: that the rollouts belong to. None: runner.run_id.
         settings: any setting by its dotted key, for the workers, too; stronger than environment and spangrad.toml, which say where gateway
-            and store are.
+            and store are. None is a value: it takes back what these say.
     """
 
     def __init__(self, url: str, *, run_id: str | None = None, settings: Mapping[str, object] | None = None) -> None:
@@ -81,7 +81,7 @@ class Client:
                 "false there."
             )
         self._given = {**(settings or {}), "runner.queue_url": url}
-        self.settings = load_settings({**self._given, "runner.run_id": run_id})
+        self.settings = load_settings(self._given if run_id is None else {**self._given, "runner.run_id": run_id})
         self.run_id = self.settings.runner.run_id
         self._queue = QueueHttp(url, self.settings.runner.queue_token, self.run_id)
         self._store = TaskStore(self._queue)

@@ -119,7 +119,7 @@ class Show:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[reward]}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(file=self._stream))
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(file=self._stream, markup=False, emoji=False))
             self._bar.__enter__()
             self._task = self._bar.add_task(self._what, total=self._total, reward="")
         return self

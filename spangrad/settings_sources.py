@@ -1,7 +1,8 @@
 """Where settings come from: flags over environment over TOML file over defaults.
 
 In: `spangrad.toml` (or --config FILE, or SPANGRAD_CONFIG), variables `SPANGRAD_SECTION__KEY`, flags. Out: a `Settings`, and for
-`spangrad config` where each value came from. Invariant: a key that no part knows is an error, wherever it was written.
+`spangrad config` where each value came from. Invariant: a key that no part knows is an error, wherever it was written, and what was
+written is never passed over: not even None, which the environment and the file write as the text `null`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,8 @@ _OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", 
 ENV_NOT_SETTINGS = frozenset(_FILES | _FOR_AGENTS | _OF_PROMPTS)
 """Variables with our prefix that name files, or that tell agents of their attempt; they are read where they are used."""
 DEFAULT_FILE = "spangrad.toml"
+_NULL = "null"
+"""None, for the environment and TOML, which have none of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,7 @@ def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | Non
     """Resolve the settings.
 
     Args:
-        flags: dotted key -> value, the strongest source; the value of a section is a table. Values of None are flags that were not
-            given.
+        flags: dotted key -> value, the strongest source; the value of a section is a table, and None is a value as any other.
         file: a TOML file that must exist; without it SPANGRAD_CONFIG, or spangrad.toml if there is one.
         env: the environment, os.environ by default.
 
@@ -64,9 +66,9 @@ def explain_settings(
 def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
     path, from_file = _read_file(file, env)
     layers: list[tuple[str, dict[str, object]]] = [
-        (f"file {path}", dict(_leaves(from_file))),
+        (f"file {path}", _as_written(_leaves(from_file))),
         ("environment", _read_env(env)),
-        ("flag", dict(leaf for key, value in flags.items() if value is not None for leaf in _of_key(key, value))),
+        ("flag", dict(leaf for key, value in flags.items() for leaf in _of_key(key, value))),
     ]
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -94,13 +96,15 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
 def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
     named = file or (Path(env["SPANGRAD_CONFIG"]) if env.get("SPANGRAD_CONFIG") else None)
     path = named or Path(DEFAULT_FILE)
-    if not path.exists():
-        if named:
-            raise SettingsError(f"settings file {path} does not exist. Create it, or drop --config and SPANGRAD_CONFIG.")
-        return path, {}
     try:
-        return path, tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return path, tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        if named:
+            raise SettingsError(f"settings file {path} does not exist. Create it, or drop --config and SPANGRAD_CONFIG.") from None
+        return path, {}
+    except OSError as error:
+        raise SettingsError(f"settings file {path} cannot be read ({error.strerror}). Name a file of TOML that you may read.") from None
+    except ValueError as error:  # not UTF-8, or not TOML
         raise SettingsError(f"settings file {path} is not TOML: {error}") from None
 
 
@@ -117,9 +121,13 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
     source = EnvSettingsSource(Settings)
     source.env_vars = {name.lower(): env[name] for name in named}
     try:
-        return dict(_leaves(source()))
+        return _as_written(_leaves(source()))
     except UnreadableVariableError as error:
         raise SettingsError(f'{error} (environment). Lists are written as JSON: \'["a", "b"]\'.') from None
+
+
+def _as_written(leaves: Iterable[tuple[str, object]]) -> dict[str, object]:
+    return {key: None if value == _NULL else value for key, value in leaves}
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -84,12 +84,13 @@ class LiveView:
     def table(self) -> Table:
         """The last steps: a row each, the newest last."""
         from rich.table import Table
+        from rich.text import Text
 
         whole = self._seconds["all"]
         idle = f", waited for rollouts {self._seconds['idle'] / whole:.0%} of {whole:.0f} s" if whole else ""
         title = f"{self._settings.policy}/{self._settings.branch}: {self._count} {'step' if self._count == 1 else 'steps'}{idle}"
         columns = ("step", "version", "return", "success", "held out", "gap", "behind", *(f"{name} s" for name in _STAGES), "idle")
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table = Table(title=Text(title, "table.title"), title_justify="left", box=None, pad_edge=False)
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for step in self._steps:

@@ -32,7 +32,7 @@ def watchers_of(settings: Settings, client: Client) -> Watchers:
         from trainer.tracing import StepSpans
 
         found.append(StepSpans(settings, client))
-    console = Console()
+    console = Console(markup=False, emoji=False)
     # Last: nothing is drawn when something above cannot be had.
     found.append(LiveView(settings.trainer, console) if console.is_terminal else LogLines())
     return Watchers(found)

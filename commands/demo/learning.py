@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collector.otelcol import find_binary
+from commands.console import plain_console
 from commands.demo.report import Step, conclude
 from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
 from runner.agents import CallableAgent
@@ -63,7 +64,7 @@ class History:
 
 def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     """Run the demo from start to report."""
-    console = Console(highlight=False)
+    console = plain_console(highlight=False)
     tasks = read_tasks(plan.example / "tasks.jsonl")
     clean_directory(plan.directory)
     otelcol = find_binary(os.environ) if plan.otelcol else None
@@ -75,7 +76,7 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
     (plan.directory / "logs").mkdir()
     history = History()
-    with Services(plan.directory, settings, lambda text: console.print(f"[dim]{_clock(history)} {text}[/dim]"), otelcol) as services:
+    with Services(plan.directory, settings, lambda text: console.print(f"{_clock(history)} {text}", style="dim"), otelcol) as services:
         make_model = [sys.executable, str(plan.example / "model.py"), str(plan.directory / "model"), "--seed", str(plan.seed)]
         services.start(make_model)
         held_out = asyncio.run(_loop(plan, settings, services, history, tasks, console))

@@ -115,9 +115,7 @@ def conclude(
     console.print(table(report))
     console.print(f"\nreport  {directory / 'report.json'}\ncurve   {directory / 'curve.png'}\n\nQuestions to ask, now or later:")
     for title, query in QUESTIONS.items():
-        console.print(
-            f'\n  # {title}\n  .venv/bin/spangrad sql --config {directory / "spangrad.toml"} "{query}"', soft_wrap=True, markup=False
-        )
+        console.print(f'\n  # {title}\n  .venv/bin/spangrad sql --config {directory / "spangrad.toml"} "{query}"', soft_wrap=True)
 
 
 def measure(client: Client, settings: Settings, steps: Sequence[Step], held_out: float, seed: int) -> dict[str, Any]:

@@ -121,18 +121,18 @@ def plain_settings(*, otelcol: bool) -> dict[str, object]:
 
 
 def write_settings(path: Path, origins: Iterable[Origin]) -> None:
-    """Write what is not a default as TOML, so that any command can use it later."""
+    """Write what is not a default as TOML, so that any command can use it later; None is the text `null`."""
     sections: dict[str, list[str]] = {}
     for origin in origins:
-        if origin.source != "default" and origin.value is not None:
+        if origin.source != "default":
             section, name = origin.key.split(".", 1)
-            sections.setdefault(section, []).append(f"{name} = {_toml(origin.value)}")
+            sections.setdefault(section, []).append(f"{name} = {_toml('null' if origin.value is None else origin.value)}")
     path.touch(mode=0o600)  # it may hold tokens
     path.write_text("\n".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()))
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it: strings, numbers, booleans and paths are JSON's, tables are not, and nothing is null."""
+    """A value as TOML writes it: strings, numbers, booleans and paths are JSON's, tables are not, and no field of one is null."""
     if isinstance(value, Mapping):
         table = cast("Mapping[str, object]", value)
         return "{" + ", ".join(f"{json.dumps(name)} = {_toml(one)}" for name, one in table.items() if one is not None) + "}"

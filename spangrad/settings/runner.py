@@ -84,4 +84,5 @@ class RunnerSettings(Section):
     rewards_token: SecretStr | None = Field(default=None, min_length=1)
     """Token that the reward service asks for, and that runners show it. None: nothing is asked."""
     queue_keep_days: float | None = Field(default=30.0, gt=0)
-    """That the queue's server keeps rollouts, with their attempts, after they have ended. None: until `spangrad queue purge`."""
+    """That the queue's server keeps rollouts, with their attempts, after they have ended. None, which is written `null`: until
+    `spangrad queue purge`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -46,9 +47,12 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
         (["config", "--set", "store.prot=1"], {}, 2, "spangrad: unknown setting 'store.prot' (flag). Did you mean 'store.path'?"),
         (["config"], {"SPANGRAD_X": "1"}, 2, "unknown setting SPANGRAD_X (environment)"),
         (["config", "--set", "nonsense"], {}, 2, "--set 'nonsense' is not SECTION.KEY=VALUE."),
+        (["config", "--config", "."], {}, 2, "settings file . cannot be read (Is a directory)."),
+        (["prompt", "put", "p", "latin.txt"], {}, 1, "latin.txt is not UTF-8 at byte 3 (invalid continuation byte)."),
         (["train", "--follow", "--once"], {}, 2, "--follow, --once and --plan contradict each other"),
         (["train", "--json"], {}, 2, "--json is the form of a plan: give --plan with it."),
         (["sql", "SELECT 1"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "no span store answers at http://127.0.0.1:9"),
+        (["sql", "SELECT 1"], {"SPANGRAD_STORE__URL": "http://elsewhere.invalid:8123"}, 1, "no span store answers at http://elsewhere.invalid"),
         (["demo", "--example", "nowhere"], {}, 1, "nowhere holds no agent.py"),
         (["store", "--set", "store.host=0.0.0.0"], {}, 1, "Set store.token, or bind 127.0.0.1."),
         (["gateway", "--set", "gateway.host=0.0.0.0"], {}, 1, "Set gateway.token, or bind 127.0.0.1."),
@@ -63,6 +67,7 @@ def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
     ],
 )
 def test_mendable_errors_are_one_sentence(arguments: list[str], env: dict[str, str], code: int, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"Caf\xe9 au lait")
     answer = spangrad(*arguments, cwd=tmp_path, **env)
     assert sentence in answer.stderr
     assert "Traceback" not in answer.stderr
@@ -93,15 +98,15 @@ def test_secrets_are_not_printed(tmp_path: Path) -> None:
 
 
 def test_overrides_are_json_or_text() -> None:
-    overrides = ["a.b=1", "a.c=text", 'a.d=["x"]', "a.e=x=y"]
-    assert flag_values(overrides, {"a.b": 2, "a.f": None}) == {"a.b": 2, "a.c": "text", "a.d": ["x"], "a.e": "x=y"}
+    overrides = ["a.b=1", "a.c=text", 'a.d=["x"]', "a.e=x=y", "a.g=null"]
+    assert flag_values(overrides, {"a.b": 2, "a.f": None}) == {"a.b": 2, "a.c": "text", "a.d": ["x"], "a.e": "x=y", "a.g": None}
     with pytest.raises(SettingsError):
         flag_values(["novalue"])
 
 
 def test_demo_settings_survive_their_file(tmp_path: Path) -> None:
     tables = {"gateway.clients": [{"name": "evals", "token": "sesame", "policies": ["p"]}], "gateway.models": {"gpt-4o": "policy"}}
-    values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame", **tables}
+    values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame", "runner.queue_keep_days": None, **tables}
     other = tmp_path / "other.toml"
     other.write_text("[builder]\nquiet_seconds = 9\n")
     write_settings(tmp_path / "spangrad.toml", explain_settings(values, file=other, env={}))
@@ -127,6 +132,25 @@ def test_a_question_to_a_stopped_store_needs_no_token_of_its_own(tmp_path: Path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["spans", "0"]
     assert "opening data/store for this question" in answer.stderr
+
+
+def test_the_data_of_a_store_that_answers_elsewhere_are_left_alone(tmp_path: Path) -> None:
+    data = tmp_path / "data" / "store"
+    data.mkdir(parents=True)
+    with (data / "owner").open("w") as owner:
+        print(os.getpid(), file=owner, flush=True)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        answer = spangrad("sql", "SELECT 1", "--set", "store.url=http://127.0.0.1:9", cwd=tmp_path)
+    sentence = f"process {os.getpid()} has data/store open, and answers elsewhere. Set store.url to where it does."
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
+    assert sentence in answer.stderr
+
+
+def test_texts_of_the_store_are_printed_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "data" / "store").mkdir(parents=True)
+    text = "<s>[INST] :key: list[int] [/INST]"
+    answer = spangrad("sql", f"SELECT '{text}' AS `a [/b]`", "--set", "store.url=http://127.0.0.1:9", cwd=tmp_path)
+    assert (answer.returncode, [line.strip() for line in answer.stdout.splitlines()]) == (0, ["a [/b]", text]), answer.stderr
 
 
 def test_modules_of_the_working_directory_hide_none_of_ours(tmp_path: Path) -> None:

@@ -75,6 +75,19 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
             await told(command._list, state="odd")
 
 
+async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
+    where = [f"runner.queue_url={settings.queue_url}"]
+    said = "[INST] :key: list[int] [/INST]"
+    async with serving(settings) as (client, _):
+        await client.enqueue(said, some(1))
+        (lease,) = await client.lease(said, said, 1)
+        await client.fail([Failure(rollout_id=lease.rollout_id, attempt=0, reason=AttemptFailure.EXCEPTION, detail=said)])
+        for show, names, places in ((command._list, [], 1), (command._dead, [], 2), (command._show, [lease.rollout_id], 3)):
+            await asyncio.to_thread(show, *names, set_=where)
+            assert capsys.readouterr().out.count(said) == places
+
+
 def test_what_is_meant_must_be_said() -> None:
     for arguments in ([], ["r1", "--run", "run"], ["r1", "--group", "g"]):
         done = subprocess.run(

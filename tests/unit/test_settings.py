@@ -15,7 +15,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[store]\notlp_http_port = 1\notlp_grpc_port = 2\nclickhouse_port = 3\n[runner]\nrun_id = "from file"\n')
     env = {"SPANGRAD_STORE__OTLP_HTTP_PORT": "11", "SPANGRAD_STORE__OTLP_GRPC_PORT": "12", "SPANGRAD_ENGINE__EXTRA_ARGS": '["--seed", "7"]'}
-    flags = {"store.otlp_http_port": 21, "store.path": None}
+    flags = {"store.otlp_http_port": 21}
     origins = [origin for origin in explain_settings(flags, file=file, env=env) if origin.source != "default"]
     assert origins == [
         Origin("store.otlp_grpc_port", 12, "environment SPANGRAD_STORE__OTLP_GRPC_PORT"),
@@ -44,6 +44,8 @@ def test_config_variable_names_the_file(tmp_path: Path) -> None:
         ({"runner.workers": 0}, {}, "", "setting runner.workers = 0 (flag)"),
         ({}, {"SPANGRAD_TRAINER__BETAS": "abc"}, "", "Lists are written as JSON"),
         ({}, {"SPANGRAD_GATEWAY__TOKEN": ""}, "", "(environment SPANGRAD_GATEWAY__TOKEN)"),
+        ({"gateway.port": None}, {}, "", "setting gateway.port = None (flag): Input should be a valid integer"),
+        ({}, {"SPANGRAD_GATEWAY__PORT": "null"}, "", "setting gateway.port = None (environment SPANGRAD_GATEWAY__PORT)"),
     ],
 )
 def test_errors_name_the_value_the_place_and_the_remedy(
@@ -59,6 +61,37 @@ def test_errors_name_the_value_the_place_and_the_remedy(
 def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml does not exist"):
         load_settings(file=tmp_path / "none.toml", env={})
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b'[runner]\nrun_id = "\xe9"\n')
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file=tmp_path, env={})
+    assert str(caught.value) == f"settings file {tmp_path} cannot be read (Is a directory). Name a file of TOML that you may read."
+    with pytest.raises(SettingsError, match=r"settings file .*latin\.toml is not TOML: 'utf-8' codec can't decode byte 0xe9"):
+        load_settings(env={"SPANGRAD_CONFIG": str(tmp_path / "latin.toml")})
+
+
+def test_none_is_a_value_that_every_source_can_say(tmp_path: Path) -> None:
+    days, variable = "runner.queue_keep_days", "SPANGRAD_RUNNER__QUEUE_KEEP_DAYS"
+    null, week = tmp_path / "null.toml", tmp_path / "week.toml"
+    null.write_text('[runner]\nqueue_keep_days = "null"\n')
+    week.write_text("[runner]\nqueue_keep_days = 7\n")
+
+    def told(flags: dict[str, object], env: dict[str, str], file: Path) -> Origin:
+        return next(origin for origin in explain_settings(flags, file=file, env=env) if origin.key == days)
+
+    assert [
+        told({}, {}, null),
+        told({}, {variable: "null"}, week),
+        told({days: None}, {variable: "8"}, week),
+        told({days: 9}, {variable: "null"}, null),
+    ] == [
+        Origin(days, None, f"file {null}"),
+        Origin(days, None, f"environment {variable}"),
+        Origin(days, None, "flag"),
+        Origin(days, 9.0, "flag"),
+    ]
 
 
 def test_binaries_are_not_settings() -> None:

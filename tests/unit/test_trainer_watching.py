@@ -116,7 +116,7 @@ def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypa
     handler = logging.StreamHandler(stream)
     logging.getLogger().addHandler(handler)
     try:
-        view = LiveView(TrainerSettings(), console)
+        view = LiveView(TrainerSettings(branch="[/s]"), console)
         for number in range(1, 15):
             view.stepped(step(number))
         view.evaluated(version(14, validate_return=0.75, validate_rollouts=8.0), 14)
@@ -131,7 +131,7 @@ def test_a_terminal_has_a_table_of_the_last_steps_with_the_log_above_it(monkeypa
     plain = io.StringIO()
     Console(file=plain, width=140).print(table)
     lines = [line.split() for line in plain.getvalue().splitlines()]
-    assert " ".join(lines[0]) == "policy/main: 14 steps, waited for rollouts 75% of 112 s"
+    assert " ".join(lines[0]) == "policy/[/s]: 14 steps, waited for rollouts 75% of 112 s"
     assert lines[2] == ["3", "3", "+0.25", "0.50", "-", "2e-06", "0.5", "1.00", "-", "1.00", "-", "0.50", "75%"]
     assert lines[-1] == ["14", "14", "+0.25", "0.50", "+0.75", "2e-06", "0.5", "1.00", "-", "1.00", "-", "0.50", "75%"]
     assert len(lines) == 14

@@ -1,0 +1,40 @@
+"""The client's parts that need no queue: what its workers are told, what a terminal shows."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from spangrad.client import Client
+from spangrad.client_result import Show
+from spangrad.settings_sources import load_settings
+
+
+def agent(task: object) -> float:
+    return 1.0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_workers_have_the_clients_settings_also_those_that_take_something_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANGRAD_STORE__TTL_DAYS", "7")
+    given = {"runner.run_id": "mine", "runner.queue_keep_days": None, "store.ttl_days": None, "trainer.betas": [0.8, 0.9]}
+    client = Client("http://127.0.0.1:9", settings=given)
+    assert (client.run_id, client.settings.runner.queue_keep_days, client.settings.store.ttl_days) == ("mine", None, None)
+    assert load_settings(env=client._work(agent, None, None).environment) == client.settings
+    assert Client("http://127.0.0.1:9", run_id="other", settings=given).run_id == "other"
+
+
+def test_what_a_script_prints_below_the_bar_is_printed_as_it_is() -> None:
+    out = Terminal()
+    with Show("training", 4, out) as show:
+        print("[INST] :key: [/INST]", end="", flush=True)
+        show.say("test data [/s]")
+    uncoloured = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
+    assert "[INST] :key: [/INST]" in uncoloured
+    assert "test data [/s]" in uncoloured

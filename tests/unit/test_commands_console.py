@@ -1,0 +1,82 @@
+"""What commands print of texts that users, agents and models wrote: the same text, whatever rich would make of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import commands
+from commands import prompt, run, train_plan
+from prompts.beam import Round
+from prompts.compare import Gain
+from prompts.search import Candidate, Question, Result
+from runner.runner import Outcome
+from spangrad.prompt_store import Edit, PromptText
+from spangrad.settings import Settings
+from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
+from trainer.plan import Fate, Plan, PlannedGroup
+
+ODD = "[INST] :key: [bold]be[/bold] list[int] [/INST]"
+"""Markup, the name of an emoji, and a tag that closes nothing."""
+START = PromptText("greeting", 1, ODD, "c", 0.0, True)
+QUESTION = Question("s", START, (Task("a", 1),), (Task("b", 1),))
+
+
+def found(gain: float = 0.8) -> Result:
+    """A search that has found a better version."""
+    first = Candidate(1, ODD, 0.1, {"b": 0.1}, 0, None)
+    edit = Edit("s", 1, 1, 0, ODD, 2)
+    second = Candidate(2, f"{ODD} kindly", 0.1 + gain, {"b": 0.1 + gain}, 0, edit)
+    return Result(QUESTION, (first, second), (Round(0, (1,)), Round(1, (2,))), second, Gain(gain, 0.01))
+
+
+def test_no_command_has_a_console_of_its_own() -> None:
+    makes = re.compile(r"\bConsole\(|\b(Progress|Bars|Live)\(\)")
+    files = Path(commands.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if makes.search(file.read_text())] == ["console.py"]
+
+
+def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run._show([Outcome(RolloutKey("run", "r0", 0), ODD, Mode.TRAIN, None, AttemptFailure.EXIT_CODE, ODD, 0.0, None)])
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{ODD}  1 ")
+    groups = (PlannedGroup("train", ODD, 1, 2, Fate.WAITING),)
+    train_plan.show(Plan(ODD, "main", ODD, "spec", 1, 1, 1, groups, 0, (), best=ODD))
+    first, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{ODD}/main, run {ODD}, from version 1 ({ODD})"
+    assert ODD in row
+
+
+def test_a_prompt_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SimpleNamespace(
+        edits=lambda name: [found().best.edit], versions=lambda name: [START, PromptText("greeting", 2, "b", "d", 0.0, False)]
+    )
+    monkeypatch.setattr(prompt, "_store", lambda *_: store)
+    prompt._show("greeting", history=True)
+    assert ODD in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_better_prompt_is_published_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
+    prompt._finish(Settings(), found(), tmp_path, publish=True)
+    assert put == [("greeting", f"{ODD} kindly")]
+    rows = [line.rstrip().split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines()[:3]]
+    assert rows == ["begins", f"{ODD} kindly", ODD]
+
+
+def test_a_better_prompt_is_published_although_nobody_reads_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(table: object) -> None:
+        raise BrokenPipeError
+
+    put: list[Sequence[Any]] = []
+    monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
+    monkeypatch.setattr(prompt, "_print", gone)
+    with pytest.raises(BrokenPipeError):
+        prompt._finish(Settings(), found(), tmp_path, publish=True)
+    assert put == [("greeting", f"{ODD} kindly")]

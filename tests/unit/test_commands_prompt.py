@@ -1,0 +1,28 @@
+"""`spangrad prompt put` as a user types it, over a queue's server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from queues import queue_server, queue_settings
+
+from spangrad.prompt_store import PromptStore
+
+TEXT = "Be kind.\r\n\r\nÀ bientôt [/INST]\n"
+
+
+def test_a_text_is_kept_as_it_is_from_a_file_and_from_standard_input(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    (tmp_path / "text").write_bytes(TEXT.encode())
+
+    def put(*words: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "spangrad", "prompt", "put", *words, "--set", f"runner.queue_url={settings.queue_url}"]
+        done = subprocess.run(command, input=TEXT.encode(), capture_output=True, cwd=tmp_path, check=False, timeout=60)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    with queue_server(settings, tmp_path / "queue.log"):
+        assert put("greeting", "-", "--no-publish") == (0, "greeting@1\n", "")
+        assert put("greeting", "text") == (0, "greeting@1 (published)\n", "")
+        assert PromptStore(settings.queue_url or "").get("greeting").text == TEXT
