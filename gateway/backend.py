@@ -197,7 +197,9 @@ class Backend(Upstream):
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
             headers = {"Content-Type": "application/json", **self.headers}
-            async with self._session.request(method, self.url + path, data=body, headers=headers, timeout=timeout) as answer:
+            async with self._session.request(
+                method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
                 text = await answer.read()
                 if answer.status != 200:
                     said = self.scrub(text[:500]).decode(errors="replace")

@@ -8,6 +8,8 @@ soon as the agent has left.
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
@@ -30,21 +32,17 @@ from gateway.metrics import Metrics
 from gateway.passthrough import pass_through
 from gateway.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool import Lease, Pool
-from gateway.record import CallFacts, build_span
+from gateway.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
 from gateway.redaction import Redactor
-from gateway.upstream import BackendDownError, unreachable
+from gateway.upstream import BackendDownError, Scrubber, unreachable
 from spangrad.settings import Settings
 from spangrad.types import Mode
 
+log = logging.getLogger(__name__)
+
 ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}"
 
-_LAST_EVENTS = (
-    b"data: [DONE]",
-    b"event: message_stop",
-    b"event: response.completed",
-    b"event: response.incomplete",
-    b"event: response.failed",
-)
+_LAST_EVENT = re.compile(rb"data: ?\[DONE\]|event: ?(message_stop|response\.(completed|incomplete|failed))")
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class Calls:
             return exchange.stream or web.Response()  # nobody reads it
         except Exception:
             # A fault of ours: the client gets aiohttp's 500, and the span says so.
-            facts.error_type = facts.error_type or "gateway_error"
+            facts.error_type = facts.error_type or GATEWAY_ERROR
             raise
         finally:
             await self._record(exchange)
@@ -136,10 +134,18 @@ class Calls:
             return
         exchange.recorded = True
         try:
-            await self._exporter.put(build_span(exchange.facts, self._process_id, time.time_ns(), self._redactor))
+            await self._exporter.put(self._span(exchange.facts))
         finally:
             self._counts.end(exchange.facts.context.attempt)
             self._count(exchange)
+
+    def _span(self, facts: CallFacts) -> bytes:
+        """The call's span: what is counted is recorded, whatever stands in it."""
+        try:
+            return build_span(facts, self._process_id, time.time_ns(), self._redactor)
+        except Exception as fault:
+            log.exception("a call could not be recorded whole: %s", facts.context.span.header())
+            return bare_span(facts, self._process_id, time.time_ns(), fault)
 
     def _count(self, exchange: _Exchange) -> None:
         """Add an ended call to the metrics."""
@@ -204,20 +210,21 @@ class Calls:
             headers["traceparent"] = facts.context.span.header()
         backend.add_headers(headers)
         url = backend.url + facts.request.engine_path
-        async with self._session.post(url, data=_asked(facts.request, lease), headers=headers) as upstream:
+        # Not followed: the key and the conversation are for this upstream alone.
+        async with self._session.post(url, data=_asked(facts.request, lease), headers=headers, allow_redirects=False) as upstream:
             facts.http_status = upstream.status
             if upstream.content_type == "text/event-stream":
-                return await self._stream(exchange, upstream)
-            body = await upstream.read()
+                return await self._stream(exchange, upstream, backend.scrubber())
+            body = backend.scrub(await upstream.read())
             if upstream.status == 200:
                 body = _read_whole(facts, body)
             else:
-                body = facts.answer.json = backend.scrub(body)
+                facts.answer.json = body
                 facts.error_type = str(upstream.status)
                 facts.error_message = body.decode(errors="replace")
             return web.Response(body=body, status=upstream.status, headers=returned(upstream.headers))
 
-    async def _stream(self, exchange: _Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _stream(self, exchange: _Exchange, upstream: aiohttp.ClientResponse, scrubber: Scrubber) -> web.StreamResponse:
         facts = exchange.facts
         reader = facts.request.dialect.stream(facts.request)
         facts.answer = reader.answer
@@ -225,14 +232,14 @@ class Calls:
         await _to_client(response.prepare(exchange.request))
         exchange.stream = response
         async for data in upstream.content.iter_any():
-            events = reader.feed(data)
+            events = reader.feed(scrubber.feed(data))
             if _is_end(events):
                 await self._record_stream(exchange)
             if events:
                 exchange.first_byte = exchange.first_byte or time.perf_counter()
                 await _to_client(response.write(events))
         await self._record_stream(exchange)
-        await _to_client(response.write_eof(reader.rest()))
+        await _to_client(response.write_eof(reader.rest() + scrubber.rest()))
         return response
 
     async def _record_stream(self, exchange: _Exchange) -> None:
@@ -252,7 +259,8 @@ def _used(answer: Answer, *names: str) -> int:
 
 def _is_end(events: bytes) -> bool:
     """Whether the last of these events tells the client that it has the whole answer."""
-    return events[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
+    last = events.replace(b"\r\n", b"\n").removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    return _LAST_EVENT.match(last) is not None
 
 
 def _asked(request: Request, lease: Lease) -> bytes:

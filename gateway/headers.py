@@ -27,7 +27,8 @@ _FORWARDED = frozenset(
 )
 _KEYS = frozenset({"access_token", "api-key", "api_key", "apikey", "auth", "authorization", "auth_token", "key", "password", "token"})
 """Parameters in which clients send their keys."""
-_NOT_RETURNED = _HOP_BY_HOP | {"content-length", "date", "server"}
+# A client that followed a redirect would take its token and its conversation elsewhere.
+_NOT_RETURNED = _HOP_BY_HOP | {"content-length", "date", "location", "server"}
 
 
 def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -1,7 +1,7 @@
 """What agents ask of an engine that is no policy call: models, embeddings, token counts.
 
 In: a request to a path below /v1 that no dialect answers. Out: the engine's answer, as it comes. Invariant: nothing is
-read, recorded or counted; and nothing passes that would change what the engine serves.
+read, recorded or counted; and nothing passes that would change what the engine serves, or that would be a call.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Asked(msgspec.Struct):
 async def pass_through(request: web.Request, session: aiohttp.ClientSession, pool: Pool, attempt: Attempt | None) -> web.StreamResponse:
     """Let a backend answer: one of the policy that the request's model names."""
     rest = request.match_info["rest"]
-    refusal = _refusal(rest)
+    refusal = _refusal(request.method, rest)
     if refusal:
         return error_response(403, f"/v1/{rest} does not pass: {refusal}.", "permission_error")
     body = await request.read()
     try:
         model = msgspec.json.decode(body, type=_Asked).model
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         model = None
     if request.method == "GET" and rest == "models" and len(pool.names) > 1:
         return json_response({"object": "list", "data": [_model(name) for name in pool.names]})
@@ -73,9 +73,11 @@ async def _let_answer(request: web.Request, body: bytes, session: aiohttp.Client
         ) as upstream:
             response = web.StreamResponse(status=upstream.status, headers=returned(upstream.headers))
             await response.prepare(request)
+            scrubber = backend.scrubber()
             async for data in upstream.content.iter_any():
-                await response.write(data)
-            await response.write_eof()
+                if shown := scrubber.feed(data):
+                    await response.write(shown)
+            await response.write_eof(scrubber.rest())
             return response
     except (aiohttp.ClientError, OSError) as error:
         if response is None:
@@ -85,11 +87,12 @@ async def _let_answer(request: web.Request, body: bytes, session: aiohttp.Client
         return response
 
 
-def _refusal(rest: str) -> str:
-    """Why a path below /v1 does not pass; empty: it does."""
+def _refusal(method: str, rest: str) -> str:
+    """Why a path below /v1, percent-decoded, does not pass; empty: it does."""
     parts = rest.strip("/")
     if any(part in (".", "..") for part in rest.split("/")):
         return "it leads elsewhere"
-    if f"/v1/{parts}" in DIALECTS and parts != rest:
-        return f"calls go to /v1/{parts}, with no slash at the end"
+    # However it is spelt (%2F, a slash more), it would reach the engine as a call that nobody records.
+    if method == "POST" and f"/v1/{parts}" in DIALECTS:
+        return f"calls go to /v1/{parts}, spelt like that"
     return REFUSED.get(parts, "")

@@ -69,7 +69,11 @@ class Expected:
         dtype = backend.checksum.partition(":")[0]
         if dtype not in self._found:
             self._found[dtype] = await (self._sent(backend, dtype) if self.sender else asyncio.to_thread(_read, self._release, dtype))
-        if reason := unfit(backend, Path(self._release.path), self.sender):
+        try:
+            reason = unfit(backend, Path(self._release.path), self.sender)
+        except (CheckpointError, OSError) as error:
+            raise PublicationError(409, str(error)) from error
+        if reason:
             raise PublicationError(409, reason)
         return self._found[dtype]
 
@@ -104,10 +108,14 @@ async def put(backend: Backend, release: Release, expected: str, in_flight: InFl
     """
     info = backend.info
     assert info, "an engine that was never reached is not published to"
+    try:
+        road = road_of(backend, Path(release.path), sender)
+    except (CheckpointError, OSError) as error:
+        raise EngineError(f"version {release.version} cannot be read any more: {error}") from error
     before = backend.status
     backend.become(BackendStatus.PUBLISHING)
     try:
-        await _replace_weights(backend, release, expected, in_flight, before, road_of(backend, Path(release.path), sender))
+        await _replace_weights(backend, release, expected, in_flight, before, road)
         backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
     finally:
         if backend.status is BackendStatus.PUBLISHING:
@@ -116,9 +124,9 @@ async def put(backend: Backend, release: Release, expected: str, in_flight: InFl
 
 def _read(release: Release, dtype: str) -> str:
     path = Path(release.path)
-    if not path.is_dir():
-        raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
     try:
+        if not path.is_dir():
+            raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
         found = checksum_directory(path)
         # A release that an engine was started with is known by its checksum in that engine's dtype.
         given = release.checksum.partition(":")[0]
@@ -126,7 +134,7 @@ def _read(release: Release, dtype: str) -> str:
         if compared != release.checksum:
             raise PublicationError(409, f"the weights in {release.path} have checksum {found}, not {release.checksum}. Write them anew.")
         return found if not dtype or found.startswith(f"{dtype}:") else checksum_directory(path, dtype)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         raise PublicationError(409, str(error)) from error
 
 
@@ -177,8 +185,9 @@ async def _replace_weights(
         steps.to("probe")
         await backend.probe(release.version)
         steps.to("serve")
-    except EngineError as error:
-        reason = f"publication of version {release.version} failed at {steps.now}: {error}"
+    except Exception as error:  # a fault of ours, too, must leave no calls frozen in a pause
+        why = str(error) if isinstance(error, EngineError) else repr(error)
+        reason = f"publication of version {release.version} failed at {steps.now}: {why}"
         if before is BackendStatus.SERVING and (steps.now in {"drain", "pause"} or await _holds_old(backend, steps.now)):
             await _resume_old(backend, reason)
         else:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from pydantic import TypeAdapter, ValidationError
 
 from gateway.context import CallContext
 from gateway.dialects.answer import Answer
 from gateway.dialects.base import Request
 from gateway.redaction import Redactor
 from spangrad import semconv
+from spangrad.sampling import is_constrained
 
 PROVIDER = "vllm"
 MESSAGE_CHARACTERS = 2000
 """How much of an error's body goes into the span's status."""
+GATEWAY_ERROR = "gateway_error"
+"""`error.type` of what is a fault of ours."""
 _SAMPLED_FLAG = 1
 
 SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
@@ -35,9 +39,8 @@ SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
     "repetition_penalty": (semconv.SAMPLING_REPETITION_PENALTY, 1.0),
 }
 """Request field -> attribute, and vLLM's default with `--generation-config vllm`."""
-
-_CONSTRAINTS = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search")
-"""Request fields that, where set, keep tokens from being sampled, shift their logits, or search in place of sampling."""
+_READ: dict[type[int | float], TypeAdapter[int] | TypeAdapter[float]] = {int: TypeAdapter(int), float: TypeAdapter(float)}
+"""What vLLM reads numbers with: it takes "0.5" for one."""
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises what is asked between 0 and this to this."""
@@ -68,11 +71,24 @@ class CallFacts:
 
 def build_span(facts: CallFacts, process_id: str, ended_ns: int, redactor: Redactor | None = None) -> bytes:
     """Serialize the span of a call, without what the redactor finds in it."""
-    context = facts.context
     operation, model = facts.request.dialect.operation, facts.request.fields.get("model")
-    name, message, attributes = f"{operation} {model}" if model else operation, facts.error_message, _attributes(facts, process_id)
+    name, message = f"{operation} {model}" if model else operation, facts.error_message
+    attributes = {**_identity(facts, process_id), **_told(facts)}
     if redactor is not None:
         name, message, attributes = redactor.redact(name, message, attributes)
+    return _serialized(facts, ended_ns, name, message, attributes)
+
+
+def bare_span(facts: CallFacts, process_id: str, ended_ns: int, fault: Exception) -> bytes:
+    """Serialize the span of a call of which more cannot be told: whose it was, and that the gateway failed at it."""
+    # Of the fault its kind alone: its words may be the call's, which nobody has redacted.
+    message = f"the call could not be recorded ({type(fault).__name__})"
+    attributes = {**_identity(facts, process_id), semconv.ERROR_TYPE: GATEWAY_ERROR}
+    return _serialized(replace(facts, error_type=GATEWAY_ERROR), ended_ns, facts.request.dialect.operation, message, attributes)
+
+
+def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attributes: Mapping[str, _Value]) -> bytes:
+    context = facts.context
     span = Span(
         trace_id=context.span.trace_id,
         span_id=context.span.span_id,
@@ -94,41 +110,36 @@ def attribute(key: str, value: _Value) -> KeyValue:
     return KeyValue(key=key, value=_any_value(value))
 
 
-def is_constrained(request: Mapping[str, Any]) -> bool:
-    """Whether a request keeps tokens from being sampled: a grammar, a schema, a tool that must be called, banned tokens."""
-    # Where chat and completions, responses, and messages say it.
-    forms = (request.get("response_format"), _dict(request.get("text")).get("format"), _dict(request.get("output_config")).get("format"))
-    choice = request.get("tool_choice")
-    if isinstance(choice, dict):
-        choice = _dict(cast("object", choice)).get("type", "function")
-    return (
-        any(_dict(form).get("type", "text") != "text" for form in forms)
-        or (isinstance(choice, str) and choice not in ("auto", "none"))
-        or (choice != "none" and any(_is_strict(tool) for tool in _list(request.get("tools"))))
-        or any(request.get(name) for name in _CONSTRAINTS)
-        or any(name.startswith("guided_") and value for name, value in request.items())
-    )
-
-
-def _attributes(facts: CallFacts, process_id: str) -> dict[str, _Value]:
-    context, answer, request = facts.context, facts.answer, facts.request.fields
-    engine = answer.engine
+def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
+    """Whose call it was, and how it ended."""
+    context = facts.context
     return {
         semconv.GEN_AI_OPERATION: facts.request.dialect.operation,
         semconv.HTTP_ROUTE: facts.request.dialect.path,
         semconv.GEN_AI_PROVIDER: facts.provider,
-        semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
-        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature")),
-        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p")),
-        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
-            request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens")
-        ),
         semconv.RUN_ID: context.run_id,
         semconv.ROLLOUT_ID: context.attempt.rollout_id if context.attempt else None,
         semconv.ROLLOUT_ATTEMPT: context.attempt.number if context.attempt else None,
         semconv.ROLLOUT_MODE: context.mode,
         semconv.PROCESS_ID: process_id,
         semconv.SEQ: facts.seq,
+        semconv.HTTP_STATUS: facts.http_status,
+        semconv.ERROR_TYPE: facts.error_type,
+        semconv.ABORTED: True if facts.aborted else None,
+    }
+
+
+def _told(facts: CallFacts) -> dict[str, _Value]:
+    """What was asked and answered."""
+    answer, request = facts.answer, facts.request.fields
+    engine = answer.engine
+    return {
+        semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
+        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
+        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p"), float),
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
+            request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens"), int
+        ),
         # What another upstream takes for granted is not known.
         **(_sampling(request) if facts.provider == PROVIDER else {}),
         **_answer(answer),
@@ -137,18 +148,17 @@ def _attributes(facts: CallFacts, process_id: str) -> dict[str, _Value]:
         semconv.VERSION_END: engine.version_end if engine else None,
         semconv.TOKENIZER_HASH: engine.tokenizer_hash if engine else None,
         semconv.REQUEST_JSON: facts.request.raw.decode(errors="replace"),
-        semconv.HTTP_STATUS: facts.http_status,
-        semconv.ERROR_TYPE: facts.error_type,
-        semconv.ABORTED: True if facts.aborted else None,
     }
 
 
 def _sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
     """The parameters that were in effect, asked for or not."""
-    effective: dict[str, _Value] = {semconv.SAMPLING_CONSTRAINED: is_constrained(request)}
-    for name, (key, default) in SAMPLING_DEFAULTS.items():
-        asked = request.get(name)
-        effective[key] = type(default)(default) if asked is None else _number(asked, type(default))
+    asked = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
+    effective: dict[str, _Value] = {
+        key: default if value is None else _number(value, type(default)) for key, (value, default) in asked.items()
+    }
+    # Of what cannot be read nobody knows that it leaves the distribution as it is.
+    effective[semconv.SAMPLING_CONSTRAINED] = is_constrained(request) or None in effective.values()
     temperature = effective[semconv.SAMPLING_TEMPERATURE]
     if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
         effective[semconv.SAMPLING_TEMPERATURE] = LEAST_TEMPERATURE
@@ -170,8 +180,8 @@ def _answer(answer: Answer) -> dict[str, _Value]:
         semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         # One a choice: the place tells which. A choice that was cut has none.
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
-        semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens"))),
-        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens"))),
+        semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens")), int),
+        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens")), int),
         semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(prompt_ids)}I", *prompt_ids) or None,
         semconv.PROMPT_LENGTHS: [len(prompt) for prompt in answer.prompts] if len(answer.prompts) > 1 else None,
         semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
@@ -181,29 +191,18 @@ def _answer(answer: Answer) -> dict[str, _Value]:
     }
 
 
-def _is_strict(tool: object) -> bool:
-    """Whether the engine holds a tool's arguments to their schema."""
-    return bool(_dict(tool).get("strict") or _dict(_dict(tool).get("function")).get("strict"))
-
-
-def _list(value: object) -> list[Any]:
-    """A request's list, or an empty one where it is none (vLLM refuses such a request)."""
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _number(value: object, kind: type[int | float] | None = None) -> int | float | None:
-    """A request's number, or None where it is none (vLLM refuses such a request)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _number(value: object, kind: type[int | float]) -> int | float | None:
+    """A request's number as vLLM reads it, from a text too. None: there is none, or it cannot be read."""
+    if value is None or type(value) is kind:
+        return value
+    try:
+        return _READ[kind].validate_python(value)
+    except ValidationError:
         return None
-    return kind(value) if kind else value
 
 
 def _any_value(value: _Value) -> AnyValue:

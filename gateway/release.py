@@ -91,9 +91,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
             await _send_canary(policy, release, expected, request, todo)
         else:
             await _put_into(policy, todo, release, expected, request.order, request.in_flight)
-            policy.rolled_back.discard(release.version)
-            if release != policy.release:
-                policy.served(release)
+            policy.served(release)
             _withdraw_laggards(policy)
         took = [policy.canary.backend] if policy.canary else todo
         return _publication(policy, release, time.monotonic() - began, took)
@@ -155,7 +153,8 @@ async def roll_back(policy: Policy, order: Order, in_flight: InFlight) -> Public
             log.warning("version %d is served by those that had it: %s", release.version, error)
         policy.canary = None
         policy.releases = former
-        policy.rolled_back |= set(withdrawn) - {release.version}
+        policy.rolled_back = (policy.rolled_back | set(withdrawn)) - {release.version}
+        policy.withdrawn = (policy.withdrawn | set(withdrawn)) - {release.version}
         _withdraw_laggards(policy)
         return _publication(policy, release, time.monotonic() - began)
 
@@ -236,9 +235,15 @@ async def _send_canary(policy: Policy, release: Release, expected: Expected, req
     if not 0 < share < 1:
         raise PublicationError(409, f"canary = {share:g} is no share of the rollouts: it lies between 0 and 1.")
     first = min(serving, key=lambda one: one.in_flight)
-    await _put_into(policy, [first], release, expected, Order.ROLLING, request.in_flight)
+    # Before it serves: calls that wait meanwhile go to it only if they are its own.
     policy.canary = Canary(first, release, share)
-    policy.changed()
+    try:
+        await _put_into(policy, [first], release, expected, Order.ROLLING, request.in_flight)
+    except BaseException:
+        policy.canary = None
+        raise
+    finally:
+        policy.changed()
 
 
 def _withdraw_laggards(policy: Policy) -> None:

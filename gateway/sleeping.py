@@ -60,7 +60,7 @@ async def wake_up(backend: Backend, policy: Policy) -> None:
         try:
             await backend.order("/wake_up", seconds=backend.seconds)
             backend.become(BackendStatus.PUBLISHING)
-            if await backend.read_checksum() == backend.checksum and not (wanted and wanted.version > info.version):
+            if await backend.read_checksum() == backend.checksum and not policy.missed(backend, info.version):
                 await backend.probe(info.version)
                 backend.serve(info, backend.checksum)
             elif wanted:

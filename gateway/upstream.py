@@ -1,7 +1,7 @@
 """What answers calls: an engine of ours (`gateway.backend`), or a frozen model that somebody else serves.
 
 In: a backend's settings, beginnings and ends of calls. Out: whether calls may go to it, and with which key. Invariant: the key is
-shown to its own upstream only, and is replaced in what that answers before anybody records it.
+shown to its own upstream only, and is replaced in what that answers before anybody records it or reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BackendStatus(StrEnum):
     ASLEEP = "asleep"
     """It was sent to sleep, and has lent its memory: new calls wait."""
     DRAINING = "draining"
-    """It leaves: calls in flight go on, new ones go elsewhere."""
+    """It leaves, for good: calls in flight go on, new ones go elsewhere."""
     DOWN = "down"
     """It is not admitted; the reason is at hand."""
 
@@ -111,6 +111,10 @@ class Upstream:
         """What the upstream said, without the key, should it have quoted it."""
         return text.replace(self._key.encode(), b"***") if self._key else text
 
+    def scrubber(self) -> Scrubber:
+        """The same for what comes in parts."""
+        return Scrubber(self._key.encode())
+
     def begin(self) -> None:
         """A call goes to it."""
         self.in_flight += 1
@@ -124,9 +128,10 @@ class Upstream:
             self.idle.set()
 
     def become(self, status: BackendStatus, reason: str = "") -> None:
-        """Change the status."""
-        self.status, self.reason = status, reason
-        self.changed()
+        """Change the status; one that leaves does so whatever a publication or a rest that began before comes to."""
+        if self.status is not BackendStatus.DRAINING:
+            self.status, self.reason = status, reason
+            self.changed()
 
     def could_not_connect(self, error: Exception) -> None:
         """A call found nobody there."""
@@ -134,6 +139,28 @@ class Upstream:
 
     def close(self) -> None:
         """It has left the pool."""
+
+
+class Scrubber:
+    """Takes a key out of what comes in parts, wherever it is cut."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._held = b""
+        """An end that may be the beginning of the key."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take a part; give what may be shown of it now."""
+        if not self._key:
+            return data
+        data = (self._held + data).replace(self._key, b"***")
+        held = next((size for size in range(min(len(data), len(self._key) - 1), 0, -1) if data.endswith(self._key[:size])), 0)
+        self._held = data[len(data) - held :]
+        return data[: len(data) - held]
+
+    def rest(self) -> bytes:
+        """What was held back, once all has come."""
+        return self._held
 
 
 class FrozenUpstream(Upstream):

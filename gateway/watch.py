@@ -1,7 +1,7 @@
 """Watches one engine: admits it when it is there, brings it up to the version that its policy serves, restarts it when it is spoiled.
 
-In: a backend, and what it ought to serve. Out: its status. Invariant: an engine that holds older weights than its policy serves, say
-because it was restarted, answers no call before it holds the served ones.
+In: a backend, and what it ought to serve. Out: its status. Invariant: an engine that holds older weights than its policy serves, or some
+that were rolled back, say because it was restarted or could not be reached, answers no call before it holds the served ones.
 """
 
 from __future__ import annotations
@@ -38,28 +38,40 @@ async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
     overdue = loop.time() + start_seconds
     restarts = 0
     while True:
-        async with backend.lock:
-            try:
-                info = await backend.read_info()
-            except EngineError as error:
-                if backend.status in {BackendStatus.SERVING, BackendStatus.ASLEEP} or backend.broken:
-                    backend.take_down(str(error), broken=False)
-                elif not backend.broken:
-                    backend.reason = str(error)
-                if loop.time() > overdue:
-                    log.error("no engine within engine.start_timeout_seconds = %g: %s", start_seconds, error)
-                    overdue = float("inf")
-            else:
+        try:
+            absent = await _look(backend, policy)
+            if absent is None:
                 overdue = float("inf")
-                restarted = backend.info is not None and info.version != backend.info.version
-                if not backend.broken and (backend.status is BackendStatus.DOWN or restarted):
-                    await _try_to_admit(backend, policy, info)
-        if backend.status is BackendStatus.SERVING:
-            restarts = 0
-        elif backend.broken and backend.restart_command and restarts < RESTARTS:
-            restarts += 1
-            await _restart(backend, start_seconds)
+            elif loop.time() > overdue:
+                log.error("no engine within engine.start_timeout_seconds = %g: %s", start_seconds, absent)
+                overdue = float("inf")
+            if backend.status is BackendStatus.SERVING:
+                restarts = 0
+            elif backend.broken and backend.restart_command and restarts < RESTARTS:
+                restarts += 1
+                await _restart(backend, start_seconds)
+        except Exception as error:
+            # A fault of ours at one engine must not end the others.
+            log.exception("backend %s could not be watched", backend.name)
+            backend.take_down(f"the gateway failed at the engine at {backend.url}: {error!r}. Publish again, or restart it.", broken=True)
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _look(backend: Backend, policy: Policy) -> EngineError | None:
+    """See whether the engine is there, and admit it if it may be; why it is not there, or None."""
+    async with backend.lock:
+        try:
+            info = await backend.read_info()
+        except EngineError as error:
+            if backend.status in {BackendStatus.SERVING, BackendStatus.ASLEEP} or backend.broken:
+                backend.take_down(str(error), broken=False)
+            else:
+                backend.reason = str(error)
+            return error
+        restarted = backend.info is not None and info.version != backend.info.version
+        if not backend.broken and (backend.status is BackendStatus.DOWN or restarted):
+            await _try_to_admit(backend, policy, info)
+        return None
 
 
 async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> None:
@@ -78,9 +90,9 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
         backend.info, backend.checksum = info, await backend.read_checksum()
         if await backend.read_paused():
             raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
-        wanted = policy.wanted(backend)
-        if wanted and info.version < wanted.version:
-            await _bring_up(backend, wanted)
+        missed = policy.missed(backend, info.version)
+        if missed:
+            await _bring_up(backend, missed)
             return
         await backend.probe(info.version)
     except EngineError as error:
@@ -94,16 +106,16 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
 
 
 async def _bring_up(backend: Backend, wanted: Release) -> None:
-    """Put what the policy serves into an engine that came back with older weights.
+    """Put what the policy serves into an engine that holds older weights, or some that were rolled back.
 
     Raises:
         EngineError: that failed.
     """
-    log.info("backend %s came with an older version: version %d from %s is put into it", backend.name, wanted.version, wanted.path)
+    log.info("backend %s holds what is not served any more: version %d from %s is put into it", backend.name, wanted.version, wanted.path)
     try:
         expected = await Expected(wanted).by(backend)
     except PublicationError as error:
-        raise EngineError(f"it holds an older version than {wanted.version}, which cannot be had: {error}") from error
+        raise EngineError(f"it does not hold version {wanted.version}, which cannot be had: {error}") from error
     await put(backend, wanted, expected)
 
 

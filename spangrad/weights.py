@@ -20,7 +20,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spangrad import adapters
 from spangrad.errors import CheckpointError
@@ -44,8 +44,15 @@ def checksum_directory(directory: Path, dtype: str | None = None) -> str:
             bfloat16 is a cast.
 
     Raises:
-        CheckpointError: there are no weights, a file is truncated, or the dtypes cannot be compared.
+        CheckpointError: there are no weights, a file is truncated or cannot be read, or the dtypes cannot be compared.
     """
+    try:
+        return _checksum_directory(directory, dtype)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
+
+
+def _checksum_directory(directory: Path, dtype: str | None) -> str:
     adapter = adapters.adapter_facts(directory)
     if adapter is None:
         return _checksum(directory, _words(directory), dtype)
@@ -189,20 +196,27 @@ def _tensors(directory: Path) -> Iterator[tuple[str, str, NDArray[np.unsignedint
         try:
             data = np.memmap(file, dtype=np.uint8, mode="r")  # ValueError when the file is empty
             (length,) = struct.unpack("<Q", data[:8].tobytes())
-            header = json.loads(data[8 : 8 + length].tobytes())
-        except (struct.error, ValueError):
+            tensors = list(_placed(json.loads(data[8 : 8 + length].tobytes())))
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read.") from None
-        for tensor, facts in header.items():
-            if tensor == "__metadata__":
-                continue
-            start, end = facts["data_offsets"]
-            if facts["dtype"] not in _DTYPES:
-                raise CheckpointError(f"{file}: tensor {tensor} is {facts['dtype']}; checksums know {', '.join(_DTYPES)}.")
-            name, size = _DTYPES[facts["dtype"]]
+        for tensor, dtype, start, end in tensors:
+            if dtype not in _DTYPES:
+                raise CheckpointError(f"{file}: tensor {tensor} is {dtype}; checksums know {', '.join(_DTYPES)}.")
+            name, size = _DTYPES[dtype]
             raw = data[8 + length + start : 8 + length + end]
             if raw.size != end - start:
                 raise CheckpointError(f"{file} is truncated: tensor {tensor} ends beyond the file.")
+            if raw.size % size:
+                raise CheckpointError(f"{file}: tensor {tensor} has {raw.size} bytes, which are no {name} values.")
             yield tensor, name, raw.view(np.uint32 if size == 4 else np.uint16)
+
+
+def _placed(header: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
+    """Name, dtype, start and end of the tensors that a header names."""
+    for tensor, facts in header.items():
+        if tensor != "__metadata__":
+            start, end = facts["data_offsets"]
+            yield tensor, str(facts["dtype"]), int(start), int(end)
 
 
 def _to_bfloat16(words: NDArray[np.unsignedinteger]) -> NDArray[np.uint16]:

@@ -7,6 +7,7 @@ has come.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import msgspec
 from gateway.dialects.answer import Answer
 from gateway.vllm_plugin.asking import ask, asks_ids, asks_logprobs, is_left_alone
 
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_DATA = re.compile(rb"(?:\A|\n)data: ?([^\r\n]*)")
 NULL = msgspec.Raw(b"null")
 Fields = dict[str, msgspec.Raw]
 """A JSON object of which only the names are read."""
@@ -68,20 +71,28 @@ class StreamReader(ABC):
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self._rest = b""
+        self._held = bytearray()
+        """Of an event that has not come whole."""
 
     def feed(self, data: bytes) -> bytes:
         """Take what the engine sent; give what the client gets of it now."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return b"".join(self.event(event) for event in events)
+        # The blank line may have begun in what is held.
+        begin, start, given = max(0, len(self._held) - 3), 0, list[bytes]()
+        self._held += data
+        for blank in _BLANK_LINE.finditer(self._held, begin):
+            event = self.event(bytes(self._held[start : blank.start()]))
+            given += [event, blank.group()] if event else []
+            start = blank.end()
+        del self._held[:start]
+        return b"".join(given)
 
     def rest(self) -> bytes:
         """What came after the last whole event."""
-        return self._rest
+        return bytes(self._held)
 
     @abstractmethod
     def event(self, event: bytes) -> bytes:
-        """Take one event, without the blank line that ends it; give what the client gets of it."""
+        """Take one event, without the blank line that ends it; give what the client gets of it, which has the same end. Empty: nothing."""
 
 
 class Dialect(Protocol):
@@ -116,14 +127,23 @@ class Dialect(Protocol):
         ...
 
 
+def data_of(event: bytes) -> tuple[bytes, bytes, bytes]:
+    """What stands before an event's data, the data, and what stands after it; no data: all of it stands before."""
+    found = _DATA.search(event)
+    return (event[: found.start(1)], found[1], event[found.end(1) :]) if found else (event, b"", b"")
+
+
 def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) -> Request:
     """Read a client's request; the fields named in `conversation` stay raw.
 
     Raises:
         ValueError: it is not a JSON object; the message says what is wrong.
     """
-    fields = msgspec.json.decode(raw, type=Fields)
-    decoded = {name: value if name in conversation else msgspec.json.decode(value) for name, value in fields.items()}
+    try:
+        fields = msgspec.json.decode(raw, type=Fields)
+        decoded = {name: value if name in conversation else msgspec.json.decode(value) for name, value in fields.items()}
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     return Request(raw, decoded, dialect)
 
 

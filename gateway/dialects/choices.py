@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.dialects.answer import Answer, EngineFacts
-from gateway.dialects.base import NULL, Fields, Request, StreamReader, openai_error, parse_request
+from gateway.dialects.base import NULL, Fields, Request, StreamReader, data_of, openai_error, parse_request
 from spangrad.semconv import ANSWER_FIELD
 
 _Choices = list[Fields]
@@ -93,17 +93,20 @@ class ChoicesStream(StreamReader):
 
     def event(self, event: bytes) -> bytes:
         """See `StreamReader`."""
-        if not event.startswith(b"data: {"):
-            return event + b"\n\n"
+        before, data, after = data_of(event)
+        if not data.startswith(b"{"):
+            return event
         try:
-            return self._chunk(event)
+            shown = self._chunk(data)
         except (ValueError, LookupError):
             # Not a chunk of an answer: the client shall see it, and the call counts as failed.
             self.answer.failed = True
-            return event + b"\n\n"
+            return event
+        return before + shown + after if shown else b""
 
-    def _chunk(self, event: bytes) -> bytes:
-        top = msgspec.json.decode(event[6:], type=Fields)
+    def _chunk(self, data: bytes) -> bytes:
+        """What the client gets of a chunk; empty: nothing."""
+        top = msgspec.json.decode(data, type=Fields)
         if "error" in top:
             self.answer.failed = True
         self._dialect.read_top(self.answer, top)
@@ -111,7 +114,7 @@ class ChoicesStream(StreamReader):
         says = [self._dialect.read_choice(self.answer, fields, self._request) for fields in choices]
         if choices and not any(says) and not self._ids and not self._logprobs:
             return b""
-        return b"data: " + encode(top, choices, ids=self._ids, logprobs=self._logprobs) + b"\n\n"
+        return encode(top, choices, ids=self._ids, logprobs=self._logprobs)
 
 
 def encode(top: Fields, choices: _Choices, *, ids: bool, logprobs: bool) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.dialects.answer import Answer, Choice, EngineFacts, Logprob, TokenId
-from gateway.dialects.base import NULL, Fields, Request, StreamReader, parse_request
+from gateway.dialects.base import NULL, Fields, Request, StreamReader, data_of, parse_request
 from spangrad.semconv import ANSWER_FIELD
 
 
@@ -93,9 +93,9 @@ class TappedStream(StreamReader):
 
     def event(self, event: bytes) -> bytes:
         """See `StreamReader`."""
-        name, _, data = event.partition(b"data: ")
+        before, data, after = data_of(event)
         if not data.startswith(b"{"):
-            return event + b"\n\n"
+            return event
         try:
             top = msgspec.json.decode(data, type=Fields)
             self.answer.choices.setdefault(0, Choice())
@@ -105,7 +105,7 @@ class TappedStream(StreamReader):
         except (ValueError, LookupError, TypeError):
             # Not an event of an answer: the client shall see it, and the call counts as failed.
             self.answer.failed = True
-        return name + b"data: " + data + b"\n\n"
+        return before + data + after
 
     @abstractmethod
     def take(self, event: dict[str, Any], raw: Fields) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from gateway import counts
 from gateway.context import NOTHING_ANNOUNCED, Announcement, Attempt, SpanContext, attempt_of, parse_baggage, parse_traceparent
-from gateway.record import is_constrained
 from spangrad import semconv
+from spangrad.sampling import is_constrained
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,13 @@ def test_baggage_names_an_attempt_or_nothing(baggage: str | None, attempt: Attem
         ({"guided_regex": None, "structured_outputs": None, "bad_words": [], "min_tokens": 0}, False),
         ({"logit_bias": {"3": 1.0}}, True),
         ({"use_beam_search": True}, True),
-        ({"tools": 3, "response_format": 4, "tool_choice": 5}, False),
+        ({"thinking_token_budget": 0}, True),
+        ({"thinking_token_budget": 64}, True),
+        ({"thinking_token_budget": -1}, False),
+        ({"thinking_token_budget": None}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, True),
+        ({"thinking": {"type": "adaptive"}}, False),
+        ({"tools": 3, "response_format": 4, "tool_choice": 5, "thinking": 6}, False),
     ],
 )
 def test_what_keeps_tokens_from_being_sampled_is_constrained(request_: dict[str, Any], constrained: bool) -> None:

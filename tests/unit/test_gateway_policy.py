@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gateway import upstream
 from gateway.backend import Backend
 from gateway.context import Attempt
 from gateway.policy import AFFINITY_CALLS, Canary, Policy, PoolFullError
@@ -219,6 +220,16 @@ async def test_a_frozen_upstream_is_left_alone_longer_each_time_it_cannot_be_rea
         policy.give_back(await policy.acquire(A))
         backend.could_not_connect(OSError("refused"))
         assert delays[-1] == 1
+
+
+async def test_an_upstream_that_leaves_while_it_rests_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "FIRST_REST_SECONDS", 0.0)
+    policy, (backend, other) = policy_of(None, None)
+    backend.could_not_connect(OSError("refused"))
+    backend.become(BackendStatus.DRAINING)
+    await asyncio.sleep(0.01)
+    assert backend.status is BackendStatus.DRAINING
+    assert [await policy.acquire(attempt) for attempt in (A, B)] == [other, other]
 
 
 class Turns(RuleBasedStateMachine):

@@ -6,16 +6,20 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine
+from safetensors.numpy import save_file
 from several_engines import all_serve, ask, backends, several
 from unit_gateway import ASKED, staged
 
 from spangrad import semconv
 from spangrad.processes import free_ports
+from spangrad.weights import checksum_directory
 
 
 @asynccontextmanager
@@ -165,6 +169,32 @@ async def test_backends_come_and_go_at_run_time() -> None:
         assert (status, "policy 'policy' has no backend" in json.loads(body)["error"]["message"]) == (503, True)
         async with stage.client.get("/readyz") as answer:
             assert answer.status == 503
+
+
+async def test_an_engine_that_leaves_while_it_takes_new_weights_gets_no_call_once_it_has_them(tmp_path: Path) -> None:
+    save_file({"w": np.arange(6, dtype=np.float32)}, tmp_path / "model.safetensors")
+    first, second = FakeEngine(), FakeEngine()
+    async with several(first, second) as stage:
+        second.go_on.clear()
+        in_flight = [asyncio.create_task(stage.chat(f"/rollout/r{number}/attempt/0")) for number in range(2)]
+        await second.arrived.wait()
+        second.hold_reload.clear()
+        body = {"version": 1, "path": str(tmp_path), "checksum": checksum_directory(tmp_path)}
+        publishing = asyncio.create_task(ask(stage, "POST", "/admin/policies/policy/versions", body))
+        await second.reloading.wait()
+        leaving = asyncio.create_task(ask(stage, "DELETE", "/admin/backends/policy-1"))
+        async with asyncio.timeout(5):
+            while (await backends(stage))[1]["status"] != "draining":  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.01)
+        second.hold_reload.set()
+        assert (await publishing)[0] == 200
+        assert [one["status"] for one in await backends(stage)] == ["serving", "draining"]
+        # Its own attempt's calls too.
+        assert [(await stage.chat(f"/rollout/r{number}/attempt/0"))[0] for number in range(2)] == [200, 200]
+        second.go_on.set()
+        assert await leaving == (200, {"name": "policy-1", "status": "removed"})
+        assert [status for status, _ in await asyncio.gather(*in_flight)] == [200, 200]
+        assert len(second.requests) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
+from gateway.backend import Backend
 from spangrad.weights import checksum_directory
 
 STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
@@ -203,3 +204,17 @@ async def test_a_restarted_engine_is_admitted_again_with_the_version_that_it_has
             await stage.readiness("serving")
             assert (await state(stage))["version"] == 1
             assert (await stage.chat())[0] == 200
+
+
+async def test_a_fault_of_ours_in_a_publication_leaves_no_call_frozen(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> None:
+        raise RuntimeError("we have not thought of this")
+
+    async with staged() as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        monkeypatch.setattr(Backend, "reload", fails)
+        status, answer = await publish(stage, weights)
+        assert (status, stage.engine.orders) == (502, ["/pause", "/reset_prefix_cache", "/pause"])
+        assert "publication of version 1 failed at reload: RuntimeError('we have not thought of this')" in answer["error"]["message"]
+        assert (await state(stage))["status"] == "down"

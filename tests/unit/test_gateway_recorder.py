@@ -1,4 +1,4 @@
-"""When a client has its answer, the call's span is on disk: the end of the answer waits for it."""
+"""When a client has its answer, the call's span is on disk: the end of the answer waits for it; and what is counted has a span."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 from fake_engine import FakeEngine, Recorded
 from unit_gateway import ASKED, FullDisk, staged
+
+from gateway import calls
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 
@@ -66,3 +68,50 @@ async def test_a_client_that_leaves_at_the_end_of_its_answer_has_one_span_that_i
                     break
         (span,) = await stage.spans(1)
         assert (span.attributes.get("spangrad.aborted", False), span.attributes["http.response.status_code"]) == (False, 200)
+
+
+async def test_a_call_that_cannot_be_recorded_whole_leaves_a_span_and_its_client_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> bytes:
+        raise OverflowError("the words of the call")
+
+    path = "/rollout/r1/attempt/2"
+    async with staged() as stage:
+        async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
+            pass
+        monkeypatch.setattr(calls, "build_span", fails)
+        status, body = await stage.chat(path)
+        (span,) = await stage.spans()
+        assert await stage.count(path) == (200, {"calls": 1})
+    assert (status, json.loads(body)["choices"][0]["finish_reason"]) == (200, "stop")
+    process = span.attributes.pop("spangrad.process.id")
+    assert isinstance(process, str)
+    assert (span.name, span.status, span.attributes) == (
+        "chat",
+        "ERROR",
+        {
+            "gen_ai.operation.name": "chat",
+            "http.route": "/v1/chat/completions",
+            "gen_ai.provider.name": "vllm",
+            "spangrad.run.id": "run",
+            "spangrad.rollout.id": "r1",
+            "spangrad.rollout.attempt": 2,
+            "spangrad.rollout.mode": "train",
+            "spangrad.seq": 0,
+            "http.response.status_code": 200,
+            "error.type": "gateway_error",
+        },
+    )
+
+
+async def test_a_request_that_is_nested_too_deeply_is_refused_and_not_counted() -> None:
+    deep = b'{"model": "policy", "messages": [], "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    path = "/rollout/r1/attempt/0"
+    async with staged() as stage:
+        async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
+            pass
+        async with stage.client.post(f"{path}/v1/chat/completions", data=deep) as answer:
+            said = await answer.json()
+        assert (answer.status, said["error"]["message"]) == (400, "the request is not a JSON object: it is nested too deeply")
+        assert await stage.count(path) == (200, {"calls": 0})
+        async with stage.client.post("/v1/embeddings", data=deep) as answer:
+            assert (answer.status, stage.engine.bodies) == (418, [deep])

@@ -209,6 +209,33 @@ async def test_a_canary_serves_its_share_until_it_is_promoted(weights: list[Path
         assert state == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving", "before": 0}
 
 
+async def test_calls_that_wait_while_the_canary_takes_its_version_do_not_get_it_unless_they_are_its_own(weights: list[Path]) -> None:
+    first, second = started(weights, 2)
+    limited = [{"url": f"http://127.0.0.1:{engine.port}", "limit": 1} for engine in (first, second)]
+    async with second.running(), staged(first, backends=limited) as stage:
+        await all_serve(stage, 2)
+        first.hold_reload.clear()
+        publishing = asyncio.create_task(publish(stage, weights, 1, canary=1e-9))
+        await first.reloading.wait()
+        second.go_on.clear()
+        calls = [asyncio.create_task(stage.chat(f"/rollout/r{number}/attempt/0")) for number in range(3)]
+        await second.arrived.wait()
+        first.hold_reload.set()
+        assert (await publishing)[0] == 200
+        second.go_on.set()
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 3
+        assert [span.attributes[semconv.VERSION_START] for span in await stage.spans(3)] == [0] * 3
+
+
+async def test_a_canary_that_fails_is_none(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        engines[0].refuses = "reload_weights"
+        assert (await publish(stage, weights, 1, canary=0.5))[0] == 502
+        assert (await ask(stage, "POST", f"{POLICY}/promote"))[0] == 409
+        assert (await stage.chat())[0] == 200
+
+
 async def test_a_canary_that_is_rolled_back_takes_the_old_weights_and_is_not_published_again_by_mistake(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:

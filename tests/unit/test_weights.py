@@ -81,6 +81,44 @@ def test_faults_are_named(tmp_path: Path) -> None:
         checksum_directory(write(tmp_path / "f", "m.safetensors", "F32", {"w": np.ones(1, dtype=np.float32)}), "float16")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        '{"w": 3}',
+        '{"w": {"dtype": "F32"}}',
+        '{"w": {"dtype": "F32", "data_offsets": 4}}',
+        '{"w": {"dtype": "F32", "data_offsets": [0, "x"]}}',
+        "[" * 100_000,
+        "{",
+    ],
+)
+def test_a_header_that_is_none_is_named(tmp_path: Path, header: str) -> None:
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 8)
+    with pytest.raises(CheckpointError, match=r"m\.safetensors is not a safetensors file: its header cannot be read"):
+        checksum_directory(tmp_path)
+
+
+def test_a_tensor_of_half_a_value_is_named(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "F32", "data_offsets": [0, 6]}}'
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 6)
+    with pytest.raises(CheckpointError, match="tensor w has 6 bytes, which are no float32 values"):
+        checksum_directory(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file or directory: .*m\.safetensors"):
+        checksum_directory(tmp_path)
+    write(tmp_path / "base", "model.safetensors", "F32", {"w": np.ones(2, dtype=np.float32)})
+    facts = {"base_model_name_or_path": str(tmp_path / "base"), "r": 1, "lora_alpha": 1}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(facts))
+    (tmp_path / "adapter" / "adapter_model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*Is a directory"):
+        checksum_directory(tmp_path / "adapter")
+
+
 def test_tokenizer_hash_follows_vocabulary_and_template_not_spacing(tmp_path: Path) -> None:
     def tokenizer(name: str, vocabulary: str, template: str) -> str:
         (tmp_path / name).mkdir()

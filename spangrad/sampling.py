@@ -1,0 +1,48 @@
+"""What a request to an OpenAI-compatible server says of how its answer is to be sampled.
+
+In: a request's fields, in whichever dialect, from the gateway or from a span of the agent's own. Out: whether tokens were masked, forced or
+shifted. Invariant: both roads ask the same question here; what vLLM takes for a constraint is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+CONSTRAINTS = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search")
+"""Fields that, where set, keep tokens from being sampled, shift their logits, or search in place of sampling."""
+_UNLIMITED = (None, -1)
+"""Thinking budgets that are none."""
+
+
+def is_constrained(request: Mapping[str, Any]) -> bool:
+    """Whether a request keeps tokens from being sampled, or puts some in: a grammar, a forced tool, banned tokens, a thinking budget."""
+    # Where chat and completions, responses, and messages say it.
+    forms = (request.get("response_format"), _dict(request.get("text")).get("format"), _dict(request.get("output_config")).get("format"))
+    choice = request.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = _dict(cast("object", choice)).get("type", "function")
+    return (
+        any(_dict(form).get("type", "text") != "text" for form in forms)
+        or (isinstance(choice, str) and choice not in ("auto", "none"))
+        or (choice != "none" and any(_is_strict(tool) for tool in _list(request.get("tools"))))
+        or any(request.get(name) for name in CONSTRAINTS)
+        or any(name.startswith("guided_") and value for name, value in request.items())
+        # The tokens that end the thinking are not sampled. Messages name a budget so, which vLLM obeys.
+        or request.get("thinking_token_budget") not in _UNLIMITED
+        or _dict(request.get("thinking")).get("type") == "enabled"
+    )
+
+
+def _is_strict(tool: object) -> bool:
+    """Whether the engine holds a tool's arguments to their schema."""
+    return bool(_dict(tool).get("strict") or _dict(_dict(tool).get("function")).get("strict"))
+
+
+def _list(value: object) -> list[Any]:
+    """A request's list, or an empty one where it is none (vLLM refuses such a request)."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

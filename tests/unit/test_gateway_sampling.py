@@ -1,0 +1,47 @@
+"""What the gateway records of how a call was sampled, however the client wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unit_gateway import staged
+
+from spangrad import semconv
+
+NEUTRAL = {
+    semconv.SAMPLING_TEMPERATURE: 1.0,
+    semconv.SAMPLING_TOP_P: 1.0,
+    semconv.SAMPLING_TOP_K: 0,
+    semconv.SAMPLING_MIN_P: 0.0,
+    semconv.SAMPLING_PRESENCE_PENALTY: 0.0,
+    semconv.SAMPLING_FREQUENCY_PENALTY: 0.0,
+    semconv.SAMPLING_REPETITION_PENALTY: 1.0,
+    semconv.SAMPLING_CONSTRAINED: False,
+}
+UNREAD: dict[str, Any] = {semconv.SAMPLING_CONSTRAINED: True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded"),
+    [
+        ({}, {}),
+        ({"top_p": "0.01"}, {semconv.SAMPLING_TOP_P: 0.01}),
+        ({"top_k": "1"}, {semconv.SAMPLING_TOP_K: 1}),
+        ({"top_k": 5.0, "min_p": True}, {semconv.SAMPLING_TOP_K: 5, semconv.SAMPLING_MIN_P: 1.0}),
+        ({"temperature": " 0.001 "}, {semconv.SAMPLING_TEMPERATURE: 0.01}),
+        ({"top_k": 1.5}, {semconv.SAMPLING_TOP_K: None, **UNREAD}),
+        ({"min_p": [0.5]}, {semconv.SAMPLING_MIN_P: None, **UNREAD}),
+        ({"temperature": 10**400}, {semconv.SAMPLING_TEMPERATURE: None, **UNREAD}),
+        ({"thinking_token_budget": 2}, {semconv.SAMPLING_CONSTRAINED: True}),
+    ],
+    ids=str,
+)
+async def test_sampling_is_recorded_as_vllm_reads_it_and_what_cannot_be_read_is_never_neutral(
+    asked: dict[str, Any], recorded: dict[str, Any]
+) -> None:
+    async with staged() as stage:
+        status, _ = await stage.chat(**{"temperature": 1.0, **asked})
+        (span,) = await stage.spans()
+    assert status == 200
+    assert {key: span.attributes.get(key) for key in NEUTRAL} == {**NEUTRAL, **recorded}

@@ -1,0 +1,93 @@
+"""Streams as other servers than vLLM write them: other ends of lines, no space after `data:`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from unit_gateway import MESSAGES, staged
+
+from gateway.calls import _is_end
+from gateway.dialects import DIALECTS
+from spangrad import semconv
+from spangrad.processes import free_ports
+
+CHAT = "/v1/chat/completions"
+TEXTS = ["a", "b", "c"]
+
+
+def chunk(text: str) -> bytes:
+    place = TEXTS.index(text)
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": "stop" if place == 2 else None}
+    return json.dumps({"id": "s", "model": "judge", "choices": [choice]}, separators=(",", ":")).encode()
+
+
+def stream(end: bytes, data: bytes) -> list[bytes]:
+    """The events of an answer."""
+    events = [b": ping", *(b"id: 7" + end + data + chunk(text) for text in TEXTS), data + b"[DONE]"]
+    return [event + end + end for event in events]
+
+
+@pytest.mark.parametrize("data", [b"data: ", b"data:"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+async def test_an_event_leaves_as_it_came_and_as_soon_as_it_has_come(end: bytes, data: bytes) -> None:
+    (port,) = free_ports(1)
+    seen = asyncio.Event()
+    events = stream(end, data)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            seen.clear()
+            await response.write(event)
+            await seen.wait()
+        return response
+
+    app = web.Application()
+    app.router.add_post(CHAT, answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    judge = {"url": f"http://127.0.0.1:{port}", "policy": "judge", "kind": "openai"}
+    async with staged(backends=[judge]) as stage, asyncio.timeout(10):
+        async with stage.client.post(CHAT, json={"model": "judge", "messages": MESSAGES, "stream": True}) as got:
+            for event in events:
+                assert await got.content.readexactly(len(event)) == event
+                seen.set()
+            assert await got.content.read() == b""
+        (span,) = await stage.spans()
+    await runner.cleanup()
+    whole: dict[str, Any] = json.loads(str(span.attributes[semconv.RESPONSE_JSON]))
+    assert whole["choices"] == [{"index": 0, "message": {"content": "abc"}, "finish_reason": "stop"}]
+    assert span.status == "UNSET"
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, 10**9])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_an_events_end_is_found_wherever_the_stream_is_cut(end: bytes, at_once: int) -> None:
+    reader = DIALECTS[CHAT].stream(DIALECTS[CHAT].parse(b"{}"))
+    body = b"".join(stream(end, b"data: ")) + b"rest"
+    given = [reader.feed(body[start : start + at_once]) for start in range(0, len(body), at_once)]
+    assert b"".join(given) + reader.rest() == body
+    assert reader.rest() == b"rest"
+    assert [(choice.message, choice.finish_reason) for choice in reader.answer.ordered()] == [({"content": "abc"}, "stop")]
+
+
+@pytest.mark.parametrize(
+    ("events", "end"),
+    [
+        (b"data: {}\n\ndata: [DONE]\n\n", True),
+        (b"data:[DONE]\r\n\r\n", True),
+        (b"data: {}\r\n\r\nevent: message_stop\r\ndata: {}\r\n\r\n", True),
+        (b"event:response.completed\ndata: {}\n\n", True),
+        (b"data: [DONE]\n\ndata: {}\n\n", False),
+        (b"event: message_delta\ndata: [DONE]\n\n", False),
+        (b"", False),
+    ],
+)
+def test_the_event_that_ends_a_stream_is_known_however_its_lines_end(events: bytes, end: bool) -> None:
+    assert _is_end(events) is end

@@ -1,0 +1,74 @@
+"""An engine that the gateway cannot bring up is out, and the others serve on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from safetensors.numpy import save_file
+from several_engines import ask, backends, several
+from unit_gateway import Stage
+
+from gateway import watch
+from spangrad.weights import checksum_directory
+
+VERSIONS = "/admin/policies/policy/versions"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> list[Path]:
+    """Model directories of versions 0 and 1."""
+    directories = [tmp_path / f"v{version}" for version in range(2)]
+    for version, directory in enumerate(directories):
+        directory.mkdir()
+        save_file({"w": np.arange(6, dtype=np.float32) + version}, directory / "model.safetensors")
+    return directories
+
+
+async def second_is_down(stage: Stage) -> str:
+    """The reason that the second of two engines is down for good; the first serves."""
+    async with asyncio.timeout(10):
+        while (told := await backends(stage))[1]["status"] != "down" or "is not admitted" in told[1]["reason"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert told[0]["status"] == "serving"
+    return told[1]["reason"]
+
+
+async def test_weights_that_cannot_be_read_keep_out_the_engine_that_needs_them_and_no_other(weights: list[Path], tmp_path: Path) -> None:
+    engines = [FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0])) for _ in range(2)]
+    async with several(*engines) as stage:
+        body = {"version": 1, "path": str(weights[1]), "checksum": checksum_directory(weights[1])}
+        assert (await ask(stage, "POST", VERSIONS, body))[0] == 200
+        (weights[1] / "model.safetensors").unlink()
+        (weights[1] / "model.safetensors").symlink_to(tmp_path / "nowhere")
+        # What a restart does to vLLM.
+        engines[1].version, engines[1].checksum = 0, checksum_directory(weights[0])
+        reason = await second_is_down(stage)
+        assert f"it does not hold version 1, which cannot be had: {weights[1]} cannot be read: " in reason
+        assert (await stage.chat())[0] == 200
+        status, answer = await ask(stage, "POST", VERSIONS, {**body, "version": 2})
+        assert (status, "cannot be read" in answer["error"]["message"]) == (409, True)
+        status, answer = await ask(stage, "POST", VERSIONS, {**body, "version": 2, "path": "x" * 5000})
+        assert (status, "File name too long" in answer["error"]["message"]) == (409, True)
+
+
+async def test_a_fault_of_ours_at_one_engine_takes_that_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    admit = watch._try_to_admit
+
+    async def faulty(backend: Any, *more: Any) -> None:
+        if backend.name == "policy-1":
+            raise RuntimeError("we have not thought of this")
+        await admit(backend, *more)
+
+    async with several(*engines) as stage:
+        monkeypatch.setattr(watch, "_try_to_admit", faulty)
+        engines[1].version = 3
+        reason = await second_is_down(stage)
+        assert "the gateway failed at the engine" in reason
+        assert "we have not thought of this" in reason
+        assert (await stage.chat())[0] == 200
