@@ -1,13 +1,14 @@
 """Bodies of requests to ClickHouse's HTTP interface: a statement, rows, or a form with a statement, parameters and files.
 
 In: a request's stream. Out: bytes, unpacked, or fields and files. Invariant: what arrives is held in the budget while it arrives,
-and is whole.
+and is whole; however long it takes to unpack, answers do not wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import BodyPartReader, web
 
@@ -20,10 +21,30 @@ from spangrad.patience import arriving
 
 MAX_BODY = 512 * 2**20
 """Bytes of one statement with its rows, packed or unpacked."""
+UNPACKED_AT_ONCE = 2
 _PIECE = 1 << 16
 
 
-async def read_body(request: web.Request, parameters: Mapping[str, str], charge: Charge) -> bytes:
+class Unpacker:
+    """Threads that unpack bodies, and do nothing else."""
+
+    def __init__(self, name: str) -> None:
+        """Name the threads."""
+        self._threads = ThreadPoolExecutor(UNPACKED_AT_ONCE, f"unpack-{name}")
+        # A body waits here, where it goes with its request, and not in the threads' queue.
+        self._turns = asyncio.Semaphore(UNPACKED_AT_ONCE)
+
+    async def run(self, unpack: Callable[[], bytes]) -> bytes:
+        """Unpack a body as soon as a thread is free."""
+        async with self._turns:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, unpack)
+
+    def close(self) -> None:
+        """Unpack no more; what is under way ends with its charge."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def read_body(request: web.Request, parameters: Mapping[str, str], charge: Charge, unpacker: Unpacker) -> bytes:
     """The whole body, unpacked. A client that leaves in its middle ends the request here.
 
     Raises:
@@ -41,7 +62,7 @@ async def read_body(request: web.Request, parameters: Mapping[str, str], charge:
         body = decompress(packed, encoding, MAX_BODY, charge.grow_to)
         return unframe(body, MAX_BODY, charge.grow_to) if framed else body
 
-    return await asyncio.to_thread(unpack)
+    return await unpacker.run(unpack)
 
 
 async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str], dict[str, bytes]]:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from collector.auth import Guardian, Role
 from collector.clickhouse_answer import HELD, HELD_AT_MOST, QUICK_SECONDS, Wanted, send_answer, send_refusal
-from collector.clickhouse_body import MAX_BODY, read_body, read_form
+from collector.clickhouse_body import MAX_BODY, Unpacker, read_body, read_form
 from collector.clickhouse_errors import REFUSALS, BadRequestError
 from collector.clickhouse_frames import HANDSHAKE, frame, handshake
 from collector.clickhouse_run import Request, Run, Runner
@@ -36,6 +36,8 @@ class ClickHouseInterface:
         self._guardian = guardian
         self._budget = budget
         self._runner = Runner(engine, spans, limits)
+        # Of each role its own: readers cannot keep writers from theirs.
+        self._unpackers = {role: Unpacker(role) for role in Role}
 
     def application(self) -> web.Application:
         """The interface as an aiohttp application. Its handlers must be cancelled when their clients leave."""
@@ -47,24 +49,27 @@ class ClickHouseInterface:
 
     def close(self) -> None:
         """Cancel what still runs, and close every session."""
+        for unpacker in self._unpackers.values():
+            unpacker.close()
         self._runner.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        wanted = self._wanted(request)
+        query_id = request.query.get("query_id") or str(uuid.uuid4())
+        wanted = self._wanted(request, query_id)
         try:
             role = self._guardian.clickhouse_role(request.headers, request.query)
             if role is None:
                 raise BadRequestError(516, "the token (ClickHouse password) is wrong or missing.", "AUTHENTICATION_FAILED")
             with self._budget.charge() as charge:
-                asked = await _read(request, role, charge, wanted.headers["X-ClickHouse-Query-Id"])
+                asked = await _read(request, role, charge, query_id, self._unpackers[role])
                 if not asked.body and not asked.parameters.get("query") and asked.safe:
                     return await _ok(request)
                 if _is_handshake(asked):
                     answer = handshake(self._engine.version, self._engine.timezone)
                     return web.Response(body=frame(answer) if wanted.framed else answer, headers=wanted.headers)
-                run = Run(QUICK_SECONDS)
+                run = Run(asked, QUICK_SECONDS)
                 charge.release_after(_end_of(run))
-            self._runner.start(run, asked)
+            self._runner.start(run)
             try:
                 return await send_answer(request, run, wanted)
             finally:
@@ -72,7 +77,7 @@ class ClickHouseInterface:
         except REFUSALS as error:
             return send_refusal(error, wanted)
 
-    def _wanted(self, request: web.Request) -> Wanted:
+    def _wanted(self, request: web.Request, query_id: str) -> Wanted:
         query = request.query
         packed = query.get("enable_http_compression") == "1"
         whole = query.get("wait_end_of_query") == "1"
@@ -83,8 +88,9 @@ class ClickHouseInterface:
             whole=whole,
             held=min(HELD_AT_MOST, max(_HELD_WAITING if whole else HELD, int(size) if size.isdecimal() else 0)),
             headers={
-                "X-ClickHouse-Query-Id": query.get("query_id") or str(uuid.uuid4()),
                 "X-ClickHouse-Server-Display-Name": "spangrad",
+                # One with the end of a line in it, say, would be more than this header.
+                **({"X-ClickHouse-Query-Id": query_id} if query_id.isprintable() else {}),
             },
             timezone=self._engine.timezone,
             spool=self._engine.path,
@@ -95,14 +101,14 @@ async def _ok(_: web.Request) -> web.Response:
     return web.Response(body=b"Ok.\n")
 
 
-async def _read(request: web.Request, role: Role, charge: Charge, query_id: str) -> Request:
+async def _read(request: web.Request, role: Role, charge: Charge, query_id: str, unpacker: Unpacker) -> Request:
     parameters = dict(request.query)
     body, files = b"", {}
     if request.content_type == "multipart/form-data":
         fields, files = await read_form(request, charge)
         parameters |= fields
     else:
-        body = await read_body(request, parameters, charge)
+        body = await read_body(request, parameters, charge, unpacker)
     return Request(
         parameters=parameters,
         headers=request.headers,

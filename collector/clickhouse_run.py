@@ -58,7 +58,9 @@ class Request:
 class Run:
     """One statement on its way."""
 
-    def __init__(self, quick_seconds: float) -> None:
+    def __init__(self, request: Request, quick_seconds: float) -> None:
+        self.request: Request | None = request
+        """None: nobody waits for it any longer, and it has not begun."""
         self.pipe = Pipe()
         self.statement: Statement | None = None
         """Known before anything comes through the pipe."""
@@ -105,14 +107,19 @@ class Runner:
         self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
         handle.close()
 
-    def start(self, run: Run, request: Request) -> None:
+    def start(self, run: Run) -> None:
         """Run the request's statement as soon as a worker is free. What is wrong with it, the run's `done` says."""
-        self._workers[request.role].submit(self._work, run, request)
+        assert run.request, "a run starts before anybody leaves it"
+        self._workers[run.request.role].submit(self._work, run)
 
     def leave(self, run: Run) -> None:
         """End a run that nobody waits for any longer, unless it changes something. Returns at once."""
         run.pipe.close_reading()
-        if not run.done.cancel() and not run.done.done():
+        if run.done.cancel():
+            # It stands in its worker's queue, for how long nobody knows: without its body, and without files.
+            run.pipe.close_writing()
+            run.request = None
+        elif not run.done.done():
             ending = asyncio.create_task(self._end(run))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
@@ -135,14 +142,14 @@ class Runner:
             if run.handle and run.statement and run.statement.answers:
                 self._engine.kill(run.handle)
 
-    def _work(self, run: Run, request: Request) -> None:
+    def _work(self, run: Run) -> None:
         """On a worker's thread: what is done there takes time that grows with the statement."""
+        # From here on it can only be killed.
+        if not run.done.set_running_or_notify_cancel():
+            return
+        assert run.request, "only a run that is cancelled has none"
         try:
-            # From here on it can only be killed.
-            if not run.done.set_running_or_notify_cancel():
-                run.pipe.close_writing()
-                return
-            answer = self._check_and_run(run, request)
+            answer = self._check_and_run(run, run.request)
         # Not swallowed: whoever waits for the future gets it.
         except BaseException as error:
             run.pipe.close_writing()
@@ -212,7 +219,9 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
     Raises:
         BadRequestError: it is several, or changes something for a reader or by GET.
     """
-    restricted = request.role is Role.READER or request.safe
+    # On a session's handle `readonly` is not set.
+    readonly = statement.settings.get("readonly", "0") if statement.session else "0"
+    restricted = request.role is Role.READER or request.safe or readonly != "0"
     if statement.rows is not None:
         if restricted:
             raise _read_only(request)
@@ -225,13 +234,18 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
         raise BadRequestError(_SYNTAX_ERROR, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
     # What the parser cannot read the engine refuses, in words that help.
     if restricted and not kind.reads_only and (kind.statements or not statement.answers):
-        if request.role is Role.WRITER and statement.first_word in _SESSION_WORDS:
+        if request.role is Role.WRITER and readonly != "1" and statement.first_word in _SESSION_WORDS:
             return
         raise _read_only(request)
 
 
 def _read_only(request: Request) -> BadRequestError:
-    why = "the token is for reading." if request.role is Role.READER else "method GET implies readonly; use POST to change something."
+    if request.role is Role.READER:
+        why = "the token is for reading."
+    elif request.safe:
+        why = "method GET implies readonly; use POST to change something."
+    else:
+        why = "the request asks for it."
     return BadRequestError(164, f"Cannot execute query in readonly mode: {why}", "READONLY")
 
 

@@ -1,11 +1,12 @@
 """HTTP content encodings of bodies, both ways.
 
 In: bytes and the name of an encoding. Out: bytes. Invariant: nothing unpacks beyond the caller's limit, and the caller may
-stop it at every piece on the way there.
+stop it at every piece on the way there; of however many streams a body is made, it is unpacked in linear time.
 """
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -18,7 +19,8 @@ SUPPORTED = ("br", "gzip", "deflate", "lz4", "zstd")
 _BROTLI_LEVEL = 3
 """Packs better than gzip's first level, at about its cost."""
 _PIECE = 1 << 20
-"""Bytes that are unpacked at once, at most."""
+"""Bytes that a stream is given, and that it gives, at once at most."""
+_LEAST_SLICE = 1 << 12
 
 
 class EncodingError(ValueError):
@@ -46,16 +48,16 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
     if name in {"", "identity"}:
         _allow(len(body), limit, hold)
         return body
-    out = bytearray()
+    out = io.BytesIO()
     try:
         for piece in _pieces(body, name):
-            out += piece
-            _allow(len(out), limit, hold)
+            out.write(piece)
+            _allow(out.tell(), limit, hold)
     except EOFError:
         raise EncodingError(f"the body ends before its {name} stream does") from None
     except (zlib.error, brotli.error, zstd.ZstdError, RuntimeError) as error:
         raise EncodingError(f"the body is not {name}: {error}") from None
-    return bytes(out)
+    return out.getvalue()
 
 
 def _allow(size: int, limit: int, hold: Callable[[int], None]) -> None:
@@ -127,36 +129,71 @@ def _has_zlib_header(body: bytes) -> bool:
     return len(body) >= 2 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
 
 
+class _Slices:
+    """A body that is given to streams slice by slice.
+
+    What is left of a slice behind a stream's end is copied by the stream: so the slices of the next one begin no longer than this one was.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._offset = 0
+        self._begin = 0
+        self._size = _PIECE
+
+    def __bool__(self) -> bool:
+        """Whether there is more."""
+        return self._offset < len(self._body)
+
+    def take(self) -> bytes:
+        """The next slice; empty at the end."""
+        taken = self._body[self._offset : self._offset + self._size]
+        self._offset += len(taken)
+        self._size = min(2 * self._size, _PIECE)
+        return taken
+
+    def end(self, unused: bytes | bytearray | None) -> None:
+        """End a stream, which had no use for these last bytes."""
+        self._offset -= len(unused or b"")
+        self._size = min(max(self._offset - self._begin, _LEAST_SLICE), _PIECE)
+        self._begin = self._offset
+
+
 def _inflated(body: bytes, window: int) -> Iterator[bytes]:
-    while body:
-        stream = zlib.decompressobj(window)
+    slices = _Slices(body)
+    # Several streams may stand one after the other: clickhouse-connect packs an insert block by block.
+    while slices:
+        stream, given = zlib.decompressobj(window), b""
         while not stream.eof:
-            piece = stream.decompress(body, _PIECE)
-            body = stream.unconsumed_tail
-            if not (piece or body or stream.eof):
+            given = given or slices.take()
+            piece = stream.decompress(given, _PIECE)
+            if not (given or piece or stream.eof):
                 raise EOFError
+            given = stream.unconsumed_tail
             yield piece
-        # Several streams may stand one after the other: clickhouse-connect packs an insert block by block.
-        body = stream.unused_data
+        slices.end(stream.unused_data)
 
 
 def _unbrotlied(body: bytes) -> Iterator[bytes]:
-    stream, given = brotli.Decompressor(), body
+    slices, stream = _Slices(body), brotli.Decompressor()
     while not stream.is_finished():
+        ready = stream.can_accept_more_data()
+        given = slices.take() if ready else b""
         piece = stream.process(given, output_buffer_limit=_PIECE)
-        given = b""
-        if not piece and stream.can_accept_more_data() and not stream.is_finished():
+        if ready and not (given or piece or stream.is_finished()):
             raise EOFError
         yield piece
 
 
 def _unframed(body: bytes, decompressor: Callable[[], zstd.ZstdDecompressor | lz4.frame.LZ4FrameDecompressor]) -> Iterator[bytes]:
-    while body:
-        stream, given = decompressor(), body
+    slices = _Slices(body)
+    while slices:
+        stream = decompressor()
         while not stream.eof:
+            ready = stream.needs_input
+            given = slices.take() if ready else b""
             piece = stream.decompress(given, max_length=_PIECE)
-            given = b""
-            if not piece and stream.needs_input and not stream.eof:
+            if ready and not (given or piece or stream.eof):
                 raise EOFError
             yield piece
-        body = bytes(stream.unused_data or b"")
+        slices.end(stream.unused_data)

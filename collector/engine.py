@@ -31,6 +31,9 @@ HANDLE_SETTINGS = {
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
 """CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
 _UNKNOWN = 1002
+_FORMAT = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_PYTHON_FORMATS = frozenset({"dataframe", "datastore", "arrowtable"})
+"""chDB's own: it answers with objects in these, and not with bytes."""
 _CODE = re.compile(r"Code: (\d+)\.")
 
 
@@ -86,10 +89,16 @@ class Handle:
         Raises:
             EngineRefusedError: the engine did not run it.
         """
+        # Statements without rows in their answer are run in any format: its name goes into a header, though.
+        if output_format.lower() in _PYTHON_FORMATS or not _FORMAT.fullmatch(output_format):
+            raise EngineRefusedError(f"Code: 73. DB::Exception: Unknown format {output_format!r}. (UNKNOWN_FORMAT)", 73)
         try:
             result = self._connection.query(sql, output_format, params=dict(parameters or {}))
         except RuntimeError as error:
             raise _refused(error) from None
+        except TypeError:
+            # Of a form's field or a header, which are read whatever their bytes are.
+            raise EngineRefusedError("Code: 36. DB::Exception: the database or a setting is not UTF-8. (BAD_ARGUMENTS)", 36) from None
         return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
 
     def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> Answer:

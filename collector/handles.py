@@ -1,8 +1,8 @@
 """Sessions for requests: who runs which statement with which settings, at the same time.
 
 In: a statement's session name, database, settings and tables. Out: a handle of the engine, set up so.
-Invariant: a handle serves one request at a time, and nothing that a request without a session sets outlives it. A reader's handle
-can change nothing, its own settings included.
+Invariant: a handle serves one request at a time, and no setting of a request outlives it. A reader's handle can change nothing, its
+own settings included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from collector.auth import Role
 from collector.clickhouse_errors import BadRequestError
 from collector.clickhouse_request import Statement
-from collector.engine import HANDLE_SETTINGS, Handle
+from collector.engine import HANDLE_SETTINGS, EngineRefusedError, Handle
 from collector.external import drop_tables, load_tables
 
 MAX_IDLE = 16
@@ -46,9 +46,16 @@ class _Equipped:
             del self.settings[key]
         for key, value in settings.items():
             if self.settings.get(key) != value:
-                quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-                self.handle.query(f"SET {key} = '{quoted}'")
+                self._set(key, value)
                 self.settings[key] = value
+
+    def restrict(self, readonly: str) -> None:
+        """Let nothing be changed any longer: the last that is set, for nothing takes it back."""
+        self._set("readonly", readonly)
+
+    def _set(self, key: str, value: str) -> None:
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        self.handle.query(f"SET {key} = '{quoted}'")
 
 
 class Handles:
@@ -72,39 +79,48 @@ class Handles:
             with self._reading(statement) as handle:
                 yield handle
         elif statement.session is None:
-            equipped = self._take(statement)
+            equipped = self._writing(statement)
             keep = False
             try:
-                equipped.equip(statement.database, statement.settings)
                 load_tables(equipped.handle, statement.tables)
-                keep = not (statement.leaves_traces or statement.tables)
+                if readonly := statement.settings.get("readonly"):
+                    equipped.restrict(readonly)
+                keep = not (statement.leaves_traces or statement.tables or readonly)
                 yield equipped.handle
             finally:
                 self._put(equipped, keep)
         else:
-            equipped = self._session(statement.session, statement.session_must_exist)
-            if not equipped.lock.acquire(timeout=SESSION_WAIT_SECONDS):
-                raise BadRequestError(373, f"Session {statement.session} is locked by a concurrent client.", "SESSION_IS_LOCKED")
+            with self._in_session(statement.session, statement) as handle:
+                yield handle
+
+    @contextmanager
+    def _in_session(self, name: str, statement: Statement) -> Generator[Handle]:
+        """A session's handle. It is not restricted for a request that asks for `readonly`: it would stay so."""
+        equipped = self._session(name, statement.session_must_exist)
+        if not equipped.lock.acquire(timeout=SESSION_WAIT_SECONDS):
+            raise BadRequestError(373, f"Session {name} is locked by a concurrent client.", "SESSION_IS_LOCKED")
+        try:
+            equipped.equip(statement.database, _revocable(statement.settings))
             try:
-                equipped.equip(statement.database, statement.settings)
                 load_tables(equipped.handle, statement.tables)
                 yield equipped.handle
             finally:
                 drop_tables(equipped.handle, statement.tables)
-                equipped.expires = time.monotonic() + statement.session_seconds
-                equipped.lock.release()
+        finally:
+            equipped.expires = time.monotonic() + statement.session_seconds
+            equipped.lock.release()
 
     @contextmanager
     def _reading(self, statement: Statement) -> Generator[Handle]:
         if statement.session_must_exist:
             raise BadRequestError(372, f"Session {statement.session} not found.", "SESSION_NOT_FOUND")
-        equipped = None if statement.tables else self._matching(statement, Role.READER)
+        equipped = None if statement.tables else self._matching(Role.READER, statement.database, statement.settings)
         try:
             if equipped is None:
                 equipped = _Equipped(self._open(), Role.READER)
                 equipped.equip(statement.database, statement.settings)
                 load_tables(equipped.handle, statement.tables)
-                equipped.handle.query("SET readonly = 1")
+                equipped.restrict("1")
             yield equipped.handle
         finally:
             if equipped:
@@ -118,22 +134,42 @@ class Handles:
             self._idle.clear()
             self._sessions.clear()
 
-    def _matching(self, statement: Statement, role: Role) -> _Equipped | None:
+    def _matching(self, role: Role, database: str, settings: Mapping[str, str]) -> _Equipped | None:
         with self._lock:
             for place, equipped in enumerate(self._idle):
-                if (equipped.role, equipped.database, equipped.settings) == (role, statement.database, statement.settings):
+                if (equipped.role, equipped.database, equipped.settings) == (role, database, settings):
                     return self._idle.pop(place)
         return None
 
-    def _take(self, statement: Statement) -> _Equipped:
-        if found := self._matching(statement, Role.WRITER):
+    def _writing(self, statement: Statement) -> _Equipped:
+        """A writer's handle with the statement's database and settings, but for `readonly`."""
+        database, settings = statement.database, _revocable(statement.settings)
+        if found := self._matching(Role.WRITER, database, settings):
             return found
+        if used := self._used():
+            try:
+                used.equip(database, settings)
+            except EngineRefusedError:
+                # What an earlier request set may be in the way, and cannot always be taken back: a fresh handle tells.
+                used.handle.close()
+            else:
+                return used
+        fresh = _Equipped(self._open(), Role.WRITER)
+        try:
+            fresh.equip(database, settings)
+        except EngineRefusedError:
+            fresh.handle.close()
+            raise
+        return fresh
+
+    def _used(self) -> _Equipped | None:
+        """A writer's idle handle, whatever was set on it; None while there may be more of them."""
         with self._lock:
             writers = [equipped for equipped in self._idle if equipped.role is Role.WRITER]
-            if len(writers) >= MAX_IDLE // 2:
-                self._idle.remove(writers[0])
-                return writers[0]
-        return _Equipped(self._open(), Role.WRITER)
+            if len(writers) < MAX_IDLE // 2:
+                return None
+            self._idle.remove(writers[0])
+            return writers[0]
 
     def _put(self, equipped: _Equipped, keep: bool) -> None:
         leaving = None if keep else equipped
@@ -160,3 +196,8 @@ class Handles:
             # Held from now on, so that nobody closes it before it is used.
             equipped.expires = now + 60
             return equipped
+
+
+def _revocable(settings: Mapping[str, str]) -> dict[str, str]:
+    """All settings but `readonly`, which nothing takes back."""
+    return {key: value for key, value in settings.items() if key != "readonly"}

@@ -11,6 +11,7 @@ import fcntl
 import os
 import sys
 import termios
+import threading
 
 PIECE = 1 << 20
 _F_SETPIPE_SZ = 1031
@@ -25,7 +26,9 @@ class Pipe:
         """The second is the end to write to, given to the engine."""
         os.set_blocking(self._reading, False)
         self._open = True
-        self._read = False
+        self._lock = threading.Lock()
+        """Of what was read: it is in the pipe, or is counted."""
+        self._came = False
         try:
             # Room for most answers, whole: each turn between the two threads costs more than a copy.
             fcntl.fcntl(self._reading, _F_SETPIPE_SZ, PIECE)
@@ -35,10 +38,12 @@ class Pipe:
 
     async def read(self) -> bytes:
         """The next piece; empty at the end."""
-        self._read = True
         while True:
             try:
-                return os.read(self._reading, PIECE)
+                with self._lock:
+                    piece = os.read(self._reading, PIECE)
+                    self._came = self._came or bool(piece)
+                return piece
             except BlockingIOError:
                 await self._readable()
 
@@ -47,8 +52,9 @@ class Pipe:
         return os.read(self._reading, size) if (size := _waiting(self._reading)) else b""
 
     def is_untouched(self) -> bool:
-        """Whether surely nothing was written: for the writer, who alone could."""
-        return not self._read and not _waiting(self.descriptor)
+        """Whether nothing was written, and read meanwhile: for the writer, who alone could."""
+        with self._lock:
+            return not self._came and not _waiting(self.descriptor)
 
     def close_writing(self) -> None:
         """Say that all is written. Once, by whoever ran the statement, or kept it from running."""

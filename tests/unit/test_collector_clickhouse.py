@@ -6,6 +6,8 @@ import gzip
 import time
 import zlib
 from base64 import b64encode
+from collections.abc import Callable
+from random import Random
 
 import brotli
 import lz4.frame
@@ -174,6 +176,25 @@ def test_raw_deflate_and_no_encoding_are_read() -> None:
 
     assert decompress(packer.compress(b"body") + packer.flush(), "deflate", 10) == b"body"
     assert decompress(b"body", "identity", 10) == b"body"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [
+        ("gzip", lambda body: gzip.compress(body, 0)),
+        ("deflate", lambda body: zlib.compress(body, 0)),
+        ("lz4", lz4.frame.compress),
+        ("zstd", zstandard.compress),
+    ],
+)
+def test_many_small_streams_are_unpacked_in_linear_time(encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    large = Random(0).randbytes(1 << 25)
+    body = pack(b"a") * 5000 + pack(large) + pack(b"z") * 5000
+    begin = time.process_time()
+
+    assert decompress(body, encoding, 1 << 26) == b"a" * 5000 + large + b"z" * 5000
+    # Linear takes a third of a second; to copy what follows for each stream, half a minute.
+    assert time.process_time() - begin < 3
 
 
 @pytest.mark.parametrize(

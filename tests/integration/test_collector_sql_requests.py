@@ -1,0 +1,91 @@
+"""Requests that name odd things: what they set ends with them, and each is answered with ClickHouse's code."""
+
+from __future__ import annotations
+
+import clickhouse_connect
+import pytest
+from asking import ask, form
+from clickhouse_connect.driver.exceptions import DatabaseError
+
+from collector.handles import MAX_IDLE
+from spangrad.settings import StoreSettings
+
+# --- readonly, and other settings that nothing takes back ---
+
+
+@pytest.mark.parametrize("setting", [{"readonly": 1}, {"readonly": 2}, {"allow_ddl": 0}])
+def test_no_setting_of_a_request_reaches_a_later_one(store: StoreSettings, setting: dict[str, int]) -> None:
+    assert ask(store, "SELECT 1", **setting).body == b"1\n"
+
+    # Each has settings of its own, so that handles are set up anew.
+    threads = range(1, 2 * MAX_IDLE)
+    replies = [ask(store, "SELECT getSetting('max_threads')", max_threads=number) for number in threads]
+
+    assert [(reply.code, reply.body) for reply in replies] == [(0, b"%d\n" % number) for number in threads]
+    assert ask(store, "CREATE TABLE IF NOT EXISTS after_settings (a UInt8) ORDER BY a").code == 0
+
+
+@pytest.mark.parametrize("session", [{}, {"session_id": "asks for readonly"}])
+@pytest.mark.parametrize("readonly", [1, 2])
+def test_a_request_that_asks_for_readonly_changes_nothing(store: StoreSettings, session: dict[str, str], readonly: int) -> None:
+    assert ask(store, "CREATE TABLE IF NOT EXISTS untouched (a UInt8) ORDER BY a").code == 0
+    body, headers = form(ext=("", b"7\n"))
+
+    def code(sql: str) -> int:
+        return ask(store, sql, readonly=readonly, max_threads=2, **session).code
+
+    # Settings that stand beside it count, and external data come before it.
+    assert ask(store, "SELECT getSetting('max_threads')", readonly=readonly, max_threads=3, **session).body == b"3\n"
+    asked = {"query": "SELECT a FROM ext", "ext_structure": "a UInt8"}
+    assert ask(store, body, headers=headers, readonly=readonly, **asked, **session).body == b"7\n"
+    assert [code(sql) for sql in ("INSERT INTO untouched VALUES (1)", "INSERT INTO untouched FORMAT CSV\n1\n", "DROP TABLE untouched")] == [
+        164
+    ] * 3
+    assert code("SET max_threads = 1") == (164 if readonly == 1 else 0)
+    assert ask(store, "SELECT count() FROM untouched", **session).body == b"0\n"
+
+
+def test_a_session_that_was_asked_for_readonly_goes_on(store: StoreSettings) -> None:
+    client = clickhouse_connect.get_client(host="127.0.0.1", port=store.clickhouse_port, session_id="goes on")
+    client.command("CREATE TEMPORARY TABLE kept (a UInt8)")
+
+    assert client.query("SELECT count() FROM kept", settings={"readonly": 1}).result_rows == [(0,)]
+    with pytest.raises(DatabaseError, match="readonly mode: the request asks for it"):
+        client.insert("kept", [(1,)], column_names=["a"], settings={"readonly": 1})
+    client.insert("kept", [(2,)], column_names=["a"])
+
+    assert client.query("SELECT a FROM kept").result_rows == [(2,)]
+    client.close()
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["dataframe", "DataStore", "ArrowTable", "a\r\nX: y", "\0", ""])
+@pytest.mark.parametrize("sql", ["SELECT 1", "SHOW TABLES", "KILL QUERY WHERE 0"])
+def test_a_format_that_is_none_is_refused(store: StoreSettings, sql: str, name: str) -> None:
+    reply = ask(store, sql, default_format=name)
+
+    assert (reply.status, reply.code) == ((404, 73) if name else (200, 0))
+
+
+def test_a_format_of_the_engines_python_side_is_refused_in_the_statement_too(store: StoreSettings) -> None:
+    assert ask(store, "SELECT 1 FORMAT dataframe").code == 73
+    assert ask(store, "SELECT 1", headers={"X-ClickHouse-Format": "arrowtable"}).code == 73
+
+
+@pytest.mark.parametrize(
+    ("query_id", "told"), [("my-id", "my-id"), ("an id's text", "an id's text"), ("a\r\nX: y", None), ("a\nb", None), ("\0", None)]
+)
+def test_a_query_id_is_told_where_a_header_can(store: StoreSettings, query_id: str, told: str | None) -> None:
+    reply = ask(store, "SELECT 1", query_id=query_id)
+
+    assert (reply.status, reply.body, reply.headers["X-ClickHouse-Query-Id"], reply.headers["X"]) == (200, b"1\n", told, None)
+    assert ask(store, "SELECT 1 x x", query_id=query_id).code == 62
+
+
+def test_text_that_is_none_is_refused(store: StoreSettings) -> None:
+    body, headers = form(query=(None, b"SELECT 1"), session_timezone=(None, b"\xff"))
+
+    assert ask(store, body, headers=headers).code == 36
+    assert ask(store, "SELECT 1", headers={"X-ClickHouse-Database": "\xff"}).code == 36

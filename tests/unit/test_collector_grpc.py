@@ -1,0 +1,116 @@
+"""OTLP/gRPC before a message is read: who may send one, how many at once, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+
+from collector import receiver_grpc
+from collector.auth import Guardian
+from collector.ingest import Ingest, Inserter, Refused
+from collector.receiver_grpc import GRPCReceiver
+from spangrad.processes import free_ports
+
+EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+WRITER = (("authorization", "Bearer write-secret"),)
+BODY = ExportTraceServiceRequest().SerializeToString()
+RETRY = (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[str]:
+    """A receiver that stores nothing; gives its address."""
+    ingest = Ingest(*(Inserter(name, lambda bodies: [Refused()] * len(bodies), 0) for name in ("traces", "logs")), 2**20)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    server = GRPCReceiver(ingest, Guardian("write-secret")).server(address)
+    await server.start()
+    yield address
+    await server.stop(0)
+    await asyncio.to_thread(ingest.close)
+
+
+def sender(address: str) -> grpc.aio.Channel:
+    """A connection of its own."""
+    return grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    """The messages of a sender that sends none, and does not say so."""
+    await asyncio.get_running_loop().create_future()
+    yield b""
+
+
+def begin(channel: grpc.aio.Channel) -> Any:
+    """A call whose message does not come."""
+    return channel.stream_unary(EXPORT)(nothing(), metadata=WRITER)
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, int]:
+    """Status of a refused call, and after how many seconds to come again; 0 for never."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call, 10)
+    detail = RetryInfo()
+    for key, value in caught.value.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            assert isinstance(value, bytes)
+            Status.FromString(value).details[0].Unpack(detail)
+    return caught.value.code(), detail.retry_delay.seconds
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
+async def test_no_message_is_read_of_a_call_without_the_right_token(metadata: Any) -> None:
+    async with served() as address, sender(address) as channel:
+        assert await refusal(channel.stream_unary(EXPORT)(nothing(), metadata=metadata)) == (grpc.StatusCode.UNAUTHENTICATED, 0)
+        assert await refusal(channel.unary_unary(EXPORT)(BODY, metadata=metadata)) == (grpc.StatusCode.UNAUTHENTICATED, 0)
+
+
+async def test_a_sender_beyond_those_that_are_read_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_grpc, "MAX_READING", 2)
+    async with served() as address, sender(address) as slow, sender(address) as other:
+        calls = [begin(slow), begin(slow)]
+        async with asyncio.timeout(20):
+            while await answered(other) != RETRY:  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.01)
+            for call in calls:
+                call.cancel()
+            while await answered(other) == RETRY:  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.01)
+        assert await answered(other) == ExportTraceServiceResponse().SerializeToString()
+
+
+async def answered(channel: grpc.aio.Channel) -> Any:
+    """The answer to a whole call, or how it was refused."""
+    call = channel.unary_unary(EXPORT)(BODY, metadata=WRITER)
+    return await call if await call.code() is grpc.StatusCode.OK else await refusal(call)
+
+
+async def test_many_senders_are_read_at_once() -> None:
+    async with served() as address:
+        channels = [sender(address) for _ in range(receiver_grpc.MAX_READING)]
+        assert await asyncio.gather(*(answered(channel) for channel in channels for _ in range(4))) == [b""] * 4 * len(channels)
+        for channel in channels:
+            await channel.close()
+
+
+async def test_a_message_that_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_grpc, "_READ_SECONDS", 0.05)
+    async with served() as address, sender(address) as channel:
+        assert await refusal(begin(channel)) == (grpc.StatusCode.UNAVAILABLE, 1)
+
+
+async def test_a_call_without_a_message_is_refused() -> None:
+    async def none() -> AsyncIterator[bytes]:
+        for message in ():
+            yield message
+
+    async with served() as address, sender(address) as channel:
+        assert await refusal(channel.stream_unary(EXPORT)(none(), metadata=WRITER)) == (grpc.StatusCode.INVALID_ARGUMENT, 0)

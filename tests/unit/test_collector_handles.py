@@ -1,0 +1,32 @@
+"""The engine's handles, as requests borrow them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from collector.auth import Role
+from collector.clickhouse_request import Statement
+from collector.engine import Answer, EngineRefusedError, Handle
+from collector.external import ExternalTable
+from collector.handles import Handles
+
+
+class StubbornHandle:
+    """A handle that drops no table."""
+
+    def query(self, sql: str, *_: object) -> Answer:
+        if sql.startswith("DROP"):
+            raise EngineRefusedError("Code: 394. DB::Exception: Query was cancelled. (QUERY_WAS_CANCELLED)", 394)
+        return Answer(b"0" if sql.startswith("SELECT") else b"")
+
+
+def test_a_session_is_free_again_whatever_happens_at_the_end_of_a_request() -> None:
+    handles = Handles(lambda: cast(Handle, StubbornHandle()))
+    tables = (ExternalTable("t", "a UInt8", "CSV", b""),)
+    statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 60.0, False, tables)
+
+    for _ in range(2):
+        with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, Role.WRITER):
+            pass

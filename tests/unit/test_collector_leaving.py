@@ -1,0 +1,153 @@
+"""Clients of ClickHouse's interface that wait, and leave before it is their turn: what they sent goes with them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+from memory import open_files
+
+from collector import clickhouse_body
+from collector.auth import Role
+from collector.clickhouse_body import Unpacker, read_body
+from collector.clickhouse_run import WORKERS, Request, Run, Runner
+from collector.deferred import DeferredSpans
+from collector.engine import Answer, Engine, Kind
+from collector.ingest import Budget
+from collector.readers import ReaderLimits
+
+
+class BusyEngine:
+    """An engine whose every question waits for a gate."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.name = "handle"
+
+    def handle(self) -> BusyEngine:
+        return self
+
+    def query(self, sql: str, *_: object) -> Answer:
+        if sql.startswith("SELECT 1"):
+            self.gate.wait(60)
+        return Answer(b"")
+
+    def write(self, *_: object) -> Answer:
+        return self.query("SELECT 1")
+
+    def kind(self, _: str) -> Kind:
+        return Kind(1, True)
+
+    def settle(self) -> None:
+        """As spans that wait: there are none."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def kill_queries(self) -> None:
+        """Nothing to kill."""
+
+
+@pytest.fixture
+def engine() -> Iterator[BusyEngine]:
+    engine = BusyEngine()
+    yield engine
+    engine.gate.set()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something to hold."""
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.01)
+
+
+def run(body: bytes, number: int) -> Run:
+    request = Request(parameters={}, headers={}, body=body, files={}, role=Role.READER, safe=False, query_id=str(number))
+    return Run(request, quick_seconds=0)
+
+
+async def test_a_statement_whose_client_left_keeps_no_body_and_no_files(engine: BusyEngine) -> None:
+    runner = Runner(cast(Engine, engine), cast(DeferredSpans, engine), ReaderLimits(100, 60))
+    crowd = [run(b"SELECT 1", number) for number in range(WORKERS[Role.READER])]
+    for one in crowd:
+        runner.start(one)
+    await until(lambda: all(one.done.running() for one in crowd))
+    body = b"SELECT 1 /* " + bytes(1000) + b" */"
+    before = sys.getrefcount(body), open_files(os.getpid())
+
+    left = [run(body, 100 + number) for number in range(10)]
+    for one in left:
+        runner.start(one)
+        runner.leave(one)
+
+    assert all(one.done.cancelled() for one in left)
+    assert (sys.getrefcount(body), open_files(os.getpid())) == before
+    engine.gate.set()
+    await until(lambda: all(one.done.done() for one in crowd))
+    for one in crowd:
+        runner.leave(one)
+    # Those whose turn came after they were gone did nothing, and closed nothing a second time.
+    last = run(b"SELECT 1", 1000)
+    runner.start(last)
+    assert await last.result() == Answer(b"")
+    runner.leave(last)
+    assert open_files(os.getpid()) == before[1] - 2 * len(crowd)
+    runner.close()
+
+
+@asynccontextmanager
+async def reading(unpacker: Unpacker, budget: Budget) -> AsyncGenerator[str]:
+    """A server that reads bodies and says how long they are; gives its URL."""
+
+    async def length(request: web.Request) -> web.Response:
+        with budget.charge() as charge:
+            return web.Response(text=str(len(await read_body(request, {}, charge, unpacker))))
+
+    application = web.Application()
+    application.router.add_post("/", length)
+    server = web.AppRunner(application, auto_decompress=False, handler_cancellation=True, shutdown_timeout=0.1)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{server.addresses[0][1]}/"
+    finally:
+        await server.cleanup()
+
+
+async def test_bodies_that_take_long_to_unpack_keep_nothing_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow(packed: bytes, *_: Any) -> bytes:
+        begun.release()
+        gate.wait(60)
+        return packed
+
+    monkeypatch.setattr(clickhouse_body, "decompress", slow)
+    unpacker, budget = Unpacker("test"), Budget(2**30)
+    async with reading(unpacker, budget) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def send() -> str:
+            async with client.post(url, data=bytes(1000), headers={"Content-Encoding": "gzip"}) as answer:
+                return await answer.text()
+
+        crowd = [asyncio.create_task(send()) for _ in range(100)]
+        await until(lambda: budget.held == 100 * 1000)
+        # Answers are packed on the event loop's own threads.
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "an answer"), 20) == "an answer"
+
+        for one in crowd[:98]:
+            one.cancel()
+        await until(lambda: budget.held == 2 * 1000)
+        gate.set()
+        answers = await asyncio.gather(*crowd, return_exceptions=True)
+    assert [one for one in answers if isinstance(one, str)] == ["1000"] * 2
+    unpacker.close()

@@ -1,0 +1,33 @@
+"""A pipe between a statement and its answer: what was written is known, however early somebody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from collector.pipe import Pipe
+
+
+async def test_a_pipe_that_somebody_waits_at_is_untouched_until_something_is_written() -> None:
+    pipe = Pipe()
+    assert pipe.is_untouched()
+    waiting = asyncio.create_task(pipe.read())
+    await asyncio.sleep(0)
+    assert pipe.is_untouched(), "a statement that takes no OUTFILE clause runs without it, however long it took to say so"
+    os.write(pipe.descriptor, b"some")
+    assert not pipe.is_untouched()
+    assert await waiting == b"some"
+    assert not pipe.is_untouched(), "it was read, and cannot be answered twice"
+    pipe.close_writing()
+    assert await pipe.read() == b""
+    pipe.close_reading()
+
+
+async def test_an_empty_answer_leaves_a_pipe_untouched() -> None:
+    pipe = Pipe()
+    waiting = asyncio.create_task(pipe.read())
+    await asyncio.sleep(0)
+    assert pipe.is_untouched()
+    pipe.close_writing()
+    assert await waiting == b""
+    pipe.close_reading()
