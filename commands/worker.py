@@ -60,10 +60,15 @@ async def _work(settings: Settings, spec: AgentSpec) -> None:
     ending = asyncio.Event()
     on_signals(ending.set)
     began = False
+
+    def ready() -> None:
+        nonlocal began
+        began = True
+        _logger.info("worker ready: run %s", settings.runner.run_id)
+
     while not ending.is_set():
         try:
-            await serve(settings, spec, ending, lambda: _logger.info("worker ready: run %s", settings.runner.run_id))
-            began = True
+            await serve(settings, spec, ending, ready)
         except (GatewayError, StoreError) as error:
             # What it held is given back by now. Services are restarted; workers wait for them.
             if not began and isinstance(error, StoreError):

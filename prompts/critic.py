@@ -17,6 +17,7 @@ from prompts.words import Messages
 from spangrad import semconv
 from spangrad.errors import PromptError
 from spangrad.settings import Settings
+from spangrad.storable import storable
 from spangrad.types import Mode
 
 _AT_ONCE = 8
@@ -84,13 +85,8 @@ class Critic:
                 if answer.status != 200:
                     return f"HTTP {answer.status} {(await answer.text())[:300]}", answer.status == 429 or answer.status >= 500
                 said = await answer.json(content_type=None)
-                return "", _storable(str(said["choices"][0]["message"]["content"] or ""))
+                return "", storable(str(said["choices"][0]["message"]["content"] or ""))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return str(error) or type(error).__name__, True
         except (ValueError, LookupError, TypeError) as error:
             return f"its answer is no chat completion: {error!r}", False
-
-
-def _storable(text: str) -> str:
-    """The text without what no database keeps: lone surrogates and null characters."""
-    return text.replace("\x00", "").encode(errors="replace").decode()

@@ -18,7 +18,10 @@ from spangrad.callables import split
 from spangrad.leases import this_process
 from spangrad.settings import Settings
 
-_NOT_FOR_HOSTS = frozenset({"TRACEPARENT", "TRACESTATE", "BAGGAGE"})
+_NOT_FOR_HOSTS = frozenset(
+    {"TRACEPARENT", "TRACESTATE", "BAGGAGE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
+)
+"""What an attempt is given itself, and what would take its spans to another store than ours."""
 
 
 @dataclass(frozen=True, slots=True)

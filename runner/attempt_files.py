@@ -71,8 +71,7 @@ class AttemptFiles:
         """Remove the oldest rollouts beyond what is kept."""
         if not self._root.exists():
             return
-        # Ids of one process are in the order of time, and so are those of processes that began one after the other.
-        found = sorted(self._root.iterdir())
+        found = sorted(self._root.iterdir(), key=_begun)
         for one in found[: max(0, len(found) - self._keep)]:
             shutil.rmtree(one, ignore_errors=True)
 
@@ -88,6 +87,14 @@ class AttemptFiles:
 def _name(rollout_id: str) -> str:
     """A rollout's directory, whatever its id is made of."""
     return quote(rollout_id, safe="").replace(".", "%2E")[:200]
+
+
+def _begun(rollout: Path) -> tuple[float, str]:
+    """When its newest attempt was first written of, by the directory; ids may be in any order."""
+    try:
+        return rollout.stat().st_mtime, rollout.name
+    except OSError:
+        return 0.0, rollout.name  # another worker has removed it
 
 
 def _read(end: Path) -> dict[str, Any]:

@@ -186,8 +186,7 @@ class Attempts:
             entered: called once, when somebody else can begin in its place.
             broken: called when it cannot go on for a reason that is not its own; it then waits to be stopped.
         """
-        timeout = min(lease.timeout_seconds, self._settings.timeout_seconds)
-        making = _Making(rollout_of(lease), timeout, stop, clock, Place(entered))
+        making = _Making(rollout_of(lease), lease.timeout_seconds, stop, clock, Place(entered))
         self.roots.claim(lease.rollout_id, lease.attempt)
         answer = Answer(None, AttemptFailure.CANCELLED, "it had not begun")
         try:
@@ -204,6 +203,7 @@ class Attempts:
         why = stop.asked.result() if stop.asked.done() else None
         if why is not None:
             answer = Answer(None, why.failure, why.detail)
+        answer = answer.storable()
         final = why.final if why is not None else answer.failure is None or lease.last
         stages = clock.taken()
         self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, stages, final=final)

@@ -101,7 +101,7 @@ class GatewayClient:
         return None if found is None or found["version"] is None else int(found["version"])
 
     def _attempt(self, key: RolloutKey) -> str:
-        return f"{self._url}/rollout/{key.rollout_id}/attempt/{key.attempt}"
+        return f"{self._url}/rollout/{quote(key.rollout_id, safe='')}/attempt/{key.attempt}"
 
     async def _request(self, method: str, url: str, body: Mapping[str, object] | None) -> dict[str, Any] | None:
         """None is HTTP 404, or an answer without a body."""

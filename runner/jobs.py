@@ -6,8 +6,9 @@ In, out: frozen values. Invariant: an answer has rewards, or a failure, or an ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from spangrad.storable import storable
 from spangrad.types import AttemptFailure
 
 
@@ -39,3 +40,10 @@ class Answer:
     """What happened, for people."""
     output: object = None
     """What the agent gave, for a reward service to judge."""
+
+    def storable(self) -> Answer:
+        """The answer in texts that span store and queue take, whatever an agent, a service or a dying process has said."""
+        rewards = self.rewards
+        if isinstance(rewards, Mapping):
+            rewards = {storable(name): value for name, value in rewards.items()}
+        return replace(self, rewards=rewards, detail=storable(self.detail))

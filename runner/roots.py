@@ -1,7 +1,8 @@
 """Root spans: one `rollout` an attempt, which says whose the attempt is and how it went.
 
-In: attempts, and how they ended. Out: spans to the store. Invariant: the identity of a root span is worked out from rollout and attempt, so
-whoever writes the root of an attempt, its worker or somebody who found it dead, writes the same span; the store counts it once.
+In: attempts, and how they ended. Out: spans to the store. Invariant: the identity of a root span is worked out from run, rollout and
+attempt, so whoever writes the root of an attempt, its worker or somebody who found it dead, writes the same span; the store counts it once.
+A root that was given up does not count as acknowledged.
 
 A rollout ends with the root that carries the final mark. Where several do, because a worker died between the store's acknowledgement and
 the queue's, the newest attempt's counts, in the queue as in the builder.
@@ -26,7 +27,7 @@ from spangrad import semconv
 from spangrad.errors import StoreError
 from spangrad.propagation import carrier_of, with_baggage
 from spangrad.settings import StoreSettings
-from spangrad.telemetry import bearer, tracer_provider, traces_url
+from spangrad.telemetry import LosslessSpanProcessor, bearer, provider_through, traces_url
 from spangrad.types import Rollout, Stage
 
 _SERVICE = "spangrad-runner"
@@ -46,7 +47,8 @@ class Roots:
         self._store = store
         self._ids = _Ids()
         token = store.token.get_secret_value() if store.token else None
-        self._provider = tracer_provider(_SERVICE, store.otlp_endpoint, bearer(token), ids=self._ids)
+        self._sending = LosslessSpanProcessor(traces_url(store.otlp_endpoint), bearer(token))
+        self._provider = provider_through(self._sending, _SERVICE, self._ids)
         self._tracer = self._provider.get_tracer("spangrad.runner")
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
 
@@ -62,7 +64,7 @@ class Roots:
 
     def open(self, rollout: Rollout) -> Span:
         """Begin the root of an attempt: a trace of its own, whatever span the caller is in."""
-        self._ids.key = f"{rollout.key.rollout_id}/{rollout.key.attempt}"
+        self._ids.key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
         return self._tracer.start_span(
             semconv.ROOT_SPAN_NAME,
             context=Context(),
@@ -106,7 +108,7 @@ class Roots:
         """Wait until the store has taken the roots that were closed before.
 
         Raises:
-            StoreError: it has not for so long.
+            StoreError: it has not for so long, or one was given up, before or now.
         """
         end = asyncio.get_running_loop().time() + patience_seconds
         while not await asyncio.to_thread(self._provider.force_flush, _FLUSH_MILLISECONDS):
@@ -114,6 +116,11 @@ class Roots:
                 endpoint = self._store.otlp_endpoint
                 seconds = f"{patience_seconds:g} s"
                 raise StoreError(f"the store at {endpoint} has not taken root spans for {seconds}. Start it with `spangrad store`.")
+        if self._sending.lost:  # for good: each of those who wait at the same time must hear of it
+            raise StoreError(
+                f"root spans did not get into the store at {self._store.otlp_endpoint} ({self._sending.lost_because}), and the queue is "
+                "not told of attempts that have none there. See what the store has against them; then the rollouts are run again."
+            )
 
     async def shut(self) -> None:
         """Send what is left, for a bounded time."""

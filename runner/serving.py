@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import TypeVar
 
 from runner.agents import AgentSpec
 from runner.attempts import Attempts
@@ -22,10 +24,13 @@ from spangrad.settings import Settings
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _PATIENCE_SECONDS = 600.0
 """That the queue may be away: leases run out meanwhile, and what was told too late is refused."""
 _STORE_PATIENCE_SECONDS = 300.0
 _NEWS_SECONDS = 20.0
+_AGAIN_SECONDS = 2.0
+"""Before those who died are looked at again, when the gateway or the queue was away."""
 _PAGE = 1000
 
 
@@ -72,6 +77,13 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
 
 async def _mourn(attempts: Attempts, run_id: str) -> None:
     """Write the roots of rollouts that ended without a worker of theirs alive: those that are there, then those that come."""
+    cursor = await _until_done(partial(_mourn_old, attempts, run_id))
+    while True:
+        cursor = await _until_done(partial(_mourn_new, attempts, run_id, cursor))
+
+
+async def _mourn_old(attempts: Attempts, run_id: str) -> int:
+    """The place in the order of endings before which all are done."""
     cursor = (await attempts.queue.run(run_id)).cursor
     for state in (State.DEAD, State.CANCELLED):
         after = 0
@@ -79,8 +91,22 @@ async def _mourn(attempts: Attempts, run_id: str) -> None:
             after = page.cursor
             for one in page.rollouts:
                 await attempts.mourn(one)
+    return cursor
+
+
+async def _mourn_new(attempts: Attempts, run_id: str, cursor: int) -> int:
+    """The next such place."""
+    page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_NEWS_SECONDS)
+    for one in page.rollouts:
+        await attempts.mourn(one)
+    return page.cursor
+
+
+async def _until_done(work: Callable[[], Awaitable[T]]) -> T:
+    """Do it again until it goes through: each root is written once, however often it is come to."""
     while True:
-        page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_NEWS_SECONDS)
-        cursor = page.cursor
-        for one in page.rollouts:
-            await attempts.mourn(one)
+        try:
+            return await work()
+        except SpangradError as error:
+            _logger.warning("%s Roots of attempts whose workers are gone wait for it.", error)
+            await asyncio.sleep(_AGAIN_SECONDS)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spangrad.errors import AgentError
+from spangrad.storable import storable
 from spangrad.types import Task
 
 T = TypeVar("T")
@@ -163,9 +164,12 @@ def _task(row: object, where: str, name: str) -> Task:
         raise AgentError(f"{where} has {there!r} and no {lacks!r}: give both; or neither, and the whole row is the input.")
     if not named:
         return Task(name, _json(fields, fields, where))
-    if not isinstance(fields["task_id"], str | int) or fields["task_id"] == "":
-        raise AgentError(f"{where} has task_id {fields['task_id']!r:.100}: give a text that is not empty, or a whole number.")
-    return Task(str(fields["task_id"]), _json(fields["input"], fields, where))
+    task_id = fields["task_id"]
+    if not isinstance(task_id, str | int) or task_id == "":
+        raise AgentError(f"{where} has task_id {task_id!r:.100}: give a text that is not empty, or a whole number.")
+    if storable(str(task_id)) != str(task_id):
+        raise AgentError(f"{where} has task_id {task_id!r:.100}: leave out null characters and halves of surrogate pairs.")
+    return Task(str(task_id), _json(fields["input"], fields, where))
 
 
 def _json(value: object, fields: Mapping[str, object], where: str) -> object:
@@ -174,19 +178,17 @@ def _json(value: object, fields: Mapping[str, object], where: str) -> object:
     Raises:
         AgentError: it is none of JSON's.
     """
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        column = next((key for key, one in fields.items() if not _is_json(one)), "input")
+    if not _is_json(value):
+        column = next(key for key, one in fields.items() if not _is_json({key: one}))
         raise AgentError(
             f"{where}: {column!r} is {fields[column]!r:.100}, which JSON has no value for. Make it text or finite numbers, or leave it out."
-        ) from None
+        )
     return value
 
 
 def _is_json(value: object) -> bool:
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # half of a surrogate pair has no UTF-8
     except (TypeError, ValueError, RecursionError):
         return False
     return True

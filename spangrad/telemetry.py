@@ -147,6 +147,7 @@ class LosslessSpanProcessor(SpanProcessor):
         self._settled = 0
         self._flush_to = 0
         self._lost = 0
+        self._lost_because = ""
         self._saturated = False
         self._closing = False
         self._closed = False
@@ -158,6 +159,11 @@ class LosslessSpanProcessor(SpanProcessor):
         """Spans that were given up so far: refused, without room, or without time."""
         return self._lost
 
+    @property
+    def lost_because(self) -> str:
+        """Why the last of them was, for people; empty while there are none."""
+        return self._lost_because
+
     def on_end(self, span: ReadableSpan) -> None:
         """Queue the span; wait a bounded time when the queue is full, then count it as lost."""
         context = span.get_span_context()
@@ -166,7 +172,7 @@ class LosslessSpanProcessor(SpanProcessor):
         size = approximate_bytes(span)
         with self._changed:
             if self._closed or not self._room_for(size) or not self._start_thread():
-                self._lost += 1
+                self._lose(1, "there was no room for them, or no time")
                 return
             self._queue.append((span, size))
             self._held_bytes += size
@@ -219,7 +225,8 @@ class LosslessSpanProcessor(SpanProcessor):
             if self._closed:  # a signal handler that ran while we waited has finished this
                 return
             self._closed = True
-            self._lost += len(self._queue) + self._on_their_way
+            if left := len(self._queue) + self._on_their_way:
+                self._lose(left, "there was no time")
             self._changed.notify_all()
         if self._lost:
             print(f"spangrad: {self._lost} spans were not delivered to {self.url} and are lost.", file=sys.stderr, flush=True)
@@ -261,7 +268,7 @@ class LosslessSpanProcessor(SpanProcessor):
                     yield from self._encode([one])
             else:
                 _logger.error("span %r cannot be encoded and is dropped: %s", batch[0][0].name, error)
-                self._lose(1)
+                self._lose(1, f"span {batch[0][0].name!r} cannot be encoded: {error}")
 
     def _deliver(self, body: bytes, count: int) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
@@ -271,13 +278,13 @@ class LosslessSpanProcessor(SpanProcessor):
             if isinstance(answer, int):
                 if answer:
                     _logger.error("%s rejected %d of %d spans", self.url, answer, count)
-                    self._lose(answer)
+                    self._lose(answer, f"{answer} of {count} spans were rejected")
                 elif waiting:
                     _logger.info("%s takes spans again", self.url)
                 return
             if not answer.retry:
                 _logger.error("%s refused %d spans for good: %s", self.url, count, answer.reason)
-                self._lose(count)
+                self._lose(count, answer.reason)
                 return
             if not waiting:
                 _logger.warning("%s does not take spans (%s): trying again until it does", self.url, answer.reason)
@@ -291,9 +298,10 @@ class LosslessSpanProcessor(SpanProcessor):
                     return
             backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
 
-    def _lose(self, count: int) -> None:
+    def _lose(self, count: int, because: str) -> None:
         with self._changed:
             self._lost += count
+            self._lost_because = because
 
 
 def approximate_bytes(span: ReadableSpan) -> int:
@@ -309,15 +317,23 @@ def approximate_bytes(span: ReadableSpan) -> int:
     return size
 
 
-def tracer_provider(
-    service_name: str, endpoint: str, headers: Mapping[str, str] | None = None, *, ids: IdGenerator | None = None
-) -> TracerProvider:
+def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
     """A provider of the process's own, not the global one, whose spans are sent to an OTLP/HTTP endpoint and never sampled away.
 
     Args:
         service_name: `service.name` of the spans.
         endpoint: base URL, without `/v1/traces`.
         headers: added to each request, such as `bearer(token)`.
+    """
+    return provider_through(LosslessSpanProcessor(traces_url(endpoint), headers), service_name)
+
+
+def provider_through(sending: LosslessSpanProcessor, service_name: str, ids: IdGenerator | None = None) -> TracerProvider:
+    """The same, for whoever asks the processor what has become of the spans.
+
+    Args:
+        sending: takes the spans to their endpoint.
+        service_name: `service.name` of the spans.
         ids: makes the spans' ids. None: they are random.
     """
     provider = TracerProvider(
@@ -327,5 +343,5 @@ def tracer_provider(
         span_limits=SpanLimits(max_span_attributes=ATTRIBUTE_COUNT_LIMIT, max_attributes=ATTRIBUTE_COUNT_LIMIT),
     )
     provider.add_span_processor(SequenceSpanProcessor())
-    provider.add_span_processor(LosslessSpanProcessor(traces_url(endpoint), headers))
+    provider.add_span_processor(sending)
     return provider

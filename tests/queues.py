@@ -21,7 +21,9 @@ from pydantic import SecretStr
 from runner.queue import server
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.service import Service
+from runner.queue.tables import QueueDatabase
 from runner.queue.wire import Completion, Failure, Held, Lease, NewRollout, Rollout, State
+from spangrad.errors import QueueError
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
@@ -102,6 +104,15 @@ def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path}/queue.db"
     schema: Callable[[str], str] = request.getfixturevalue("postgres")
     return schema(f"t{uuid.uuid4().hex}")
+
+
+async def refuses(url: str) -> bool:
+    """Whether another server may not serve from there."""
+    try:
+        (await asyncio.to_thread(QueueDatabase, url)).close()
+    except QueueError as error:
+        return "another `spangrad queue` serves from" in str(error)
+    return False
 
 
 def done(lease: Lease | Held, **facts: Any) -> Completion:

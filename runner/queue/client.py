@@ -51,8 +51,9 @@ from runner.queue.wire import (
     Which,
 )
 from spangrad.errors import QueueError
-from spangrad.leases import beat
+from spangrad.leases import BEATS, beat
 from spangrad.settings import RunnerSettings
+from spangrad.storable import storable
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,9 @@ class QueueClient:
         return (await self._change("/v1/leases/complete", Results, Complete(completions=list(completions)))).results
 
     async def fail(self, failures: Sequence[Failure]) -> list[Result]:
-        """Tell that attempts failed; see each answer's `refused`."""
-        return (await self._change("/v1/leases/fail", Results, Fail(failures=list(failures)))).results
+        """Tell that attempts failed; see each answer's `refused`. A detail may hold whatever an agent has said."""
+        told = [msgspec.structs.replace(one, detail=storable(one.detail)) for one in failures]
+        return (await self._change("/v1/leases/fail", Results, Fail(failures=told))).results
 
     async def release(self, leases: Sequence[Lease | Held], detail: str = "") -> list[Result]:
         """Give leases back, as if they had not been handed out."""
@@ -269,11 +271,16 @@ class Beating:
 
     async def _renew(self) -> None:
         held = list(self._leases.values())
+        seconds = min(one.lease_seconds for one in held) / BEATS
         try:
             told = [Held(rollout_id=one.rollout_id, attempt=one.attempt, ran=self._ran(one)) for one in held]
-            results = await self._client.beat(told)
+            async with asyncio.timeout(seconds):  # a connection that fell silent is left: the next heartbeat takes another one
+                results = await self._client.beat(told)
+        except TimeoutError:
+            logger.warning("the queue at %s has not answered a heartbeat for %.3g s", self._client.url, seconds)
+            return
         except QueueError as error:
-            logger.warning("%s", error)  # the client was patient already; the leases run on, and are asked for again
+            logger.warning("%s", error)  # the leases run on, and are asked for again
             return
         for result in results:
             lease = self._leases.pop((result.rollout_id, result.attempt), None)

@@ -1,7 +1,8 @@
 """How attempts end, and rollouts with them: by their worker's word, by time, or because somebody does not want them any more.
 
 In: a connection in a transaction, and endings. Out: what became of each. Invariant: an attempt ends once. The same ending told again is
-answered as it was the first time; any other one is refused, with the reason, and changes nothing.
+answered as it was the first time; any other one is refused, with the reason, and changes nothing. No number of an ending is given twice,
+so that whoever waits for those after a number misses none.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from runner.queue.rows import chunks
-from runner.queue.tables import ATTEMPTS, GROUPS, ROLLOUTS
+from runner.queue.tables import ATTEMPTS, ENDED, GROUPS, ROLLOUTS
 from runner.queue.wire import Cancelled, Completion, Failure, Result, State, Which
+from spangrad.storable import storable
 from spangrad.types import AttemptFailure
 
 OPEN = (State.QUEUED.value, State.RUNNING.value)
@@ -40,7 +42,7 @@ class Ending:
         """What a worker tells."""
         if isinstance(told, Completion):
             return Ending(told.rollout_id, told.attempt, None, "", told.rewards, told.calls, told.seconds)
-        return Ending(told.rollout_id, told.attempt, told.reason, told.detail, None, told.calls, told.seconds, told.retry)
+        return Ending(told.rollout_id, told.attempt, told.reason, storable(told.detail), None, told.calls, told.seconds, told.retry)
 
     def same(self, row: sa.RowMapping) -> bool:
         """Whether a row of ATTEMPTS tells of this very ending."""
@@ -55,7 +57,8 @@ class Endings:
 
     def __init__(self, connection: sa.Connection) -> None:
         """Go on where the database is."""
-        self._next = (connection.execute(sa.select(sa.func.max(ROLLOUTS.c.ended))).scalar() or 0) + 1
+        highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (ROLLOUTS.c.ended, ENDED.c.highest)]
+        self._next = max(highest) + 1
 
     def end(self, transaction: sa.Connection, endings: Sequence[Ending], wall: float) -> list[Result]:
         """End attempts; answers in the order of the endings.
@@ -112,6 +115,9 @@ class Endings:
 
     def retry(self, transaction: sa.Connection, which: Which) -> int:
         """Queue dead letters again, each for as many attempts as it had; how many."""
+        # Their numbers go from their rows: a server that is started again must know that they were given.
+        transaction.execute(ENDED.delete())
+        transaction.execute(ENDED.insert().values(highest=self._next - 1))
         again = {"state": State.QUEUED.value, "ended": None, "ended_at": None, "attempts_left": ROLLOUTS.c.max_attempts}
         dead = ROLLOUTS.c.state == State.DEAD.value
         return sum(transaction.execute(ROLLOUTS.update().where(one, dead).values(again)).rowcount for one in _condition(which))

@@ -15,13 +15,11 @@ import sqlalchemy as sa
 from msgspec import Meta
 
 from runner.queue.tables import METADATA
-from runner.queue.wire import Struct
+from runner.queue.wire import NO_NULL, Struct
 from spangrad.database import Database
 from spangrad.prompt_store import TEXT_MOST
 
-_NO_NULL = r"^[^\x00]*$"
-"""PostgreSQL keeps no such character, and one that it refuses would fail the transaction of everybody who shares it."""
-Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=_NO_NULL)]
+Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]
 PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 """It travels in URLs, in baggage and in variables."""
 _Step = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -56,13 +54,13 @@ EDITS = sa.Table(
 class Step(Struct, frozen=True, kw_only=True):
     """The place of an edit in a search."""
 
-    search: Annotated[str, Meta(min_length=1, max_length=100, pattern=_NO_NULL)]
+    search: Annotated[str, Meta(min_length=1, max_length=100, pattern=NO_NULL)]
     round: _Step
     parent: _Step
     """The version that was edited."""
     number: _Step
     """Which of the parent's edits in that round."""
-    critique: Annotated[str, Meta(pattern=_NO_NULL)] = ""
+    critique: Annotated[str, Meta(pattern=NO_NULL)] = ""
     """What was wrong with the parent."""
 
 

@@ -46,6 +46,8 @@ LIST_MOST = 1000
 WAIT_MOST = 60.0
 """Seconds that an answer may wait for news."""
 DAY_SECONDS = 86400.0
+_DIGITS_MOST = 18
+"""Of a number that a database has room for."""
 
 
 def serve(settings: RunnerSettings) -> None:
@@ -67,7 +69,11 @@ async def _serve(settings: RunnerSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with running(settings) as service:
         log.info("queue ready: %s, database %s, %d in flight", default_url(settings), service.database.shown, service.in_flight)
-        await stopping.wait()
+        told = asyncio.create_task(stopping.wait())
+        await asyncio.wait([told, service.taken], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if service.taken.done():
+            raise service.taken.result()
 
 
 @asynccontextmanager
@@ -230,8 +236,8 @@ def _whole(query: Any, name: str, otherwise: int) -> int:
         ValueError: it is none.
     """
     text = query.get(name, str(otherwise))
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{name}={text!r} is no whole number.")
+    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS_MOST:
+        raise ValueError(f"{name}={text!r} is no whole number of at most {_DIGITS_MOST} digits.")
     return int(text)
 
 

@@ -23,7 +23,7 @@ from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
-from runner.queue.tables import QueueDatabase
+from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import (
     Ask,
     Beat,
@@ -51,6 +51,7 @@ from runner.queue.wire import (
 from runner.queue.writer import Writer
 from spangrad.errors import QueueError
 from spangrad.leases import Watch, is_dead, this_boot
+from spangrad.storable import storable
 from spangrad.types import AttemptFailure
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ LOOK_SECONDS = 0.25
 """Between two looks at what is over."""
 _AGAIN_SECONDS = 1.0
 """Before the database is asked again that has failed."""
-_DEAD_LOOKS = 8
-"""Looks between two at whether workers of this machine are dead."""
+_SELDOM = 8
+"""Looks between two at whether workers of this machine are dead, and whether the database is still ours."""
 
 Key = tuple[str, int]
 """Rollout and attempt."""
@@ -88,6 +89,8 @@ class Service:
         self._ends: dict[str, asyncio.Event] = {}
         """By run: something has ended."""
         self._stopping = False
+        self.taken: asyncio.Future[ServedElsewhereError] = asyncio.get_running_loop().create_future()
+        """Done when another server serves from the database: this one is to end."""
         self.looks = 0
         """At what is over."""
         with database.reading() as connection:
@@ -204,7 +207,8 @@ class Service:
 
     async def release(self, asked: Release) -> Results:
         """Take leases back."""
-        return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, asked.detail) for one in asked.leases])
+        detail = storable(asked.detail)
+        return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in asked.leases])
 
     async def cancel(self, which: Which) -> Cancelled:
         """Cancel rollouts, queued or running."""
@@ -262,15 +266,17 @@ class Service:
                 return Rollouts(rollouts=found, cursor=cursor)
 
     async def watch(self) -> None:
-        """End what is over by time, or by its worker's death, until cancelled."""
+        """Keep the database, and end what is over by time, or by its worker's death, until cancelled, or until it is somebody else's."""
         before = time.monotonic()
-        for look in range(1 << 62):
+        while not self.taken.done():
             await asyncio.sleep(LOOK_SECONDS)
             late, before = time.monotonic() - before - LOOK_SECONDS, time.monotonic()
             if late > LOOK_SECONDS:  # this process was stopped, or starved: heartbeats that came meanwhile are still to be read
                 self._held.prolong(late)
             try:
-                await self._sweep(with_dead=look % _DEAD_LOOKS == 0)
+                if seldom := self.looks % _SELDOM == 0:
+                    await self._keep()
+                await self._sweep(with_dead=seldom)
             except QueueError as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(_AGAIN_SECONDS)
@@ -322,6 +328,19 @@ class Service:
 
         return await asyncio.to_thread(read)
 
+    async def _keep(self) -> None:
+        """Be the database's one server, also when PostgreSQL has ended the session that held its lock.
+
+        Raises:
+            QueueError: it is away, or has another server.
+        """
+        try:
+            await asyncio.to_thread(self.database.keep)
+        except ServedElsewhereError as error:
+            if not self.taken.done():
+                self.taken.set_result(error)
+            raise
+
     async def _rebuild_when_possible(self) -> None:
         while not self._stopping:
             await asyncio.sleep(_AGAIN_SECONDS)
@@ -333,7 +352,7 @@ class Service:
 
     async def _rebuild(self) -> None:
         """Make what we believe to be under way what is under way."""
-        await asyncio.to_thread(self.database.keep)
+        await self._keep()
         # Through the writer: nothing is handed out or ended between the look and what follows from it.
         found = {(one.rollout_id, one.attempt): one for one in await self.writer.do(rows.running)}
         for key in [key for key in self._running if key not in found]:

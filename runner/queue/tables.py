@@ -7,6 +7,7 @@ rollout's own row, and becomes a row of `attempts` when it ends; so a hand-out i
 from __future__ import annotations
 
 import fcntl
+import threading
 import time
 from pathlib import Path
 from typing import IO
@@ -91,7 +92,17 @@ DEMANDS = sa.Table(
     sa.Column("filled", _BIG),
 )
 
+ENDED = sa.Table(
+    "ended",
+    METADATA,
+    sa.Column("highest", _BIG, nullable=False, comment="number of an ending that may have been taken back; one row, or none so far"),
+)
+
 _OWNER = Owner("the queue's database", "runner.queue_db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
+
+
+class ServedElsewhereError(QueueError):
+    """Another server serves from the database."""
 
 
 class QueueDatabase(Database):
@@ -116,6 +127,7 @@ class QueueDatabase(Database):
             self._unlock()
             raise
         self._session: sa.Connection | None = None
+        self._keeping = threading.Lock()
         try:
             self.keep()
         except BaseException:
@@ -123,33 +135,46 @@ class QueueDatabase(Database):
             raise
 
     def keep(self) -> None:
-        """Be the one server again, where PostgreSQL was away and has forgotten it.
+        """Be the one server again, where PostgreSQL was away, or has ended the session, and has forgotten it.
 
         Raises:
-            QueueError: the database does not answer, or another server serves from it by now.
+            ServedElsewhereError: another server serves from it by now.
+            QueueError: the database does not answer.
         """
         if self.is_sqlite:
             return
-        with self.translated():
+        with self._keeping, self.translated():
             if self._session is not None:
                 try:
                     self._session.execute(sa.select(1))
                     return
                 except DBAPIError:
-                    self._session.close()
+                    self._leave()
             # A session of its own, for as long as this process lives; schemas of one database may have a server each.
             self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
-            lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
-            end = time.monotonic() + _FAREWELL_SECONDS
-            while not self._session.execute(sa.select(lock)).scalar_one():
-                if time.monotonic() > end:
-                    raise _served_already(self.shown)
-                time.sleep(0.05)
+            try:
+                self._lock(self._session)
+            except BaseException:
+                self._leave()
+                raise
+
+    def _lock(self, session: sa.Connection) -> None:
+        lock = sa.func.pg_try_advisory_lock(_SERVER_LOCK, sa.func.hashtext(sa.func.current_schema()))
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while not session.execute(sa.select(lock)).scalar_one():
+            if time.monotonic() > end:
+                raise _served_already(self.shown)
+            time.sleep(0.05)
+
+    def _leave(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def close(self) -> None:
         """Close its connections, and let others serve from it."""
-        if self._session is not None:
-            self._session.close()
+        with self._keeping:
+            self._leave()
         super().close()
         self._unlock()
 
@@ -174,5 +199,5 @@ def _only_server(url: sa.URL) -> IO[str]:
     return file
 
 
-def _served_already(shown: str) -> QueueError:
-    return QueueError(f"another `spangrad queue` serves from runner.queue_db = {shown}. Ask that one, or name another database.")
+def _served_already(shown: str) -> ServedElsewhereError:
+    return ServedElsewhereError(f"another `spangrad queue` serves from runner.queue_db = {shown}. Ask that one, or name another database.")

@@ -13,7 +13,9 @@ from msgspec import Meta, Raw
 
 from spangrad.types import AttemptFailure, Mode, PromptVersion
 
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
+NO_NULL = r"^[^\x00]*$"
+"""PostgreSQL keeps no such character, and one that it refuses would fail the transaction of everybody who shares it."""
+Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=NO_NULL)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=100_000)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]

@@ -240,6 +240,23 @@ def test_the_order_of_ends_is_the_order_in_which_they_were_told(queue_db: str) -
     database.close()
 
 
+def test_a_number_that_was_taken_back_is_not_given_again(queue_db: str) -> None:
+    database = QueueDatabase(queue_db)
+    with database.transaction() as transaction:
+        rows.enqueue(transaction, database, "run", some(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
+        endings = Endings(transaction)
+        rows.hand_out(transaction, Ask(run_id="run", worker="w", count=2), 30, NOW)
+        endings.end(transaction, [Ending(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")], NOW.wall)
+        _, cursor = rows.ended(transaction, "run", 0, 100)
+        assert endings.retry(transaction, Which(run_id="run")) == 2
+        later = Endings(transaction)  # as a server that is started again does
+        rows.hand_out(transaction, Ask(run_id="run", worker="w", count=2), 30, NOW)
+        later.end(transaction, [Ending(name, 1, None) for name in ("r1", "r0")], NOW.wall)
+        found, _ = rows.ended(transaction, "run", cursor, 100)
+    assert [one.rollout_id for one in found] == ["r1", "r0"], "whoever waits for what ends after the first two hears of both"
+    database.close()
+
+
 def test_what_is_committed_is_on_the_disk(tmp_path: Path) -> None:
     database = QueueDatabase(f"sqlite:///{tmp_path}/queue.db")
     with database.reading() as connection:

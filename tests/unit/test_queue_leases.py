@@ -11,7 +11,7 @@ from pathlib import Path
 from inline_snapshot import snapshot
 from queues import done, is_state, is_true, queue_db, queue_settings, serving, some, state, until
 
-from runner.queue.client import Beating
+from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import Cancelled, Held, Result, State, Which
 from spangrad.types import AttemptFailure
 
@@ -74,6 +74,36 @@ async def test_heartbeats_hold_leases_and_tell_of_those_that_are_over(tmp_path: 
             assert refused.refused
             assert "cancelled" in refused.refused
         assert (await client.complete([done(leases[0])]))[0].refused is None
+
+
+async def test_a_connection_that_falls_silent_costs_no_lease(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_lease_seconds=4.0)
+    connections: list[asyncio.Event] = []
+    """Set: whatever comes is kept, and nothing is closed, as behind a router that has forgotten the connection."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silent: asyncio.Event) -> None:
+        while (data := await reader.read(65536)) or silent.is_set():
+            if not silent.is_set():
+                writer.write(data)
+            elif not data:
+                return
+        writer.close()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(silent := asyncio.Event())
+        its_reader, its_writer = await asyncio.open_connection("127.0.0.1", settings.queue_port)
+        await asyncio.gather(carry(reader, its_writer, silent), carry(its_reader, writer, silent))
+
+    async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as road:
+        await direct.enqueue("run", some(1))
+        url = f"http://127.0.0.1:{road.sockets[0].getsockname()[1]}"
+        async with QueueClient(url) as client, Beating(client, lambda lease, result: None) as beating:
+            (lease,) = await client.lease("run", "worker")
+            connections[0].set()
+            beating.keep([lease])
+            await until(lambda: is_true(len(connections) > 1))
+        (result,) = await direct.complete([done(lease)])
+        assert result.refused is None
 
 
 async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Path) -> None:
@@ -167,7 +197,7 @@ async def test_the_attempts_of_a_dead_worker_of_this_machine_are_lost_at_once(tm
         (other,) = await client.lease("run", "somewhere else")
         assert await client.beat([lease, other]) == []
         waiting = asyncio.create_task(client.lease("run", name, wait_seconds=30))
-        await until(lambda: is_true(service.waiting))
+        await until(lambda: is_true(service.writer.tally.requests == 4))  # it has found nothing, and waits
         child.kill()
         await child.wait()
         await until(lambda: is_state(client, "r0", State.QUEUED))

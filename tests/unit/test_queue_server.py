@@ -13,12 +13,11 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 from pydantic import SecretStr
-from queues import done, failed, is_true, queue_db, queue_settings, serving, some, until
+from queues import done, failed, is_true, queue_db, queue_settings, refuses, serving, some, until
 from running_postgres import running_postgres
 
 from runner.queue.client import PlainQueue, QueueClient
 from runner.queue.server import serve
-from runner.queue.tables import QueueDatabase
 from runner.queue.wire import Demand, Result, State, Wanted, Which
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
@@ -260,15 +259,6 @@ async def test_a_postgresql_that_falls_and_comes_back_loses_nothing() -> None:
             assert service.in_flight == 0
 
 
-async def refuses(url: str) -> bool:
-    """Whether another server may not serve from there."""
-    try:
-        (await asyncio.to_thread(QueueDatabase, url)).close()
-    except QueueError as error:
-        return "another `spangrad queue` serves from" in str(error)
-    return False
-
-
 async def test_refusals_are_sentences(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue_token=SecretStr("secret"))
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
@@ -299,7 +289,7 @@ async def test_refusals_are_sentences(tmp_path: Path) -> None:
                 (405, "DELETE /v1/rollouts is not answered here. docs/queue.md lists what is."),
                 (404, "the queue has no rollout nobody."),
                 (400, "GET /v1/rollouts: 'odd' is not a valid State"),
-                (400, "GET /v1/rollouts: limit='-1' is no whole number."),
+                (400, "GET /v1/rollouts: limit='-1' is no whole number of at most 18 digits."),
                 (400, "POST /v1/rollouts: Input data was truncated"),
                 (400, "POST /v1/leases: Expected `int` >= 1 - at `$.count`"),
                 (400, "POST /v1/leases: Object contains unknown field `cuont`"),

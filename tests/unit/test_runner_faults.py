@@ -19,12 +19,14 @@ from workers import kill
 from fakes import AttemptGateway, OtlpSink
 from runner import hosts
 from runner.agents import AgentSpec, CallableAgent
+from runner.queue.wire import State
+from runner.roots import Roots
 from runner.runner import Runner
 from spangrad import semconv
-from spangrad.errors import AgentError
+from spangrad.errors import AgentError, StoreError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.task_files import read_tasks
-from spangrad.types import AttemptFailure, Mode, Task
+from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 
 AGENT = """
     import asyncio, os, pathlib, signal, time
@@ -33,6 +35,10 @@ AGENT = """
     async def agent(given):
         if given == "raise":
             raise RuntimeError("bad day")
+        if given == "raise oddly":
+            raise RuntimeError("no tool is called \\ud83d, or \\x00")
+        if given == "odd reward":
+            return {"half \\ud83d": 0.5}
         if given == "hang":
             await asyncio.sleep(60)
         if given == "daemon":
@@ -145,6 +151,42 @@ async def test_a_rollout_whose_agent_cannot_be_loaded_again_is_ended(tmp_path: P
         with pytest.raises(AgentError, match="'mine:agent' cannot be loaded"):
             await on.runner.run([Task("t", "vandal")], mode=Mode.TRAIN, group_size=1)
         assert on.roots() == [("t", 0, "crash", False, 0, 0), ("t", 1, "cancelled", True, 0, 0)]
+
+
+async def test_what_an_agent_says_in_no_text_ends_its_own_attempt_alone(tmp_path: Path) -> None:
+    async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+        tasks = [Task(what, what) for what in ("odd reward", "raise oddly", "well")]
+        outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
+        assert [(outcome.reward, outcome.failure, outcome.detail) for outcome in outcomes] == [
+            ({"half ?": 0.5}, None, ""),
+            (None, AttemptFailure.EXCEPTION, "RuntimeError: no tool is called ?, or "),
+            ({"reward": 1.0}, None, ""),
+        ]
+        assert on.roots() == [
+            ("odd reward", 0, None, True, 0, 1),
+            ("raise oddly", 0, "exception", True, 0, 0),
+            ("well", 0, None, True, 0, 1),
+        ]
+
+
+async def test_a_root_that_the_store_refuses_for_good_is_not_told_to_the_queue(tmp_path: Path) -> None:
+    async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+        on.sink.refusals = [(400, {})]
+        with pytest.raises(
+            StoreError, match=r"root spans did not get into the store at \S+ \(HTTP 400 not now\), and the queue is not told"
+        ):
+            await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
+        (standing,) = (await on.runner.queue.rollouts(run_id="run")).rollouts
+        assert (standing.state, [one.reason for one in standing.attempts]) == (State.CANCELLED, [AttemptFailure.CANCELLED])
+
+
+def test_a_root_is_one_span_of_its_own_in_each_run() -> None:
+    roots = Roots(StoreSettings(otlp_endpoint="http://127.0.0.1:9"))
+    keys = [RolloutKey(run, "r", attempt) for run in ("one", "other") for attempt in (0, 1)]
+    twice = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).get_span_context() for key in keys] for _ in range(2)]
+    first, again = [[(one.trace_id, one.span_id) for one in spans] for spans in twice]
+    assert first == again
+    assert len({trace for trace, _ in first}) == len({span for _, span in first}) == 4
 
 
 async def test_a_gateway_that_has_forgotten_an_attempt_fails_it(tmp_path: Path) -> None:

@@ -346,6 +346,7 @@ def test_an_agents_environment() -> None:
         gateway=GatewaySettings(url="http://g:2/", token="k", engine_url="http://e:3"),  # pyright: ignore[reportArgumentType]
     )
     started = {"PATH": "/bin", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
+    started |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://other:1/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "key=other"}
     store = {
         "PATH": "/bin",
         "OTEL_SERVICE_NAME": "mine",

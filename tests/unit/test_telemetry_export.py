@@ -113,7 +113,7 @@ def test_spans_refused_for_good_are_counted_and_said(caplog: pytest.LogCaptureFi
         emit(provider, 1)
         with caplog.at_level(logging.ERROR):
             provider.shutdown()
-        assert ([span.name for span in sink.spans], processor.lost) == (["span-0"], 2)
+        assert ([span.name for span in sink.spans], processor.lost, processor.lost_because) == (["span-0"], 2, "HTTP 400 not now")
         assert f"{sink.url}/v1/traces refused 2 spans for good: HTTP 400 not now" in caplog.text
         assert capsys.readouterr().err == f"spangrad: 2 spans were not delivered to {sink.url}/v1/traces and are lost.\n"
 

@@ -1,0 +1,56 @@
+"""The queue, asked by code without an event loop, when its answers break off."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from spangrad import demand
+from spangrad.errors import QueueError
+from spangrad.queue_http import QueueHttp
+from spangrad.settings import RunnerSettings
+
+HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"rollouts": ['
+WHOLE = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 29\r\n\r\n{"rollouts": [], "cursor": 7}'
+
+
+@pytest.fixture
+def answers() -> list[bytes]:
+    """What is answered next; the last one again and again."""
+    return [HALF]
+
+
+@pytest.fixture
+def url(answers: list[bytes]) -> Iterator[str]:
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # the test is over
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(url: str, answers: list[bytes]) -> None:
+    answers[:] = [HALF, WHOLE]
+    assert QueueHttp(url, None, "run").ended(0, 1) == ([], 7)
+
+
+def test_answers_that_always_break_off_are_said(url: str) -> None:
+    said = rf"no queue answers at {url} \(IncompleteRead"
+    with pytest.raises(QueueError, match=said):
+        QueueHttp(url, None, "run", patience_seconds=0).ended(0, 1)
+    with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(IncompleteRead"):
+        demand.read(RunnerSettings(queue_url=url), "run")

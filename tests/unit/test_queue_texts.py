@@ -1,0 +1,48 @@
+"""Texts that no database takes: what an agent has said is kept without them, a name that holds them is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+from queues import failed, queue_db, queue_settings, serving, some
+
+__all__ = ["queue_db"]
+
+
+async def test_what_an_agent_said_is_kept_in_words_that_a_database_takes(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _), aiohttp.ClientSession(client.url) as session:
+        await client.enqueue("run", some(3))
+        first, second, third = await client.lease("run", "worker", 3)
+        told = failed(first, detail="half \ud83d, null \x00, end")
+        for _ in range(2):
+            assert [one.refused for one in await client.fail([told])] == [None]
+        # Other workers post what they like.
+        said = {"rollout_id": second.rollout_id, "attempt": 0, "reason": "exception", "detail": "null \x00, end"}
+        async with session.post("/v1/leases/fail", data=json.dumps({"failures": [said]})) as answer:
+            assert answer.status == 200
+        assert [one.refused for one in await client.release([third], "null \x00, end")] == [None]
+        details = [attempt.detail for name in ("r0", "r1", "r2") for attempt in (await client.rollout(name)).attempts]
+        assert details == ["half ?, null , end", "null , end", "null , end"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/rollouts", {"run_id": "run", "rollouts": [{"task_id": "t\x00", "input": 1, "group_id": "g"}]}),
+        ("POST", "/v1/leases", {"run_id": "run", "worker": "me\x00"}),
+        ("POST", "/v1/leases/complete", {"completions": [{"rollout_id": "r\x00", "attempt": 0}]}),
+        ("GET", "/v1/rollouts/a%00", None),
+        ("GET", "/v1/rollouts?run=a%00", None),
+        ("GET", "/v1/rollouts?after=99999999999999999999", None),
+        ("GET", "/v1/runs/run/ended?after=99999999999999999999", None),
+    ],
+)
+async def test_what_no_database_takes_is_refused_and_not_asked_for_again(
+    tmp_path: Path, method: str, path: str, body: dict[str, object] | None
+) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    async with serving(settings), aiohttp.request(method, f"{settings.queue_url}{path}", data=body and json.dumps(body)) as answer:
+        assert (answer.status, list(await answer.json())) == (400, ["error"])

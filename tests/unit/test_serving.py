@@ -1,0 +1,92 @@
+"""A worker that serves a queue: what it waits for, what it goes on with afterwards, and whose time its agents have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from queues import queue_settings, serving, some, until_ended, with_mood
+from workers import world
+
+from commands import worker
+from runner import serving as runner_serving
+from runner.agents import CallableAgent
+from spangrad.errors import GatewayError, StoreError
+from spangrad.settings import Settings
+
+
+async def test_a_worker_that_has_begun_waits_for_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    fates = [GatewayError("the gateway is away."), StoreError("the store is away."), StoreError("the store is still away."), None]
+    begins = 0
+
+    async def serve(settings: Settings, agent: Any, ending: asyncio.Event, ready: Callable[[], object]) -> None:
+        nonlocal begins
+        ready()
+        begins += 1
+        if (fate := fates.pop(0)) is not None:
+            raise fate
+        ending.set()
+
+    monkeypatch.setattr(runner_serving, "serve", serve)
+    monkeypatch.setattr(worker, "_AGAIN_SECONDS", 0)
+    monkeypatch.setattr(worker, "on_signals", lambda tell: None)
+    await worker._work(Settings(), CallableAgent("mine:agent"))
+    assert begins == 4
+
+
+async def test_a_worker_whose_store_was_never_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(settings: Settings, agent: Any, ending: asyncio.Event, ready: Callable[[], object]) -> None:
+        raise StoreError("the store is away.")
+
+    monkeypatch.setattr(runner_serving, "serve", serve)
+    monkeypatch.setattr(worker, "on_signals", lambda tell: None)
+    with pytest.raises(StoreError, match="the store is away"):
+        await worker._work(Settings(), CallableAgent("mine:agent"))
+
+
+async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_serving, "_AGAIN_SECONDS", 0)
+    failing = {"old", "new 1"}
+    mourned: list[str] = []
+    all_done = asyncio.Event()
+
+    class Queue:
+        async def run(self, run_id: str) -> Any:
+            return SimpleNamespace(cursor=4)
+
+        async def rollouts(self, *, run_id: str, state: str, after: int, limit: int) -> Any:
+            return SimpleNamespace(rollouts=["old"] if state == "dead" and not after else [], cursor=1)
+
+        async def ended(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Any:
+            assert after >= 4
+            if after == 6:
+                all_done.set()
+                await asyncio.Event().wait()
+            return SimpleNamespace(rollouts=[f"new {after - 4}"], cursor=after + 1)
+
+    async def mourn(name: str) -> None:
+        if name in failing:
+            failing.discard(name)
+            raise GatewayError("the gateway is away.")
+        mourned.append(name)
+
+    mourning = asyncio.create_task(runner_serving._mourn(SimpleNamespace(queue=Queue(), mourn=mourn), "run"))  # type: ignore[arg-type]
+    await asyncio.wait([mourning, waiting := asyncio.create_task(all_done.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    assert (waiting.done(), mourning.done(), mourned) == (True, False, ["old", "new 0", "new 1"])
+    mourning.cancel()
+
+
+async def test_a_rollout_has_its_own_time_whatever_the_workers_setting_says(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
+    with world(tmp_path, queue_url=settings.queue_url, timeout_seconds=0.01) as here:
+        async with serving(settings) as (client, _):
+            await client.enqueue("run", with_mood("slow", some(1, "long", timeout_seconds=100)))
+            await client.enqueue("run", with_mood("hang", some(1, "short", timeout_seconds=0.5)))
+            here.start_worker()
+            ended = {one.rollout_id: one for one in await until_ended(client, 2)}
+    told = {name: (one.state, one.attempts[-1].detail) for name, one in ended.items()}
+    assert told == {"long0": ("succeeded", ""), "short0": ("dead", "run: not done after 0.5 s")}
