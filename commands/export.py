@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
@@ -15,11 +16,14 @@ from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.stopped_store import answering_store
-from spangrad.errors import SettingsError
+from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Selection
 from spangrad.types import DropReason
 
 if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.settings import Settings
     from transition_builder.export.formats import Exported
 
 _PIPE_WIDTH = 200
@@ -57,7 +61,8 @@ def export(
     Args:
         format_: what to write.
         out: the file; for huggingface the directory.
-        dataset: NAME or NAME@REVISION; default: builder.dataset.
+        dataset: NAME, which means its newest revision, or NAME@REVISION; default: what the trainer reads, which is trainer.dataset, else
+            what the settings build.
         as_of: export the store as it was then (ISO 8601; UTC where no zone is named).
         run: only rollouts of this run; may be given several times.
         mode: only rollouts of this mode; may be given several times.
@@ -81,7 +86,7 @@ def export(
     if min_margin and format_ != "preferences":
         raise SettingsError(f"--min-margin is of preferences, and {format_} compares no returns. Leave it out, or take --min-return.")
     wanted = Wanted(
-        dataset or settings.builder.dataset,
+        dataset or settings.trainer.dataset or settings.builder.dataset,
         as_of=_moment("--as-of", as_of),
         runs=tuple(run or ()),
         modes=tuple(mode or ()),
@@ -96,10 +101,48 @@ def export(
     with answering_store(settings.store) as store, _progress() as progress:
         client = connect(store)
         try:
+            if not (dataset or settings.trainer.dataset):
+                wanted = replace(wanted, dataset=_of_settings(client, store.url, settings, wanted.as_of))
             done = formats.export(client, store.url, format_, wanted, out, force=force, min_margin=min_margin, progress=progress)
+            elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, wanted.runs)
         finally:
             client.close()
     _show(done, out)
+    if not done.tally.calls:
+        print(f"nothing was written: {done.dataset} holds no call of the rollouts that were asked for.{elsewhere}", file=sys.stderr)
+    elif not done.tally.calls_written:
+        print("nothing was written: every call was left out, as the table says.", file=sys.stderr)
+
+
+def _of_settings(client: Client, url: str, settings: Settings, as_of: datetime | None) -> str:
+    """The revision of builder.dataset that the settings build, which is what the trainer reads.
+
+    Raises:
+        StoreError: nothing was built with these settings under that name.
+    """
+    from spangrad import datasets
+
+    name, spec = settings.builder.dataset, settings.builder.spec
+    there = [one for one in datasets.known(client, url) if one.name == name and (as_of is None or one.created <= as_of)]
+    if there and all(one.build_spec != spec for one in there):
+        raise StoreError(
+            f"the store at {url} holds no revision of {name} that was built with these settings. "
+            f"Name one with --dataset: {', '.join(map(str, there))}; or `spangrad build` with them first."
+        )
+    return next((str(one) for one in there if one.build_spec == spec), name)
+
+
+def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
+    """Where rollouts of these runs are instead; none named: of all."""
+    from spangrad import datasets
+    from spangrad.clickhouse import store_errors
+
+    of_runs = "WHERE RunId IN {runs:Array(String)}" if runs else ""
+    with store_errors(url):
+        rows = client.query(f"SELECT BuildSpec, count() FROM otel.v_builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
+    built = {str(spec): int(count) for spec, count in rows}
+    told = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
+    return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(told)}." if told else ""
 
 
 def _moment(flag: str, text: str | None) -> datetime | None:

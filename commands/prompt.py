@@ -60,9 +60,14 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
         return
     from rich.table import Table
 
+    versions = store.versions(name)
+    if not versions:
+        raise PromptError(
+            f"there is no prompt {name}. `spangrad prompt list` shows what there is, `spangrad prompt put {name} FILE` makes it."
+        )
     edits = {edit.version: edit for edit in reversed(store.edits(name))}
     table = Table("version", "published", "since", "parent", "round", "search", "critique", box=None, pad_edge=False)
-    for one in store.versions(name):
+    for one in versions:
         edit = edits.get(one.version)
         of = (str(edit.parent), str(edit.round), edit.search, " ".join(edit.critique.split())[:80]) if edit else ("-", "-", "-", "")
         table.add_row(str(one.version), "yes" if one.published else "", _time(one.created_at), *of)

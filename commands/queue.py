@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from spangrad.errors import SettingsError
+from spangrad.errors import QueueError, SettingsError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from runner.queue.client import QueueClient
-    from runner.queue.wire import Attempt, Rollout, State, Which
+    from runner.queue.wire import Attempt, Cancelled, Rollout, State, Which
 
 T = TypeVar("T")
 _PIPE_WIDTH = 200
@@ -123,7 +123,12 @@ def _cancel(*rollouts: str, run: OneRun = None, group: str | None = None, config
         group: a group of the run.
     """
     which = _which(rollouts, run, group)
-    done = _ask(config, set_, lambda client: client.cancel(which))
+
+    async def cancelled(client: QueueClient) -> Cancelled:
+        await _require(client, which)
+        return await client.cancel(which)
+
+    done = _ask(config, set_, cancelled)
     print(f"cancelled: {done.queued} that were queued, {done.running} that were running")
 
 
@@ -136,7 +141,12 @@ def _retry(*rollouts: str, run: OneRun = None, group: str | None = None, config:
         group: a group of the run.
     """
     which = _which(rollouts, run, group)
-    print(f"queued again: {_ask(config, set_, lambda client: client.retry(which))}")
+
+    async def retried(client: QueueClient) -> int:
+        await _require(client, which)
+        return await client.retry(which)
+
+    print(f"queued again: {_ask(config, set_, retried)}")
 
 
 @queue.command(name="purge")
@@ -147,8 +157,10 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
         older_than_days: that they ended before; runner.queue_keep_days by default.
     """
     days = resolve(config, set_).runner.queue_keep_days if older_than_days is None else older_than_days
-    if days is None or days < 0:
-        raise SettingsError("name --older-than-days DAYS, 0 or more: runner.queue_keep_days is not set.")
+    if days is None:
+        raise SettingsError("name --older-than-days DAYS: runner.queue_keep_days is not set.")
+    if days < 0:
+        raise SettingsError(f"--older-than-days {days:g} is less than 0. Name how many days ago rollouts must have ended: 0 for all.")
     print(f"forgotten: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
 
 
@@ -169,6 +181,19 @@ def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> Which
     if group and not run:
         raise SettingsError("--group needs the --run that it belongs to.")
     return Which(rollout_ids=list(rollouts)) if rollouts else Which(run_id=run, group_id=group)
+
+
+async def _require(client: QueueClient, which: Which) -> None:
+    """See that the queue knows what is named, before anything is done to any of it.
+
+    Raises:
+        QueueError: it does not.
+    """
+    for one in which.rollout_ids or ():
+        await client.rollout(one)
+    if which.run_id is not None and not (await client.rollouts(run_id=which.run_id, group_id=which.group_id, limit=1)).rollouts:
+        of = f"run {which.run_id}" if which.group_id is None else f"group {which.group_id} of run {which.run_id}"
+        raise QueueError(f"the queue at {client.url} has no rollout of {of}. `spangrad queue list` shows what it has.")
 
 
 def _state(text: str | None) -> State | None:

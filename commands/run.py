@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from runner.agents import AgentSpec
     from runner.runner import Outcome
     from spangrad.settings import RunnerSettings, Settings
+
+_LINE = 200
+"""Characters of a line that an agent has said."""
 
 
 def run(
@@ -77,6 +81,9 @@ def run(
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     _show(outcomes)
+    _explain(outcomes, settings.runner)
+    if outcomes and all(outcome.failure for outcome in outcomes):
+        sys.exit(1)
 
 
 def _read(tasks: str, runner: RunnerSettings) -> list[Task]:
@@ -139,6 +146,28 @@ def _show(outcomes: Sequence[Outcome]) -> None:
             str(sum(outcome.calls or 0 for outcome in own)),
         )
     plain_console().print(table)
+
+
+def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:
+    """Print why rollouts failed, a line a reason with one rollout as its example; and that agents made no calls, where none did."""
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    for reason, count in Counter(outcome.failure for outcome in failed).most_common():
+        example = next(outcome for outcome in failed if outcome.failure is reason)
+        rollout_id = example.key.rollout_id
+        print(f"{count} failed, {reason}: {_what_happened(example, runner)}; `spangrad rollout show {rollout_id}` tells more")
+    if len(failed) < len(outcomes) and all(outcome.calls == 0 for outcome in outcomes):
+        print("no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`")
+
+
+def _what_happened(outcome: Outcome, runner: RunnerSettings) -> str:
+    """The first and the last line of what is known of a failed attempt, what it printed included."""
+    from runner.attempt_files import AttemptFiles
+
+    kept = AttemptFiles(runner.directory, runner.attempts_kept).kept(outcome.key.rollout_id)
+    logs = [one.log for one in kept if one.attempt == outcome.key.attempt and one.log]
+    lines = [line.strip() for text in (outcome.detail, *(log.read_text(errors="replace") for log in logs)) for line in text.splitlines()]
+    told = [line for line in lines if line]
+    return ": ".join(line[:_LINE] for line in dict.fromkeys((*told[:1], *told[-1:])))
 
 
 def _mean(outcomes: Sequence[Outcome]) -> str:

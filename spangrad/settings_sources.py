@@ -163,5 +163,7 @@ def variable_of(key: str) -> str:
 
 
 def _nearest(key: str) -> str:
-    close = difflib.get_close_matches(key, _KEYS, n=1)
-    return f" Did you mean {close[0]!r}?" if close else " `spangrad config` lists all settings."
+    close = difflib.get_close_matches(key, _KEYS | _SECTIONS, n=1)
+    if not close:
+        return " `spangrad config` lists all settings."
+    return f" Did you mean {'the section ' if close[0] in _SECTIONS else ''}{close[0]!r}?"

@@ -419,6 +419,61 @@ def test_the_command_says_what_it_wrote_and_left_out(store: StoreSettings, tmp_p
     assert len(lines(tmp_path / "a" / "sft.jsonl")) == 1
 
 
+def test_the_dataset_is_the_one_that_training_reads(store: StoreSettings, tmp_path: Path) -> None:
+    builder = BuilderSettings(dataset="ex-default", selection=Selection(agents=".*|ex-default"))
+    same = ["--set", "builder.dataset=ex-default", "--set", "builder.selection.agents=.*|ex-default", "--run", "ex-default"]
+    world = World(store, "ex-default")
+    later, world.spec = world.spec, builder.spec
+    own = two_turns(world, "r0", 1.0)
+    world.commit()
+    world.spec = later
+    backfilled = [world.call("r1", *chat([user("x")], "y"), reward=1.0)]
+    world.commit()
+
+    def calls(*options: str) -> list[str]:
+        done = spangrad(store, tmp_path, "export", "parquet", "--out", "out.parquet", "--force", *same, *options)
+        assert (done.returncode, done.stderr) == (0, "")
+        return pq.read_table(tmp_path / "out.parquet").column("CallId").to_pylist()
+
+    assert calls() == own
+    assert calls("--set", "trainer.dataset=ex-default") == backfilled
+    assert calls("--dataset", "ex-default") == backfilled
+    done = spangrad(store, tmp_path, "export", "parquet", "--out", "none", *same, "--set", "builder.max_tokens=9")
+    assert (done.returncode, done.stderr, (tmp_path / "none").exists()) == (
+        1,
+        f"spangrad: the store at {store.url} holds no revision of ex-default that was built with these settings. "
+        "Name one with --dataset: ex-default@1, ex-default@2; or `spangrad build` with them first.\n",
+        False,
+    )
+
+
+def test_the_command_warns_where_nothing_was_written(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-nothing")
+    two_turns(world, "r0", 1.0)
+    world.call("r1", dropped="call_failed")
+    world.commit()
+    world.spec = "otherspec-ex-nothing"
+    world.commit()
+
+    def warned(*options: str) -> tuple[int, str]:
+        done = spangrad(store, tmp_path, "export", "sft", "--out", "sft.jsonl", "--force", *options)
+        return done.returncode, done.stderr
+
+    assert warned("--dataset", "ex-nothing", "--run", "ex-nothing") == (
+        0,
+        "nothing was written: ex-nothing@2 holds no call of the rollouts that were asked for. "
+        "Rollouts of these runs by dataset: ex-nothing@1: 2.\n",
+    )
+    assert warned("--dataset", "ex-nothing@1", "--run", "elsewhere") == (
+        0,
+        "nothing was written: ex-nothing@1 holds no call of the rollouts that were asked for.\n",
+    )
+    assert warned("--dataset", "ex-nothing@1", "--min-return", "2") == (
+        0,
+        "nothing was written: every call was left out, as the table says.\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

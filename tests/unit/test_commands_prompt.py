@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from queues import queue_server, queue_settings
 
+from commands import prompt
+from spangrad.errors import PromptError
 from spangrad.prompt_store import PromptStore
 
 TEXT = "Be kind.\r\n\r\nÀ bientôt [/INST]\n"
@@ -26,3 +29,11 @@ def test_a_text_is_kept_as_it_is_from_a_file_and_from_standard_input(tmp_path: P
         assert put("greeting", "-", "--no-publish") == (0, "greeting@1\n", "")
         assert put("greeting", "text") == (0, "greeting@1 (published)\n", "")
         assert PromptStore(settings.queue_url or "").get("greeting").text == TEXT
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_a_prompt_that_is_not_there_has_no_history_either(tmp_path: Path, history: bool) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    remedy = "`spangrad prompt list` shows what there is, `spangrad prompt put nobody FILE` makes it."
+    with queue_server(settings, tmp_path / "queue.log"), pytest.raises(PromptError, match=f"no prompt nobody.*{remedy}"):
+        prompt._show("nobody", history=history, set_=[f"runner.queue_url={settings.queue_url}"])

@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 from queues import queue_settings, serving, some
 
 from commands import queue as command
-from runner.queue.wire import Completion, Failure
+from runner.queue.wire import Completion, Failure, State
 from spangrad.errors import QueueError, SettingsError
 from spangrad.processes import free_ports
 from spangrad.types import AttemptFailure
@@ -67,12 +67,29 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
         assert await told(command._retry, "r1") == snapshot("queued again: 1\n")
         assert await told(command._purge, older_than_days=1.0) == snapshot("forgotten: 0\n")
         assert await told(command._purge, older_than_days=0.0, run="run") == snapshot("forgotten: 2\n")
-        with pytest.raises(SettingsError, match=r"name --older-than-days DAYS, 0 or more: runner\.queue_keep_days is not set\."):
+        with pytest.raises(SettingsError, match=r"^--older-than-days -1 is less than 0\. Name how many days ago rollouts must have ended"):
             await told(command._purge, older_than_days=-1.0)
+        with pytest.raises(SettingsError, match=r"^name --older-than-days DAYS: runner\.queue_keep_days is not set\.$"):
+            await asyncio.to_thread(command._purge, set_=[*where, "runner.queue_keep_days=null"])
         with pytest.raises(QueueError, match=r"refuses GET /v1/rollouts/nobody \(404\): the queue has no rollout nobody\."):
             await told(command._show, "nobody")
         with pytest.raises(SettingsError, match=r"--state 'odd' is none\. A rollout is queued, running, succeeded, dead, cancelled\."):
             await told(command._list, state="odd")
+
+
+async def test_what_the_queue_does_not_know_is_neither_cancelled_nor_retried(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    where = [f"runner.queue_url={settings.queue_url}"]
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", some(2))
+        for function in (command._cancel, command._retry):
+            with pytest.raises(QueueError, match=r"the queue has no rollout nobody\."):
+                await asyncio.to_thread(function, "r0", "nobody", set_=where)
+            with pytest.raises(QueueError, match=r"has no rollout of run none\. `spangrad queue list` shows what it has\."):
+                await asyncio.to_thread(function, run="none", set_=where)
+            with pytest.raises(QueueError, match=r"has no rollout of group none of run run\. `spangrad queue list` shows what it has\."):
+                await asyncio.to_thread(function, run="run", group="none", set_=where)
+        assert (await client.run("run")).states == {State.QUEUED: 2}
 
 
 async def test_what_agents_say_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,8 @@ def test_config_variable_names_the_file(tmp_path: Path) -> None:
         ({"store.pth": "x"}, {}, "", "unknown setting 'store.pth' (flag). Did you mean 'store.path'?"),
         ({}, {"SPANGRAD_STOER__PATH": "x"}, "", "unknown setting SPANGRAD_STOER__PATH (environment). Did you mean 'store.path'?"),
         ({}, {}, "[store]\nurll = 'x'\n", "Did you mean 'store.url'?"),
+        ({}, {}, "[stor]\nurl = 'x'\n", "unknown setting 'stor' (file {file}). Did you mean the section 'store'?"),
+        ({}, {}, "[builder.selction]\nagents = 'x'\n", "Did you mean the section 'builder.selection'?"),
         ({}, {}, "[sto", "is not TOML"),
         ({}, {"SPANGRAD_GATEWAY__PORT": "eighty"}, "", "setting gateway.port = 'eighty' (environment SPANGRAD_GATEWAY__PORT)"),
         ({"trainer.gamma": 2}, {}, "", "setting trainer.gamma = 2 (flag)"),
@@ -55,7 +57,7 @@ def test_errors_name_the_value_the_place_and_the_remedy(
     file.write_text(toml)
     with pytest.raises(SettingsError) as caught:
         load_settings(flags, file=file, env=env)
-    assert message in str(caught.value)
+    assert message.replace("{file}", str(file)) in str(caught.value)
 
 
 def test_missing_file_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""`spangrad sql` at a store that asks for tokens: whoever asks changes nothing, and is told what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running_store import running_store, store_settings
+
+from commands.sql import sql
+from spangrad.clickhouse import connect
+from spangrad.errors import StoreError
+from spangrad.settings import StoreSettings
+
+CHANGES_NOTHING = "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/sql.md)."
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
+    """A store that asks for tokens."""
+    directory = tmp_path_factory.mktemp("asked")
+    settings = store_settings(directory / "data", token="write", read_token="read")
+    with running_store(settings, directory / "log"):
+        yield settings
+
+
+@pytest.fixture(params=["token=write", "read_token=read"])
+def asked(request: pytest.FixtureRequest, guarded: StoreSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Settings of who writes, and of who reads."""
+    monkeypatch.chdir(tmp_path)
+    return [f"store.url={guarded.url}", f"store.{request.param}"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE otel.calls",
+        "DROP TABLE otel.calls -- SELECT",
+        "ALTER TABLE otel.calls DROP COLUMN Model",
+        "TRUNCATE TABLE otel.calls",
+        "CREATE TABLE otel.mine (a UInt8) ORDER BY a",
+        "INSERT INTO otel.claims SELECT * FROM otel.claims",
+    ],
+)
+def test_a_statement_that_changes_something_is_refused_whatever_the_token(guarded: StoreSettings, asked: list[str], statement: str) -> None:
+    client = connect(guarded)
+    tables = "SELECT name, uuid, metadata_modification_time FROM system.tables WHERE database = 'otel' ORDER BY name"
+    before = client.query(tables).result_rows
+    with pytest.raises(StoreError) as refused:
+        sql(statement, set_=asked)
+    assert str(refused.value) == CHANGES_NOTHING
+    assert client.query(tables).result_rows == before
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "printed"),
+    [
+        ("SELECT 1 AS one;", ["one", "1"]),
+        ("WITH 2 AS x SELECT x", ["x", "2"]),
+        ("SHOW TABLES FROM otel LIKE 'calls'", ["name", "calls"]),
+        ("SELECT 'in readonly mode FORMAT CSV' AS text", ["text", "in readonly mode FORMAT CSV"]),
+    ],
+)
+def test_a_question_is_answered_whatever_the_token(
+    asked: list[str], statement: str, printed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sql(statement, set_=asked)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == printed
+
+
+def test_who_may_write_may_shape_a_question(guarded: StoreSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    sql("SELECT number FROM numbers(3) SETTINGS limit = 1", set_=[f"store.url={guarded.url}", "store.token=write"])
+    assert capsys.readouterr().out.split() == ["number", "0"]
+
+
+def test_a_format_is_left_out(asked: list[str]) -> None:
+    with pytest.raises(StoreError) as refused:
+        sql("SELECT 1 format PrettyCompact", set_=asked)
+    assert str(refused.value) == (
+        "`spangrad sql` prints a table of its own. Leave FORMAT PrettyCompact out, or ask the store with curl (docs/sql.md)."
+    )
+
+
+@pytest.mark.parametrize("shown", [[], ["store.token=other"]])
+def test_the_setting_of_a_token_that_is_missing_or_wrong_is_named(guarded: StoreSettings, shown: list[str]) -> None:
+    with pytest.raises(StoreError) as refused:
+        sql("SELECT 1", set_=[f"store.url={guarded.url}", *shown])
+    assert str(refused.value) == (
+        f"the span store at {guarded.url} asks for a token, and got none or a wrong one. Set store.token (SPANGRAD_STORE__TOKEN) to its"
+        " token, or store.read_token where you only ask."
+    )

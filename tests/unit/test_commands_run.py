@@ -1,0 +1,89 @@
+"""`spangrad run` as a user meets it: what it prints of rollouts that failed, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.run import run
+from fakes import AttemptGateway, OtlpSink
+
+AGENT = """
+    import json, urllib.request
+
+    def odd(given, endpoint):
+        if given == "call":
+            body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "x"}]}).encode()
+            urllib.request.urlopen(urllib.request.Request(endpoint + "/chat/completions", body)).read()
+            return 1.0
+        if given == "raise":
+            raise RuntimeError("bad day\\nand worse")
+        return given
+
+    def score(given, output):
+        return "good"
+"""
+MORE = "`spangrad rollout show ROLLOUT` tells more"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the agent is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str, **options: Any) -> tuple[int, list[str]]:
+    """The exit code, and what stands below the table; ROLLOUT is a rollout's id."""
+    lines = [json.dumps({"task_id": f"task {place}", "input": given}) for place, given in enumerate(inputs)]
+    Path("tasks.jsonl").write_text("\n".join(lines))
+    code = 0
+    with OtlpSink() as sink, AttemptGateway() as gateway:
+        settings = [f"store.otlp_endpoint={sink.url}", f"gateway.url={gateway.url}", "runner.max_attempts=1"]
+        try:
+            run(*command, tasks="tasks.jsonl", group_size=2, set_=settings, **options)
+        except SystemExit as ended:
+            code = int(str(ended.code))
+    *_, below = capsys.readouterr().out.partition(f"task {len(inputs) - 1} ")
+    return code, [re.sub(r"show \S+`", "show ROLLOUT`", line) for line in below.splitlines()[1:]]
+
+
+def test_each_reason_of_failures_is_told_with_its_count_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, ["call", "raise", "good", "raise"], agent="mine.py:odd") == (
+        0,
+        [
+            f"4 failed, exception: RuntimeError: bad day: and worse; {MORE}",
+            f"2 failed, invalid_output: the reward is 'good', not a finite number; {MORE}",
+        ],
+    )
+
+
+def test_a_program_that_cannot_start_is_told_in_its_own_words_and_the_run_ends_with_1(
+    capsys: pytest.CaptureFixture[str], directory: Path
+) -> None:
+    code, (line,) = told(capsys, [1], sys.executable, "nowhere.py")
+    assert code == 1
+    assert line.startswith("2 failed, exit_code: exit code 2: ")
+    assert line.endswith(f"can't open file '{directory / 'nowhere.py'}': [Errno 2] No such file or directory; {MORE}")
+
+
+def test_an_evaluator_that_gives_no_number_is_told_and_the_run_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, ["call"], agent="mine.py:odd", evaluator="mine.py:score") == (
+        1,
+        [f"2 failed, invalid_output: the reward is 'good', not a finite number; {MORE}"],
+    )
+
+
+def test_agents_that_call_nobody_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, [1.0], agent="mine.py:odd") == (
+        0,
+        ["no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`"],
+    )
+    assert told(capsys, ["call", 1.0], agent="mine.py:odd") == (0, [])
