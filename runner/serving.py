@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from runner.agents import AgentSpec
 from runner.attempts import Attempts
@@ -35,7 +35,7 @@ _PAGE = 1000
 
 
 async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, ready: Callable[[], object]) -> None:
-    """Work until `ending` is set, then drain.
+    """Work until `ending` is set, then drain; set before all is there, it ends at once.
 
     Args:
         settings: where everything is.
@@ -53,11 +53,14 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
         return client
 
     async with AsyncExitStack() as stack:
-        attempts = await open_attempts(settings, agent, stack, queue)
+        told = asyncio.create_task(ending.wait())
+        stack.callback(told.cancel)
+        attempts = await _unless(told, open_attempts(settings, agent, stack, queue))
+        if attempts is None:
+            return
         made = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
         worker = await stack.enter_async_context(made)
         mourning = asyncio.create_task(_mourn(attempts, settings.runner.run_id))
-        told = asyncio.create_task(ending.wait())
         ready()
         try:
             await asyncio.wait([told, worker.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -70,9 +73,19 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
             if error is not None:
                 raise error
         finally:
-            for task in (mourning, told):
-                task.cancel()
-            await asyncio.gather(mourning, told, return_exceptions=True)
+            mourning.cancel()
+            await asyncio.gather(mourning, return_exceptions=True)
+
+
+async def _unless(told: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | None:
+    """What work gives. None: `told` was done before it, and it is given up."""
+    doing = asyncio.create_task(work)
+    try:
+        await asyncio.wait([told, doing], return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else None
+    finally:
+        doing.cancel()
+        await asyncio.gather(doing, return_exceptions=True)
 
 
 async def _mourn(attempts: Attempts, run_id: str) -> None:

@@ -221,8 +221,11 @@ class QueueClient:
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
                 said = str(error) or type(error).__name__
                 problem = QueueError(f"no queue answers at {self.url} ({said}). Start it with `spangrad queue`, or set runner.queue_url.")
-            if time.monotonic() > end:
+            left = end - time.monotonic()
+            if left < 0:
                 raise problem
+            if tries == len(_PAUSES):  # a moment's silence is a restart
+                logger.warning("%s Trying again for %.0f s.", problem, left)
             await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
 

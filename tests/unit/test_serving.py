@@ -15,6 +15,7 @@ from workers import world
 from commands import worker
 from runner import serving as runner_serving
 from runner.agents import CallableAgent
+from runner.queue import client
 from spangrad.errors import GatewayError, StoreError
 from spangrad.settings import Settings
 
@@ -46,6 +47,29 @@ async def test_a_worker_whose_store_was_never_there_says_so(monkeypatch: pytest.
     monkeypatch.setattr(worker, "on_signals", lambda tell: None)
     with pytest.raises(StoreError, match="the store is away"):
         await worker._work(Settings(), CallableAgent("mine:agent"))
+
+
+async def test_a_worker_without_a_queue_says_so_and_ends_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, said, sentences = asyncio.Event(), asyncio.Event(), list[str]()
+
+    def warning(text: str, *given: object) -> None:
+        sentences.append(text % given)
+        said.set()
+
+    async def open_attempts(settings: Settings, agent: Any, stack: Any, queue: Callable[[], Any]) -> Any:
+        return await queue()
+
+    monkeypatch.setattr(runner_serving, "open_attempts", open_attempts)
+    monkeypatch.setattr(client.logger, "warning", warning)
+    settings = Settings().model_copy(update={"runner": queue_settings(tmp_path).model_copy(update={"queue_url": "http://127.0.0.1:9"})})
+    serving_it = asyncio.create_task(runner_serving.serve(settings, CallableAgent("mine:agent"), ending, lambda: None))
+    async with asyncio.timeout(20):
+        await said.wait()
+        ending.set()
+        await serving_it
+    (sentence,) = sentences
+    assert sentence.startswith("no queue answers at http://127.0.0.1:9 (")
+    assert "Start it with `spangrad queue`, or set runner.queue_url. Trying again for 5" in sentence
 
 
 async def test_who_died_is_mourned_once_a_gateway_that_was_away_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
