@@ -216,10 +216,29 @@ class Engine:
         os.close(self._lock)
 
 
+def make_directory(path: Path) -> None:
+    """Make a store's directory, unless it is there.
+
+    Raises:
+        StoreError: it cannot be made, or is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"store.path = {str(path)!r} cannot be used ({error.strerror}). Set it to a directory that may be made and written.")
+
+
 def _own(path: Path) -> int:
     """Lock the directory; the lock goes with the process, however it ends."""
-    path.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT, 0o644)
+    make_directory(path)
+    try:
+        lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unusable(path, error) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

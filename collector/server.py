@@ -21,7 +21,7 @@ from collector.clickhouse_http import ClickHouseInterface
 from collector.cluster import Layout
 from collector.confinement import confine
 from collector.deferred import DeferredSpans
-from collector.engine import Engine
+from collector.engine import Engine, make_directory
 from collector.ingest import Budget, Ingest, Inserter
 from collector.log_staging import LogStaging
 from collector.memory import keep_memory
@@ -46,8 +46,8 @@ def serve(store: StoreSettings) -> None:
     """Serve the store until SIGTERM or SIGINT.
 
     Raises:
-        SpangradError: a port is in use, or the address needs a token.
-        StoreError: another process owns the directory, or its schema does not match.
+        SpangradError: a port is in use, or another one's too, or the address needs a token.
+        StoreError: the directory cannot be used, another process owns it, or its schema does not match.
     """
     require_safe_bind(store.host, store.token, "store")
     if store.read_token is not None and store.read_token == store.token:
@@ -56,16 +56,15 @@ def serve(store: StoreSettings) -> None:
         raise SettingsError(
             f"store.cluster = {store.cluster!r}, but the embedded store is one server. Unset it, or use the cluster itself."
         )
-    for port, name in (
-        (store.otlp_grpc_port, "otlp_grpc_port"),
-        (store.otlp_http_port, "otlp_http_port"),
-        (store.clickhouse_port, "clickhouse_port"),
-    ):
-        require_free_port(store.host, port, f"store.{name}")
+    ports = {f"store.{name}": getattr(store, name) for name in ("otlp_grpc_port", "otlp_http_port", "clickhouse_port")}
+    for name, port in ports.items():
+        if twins := [other for other, its in ports.items() if its == port and other != name]:
+            raise SettingsError(f"{name} and {twins[0]} are both {port}. Give each a port of its own.")
+        require_free_port(store.host, port, name)
     keep_memory()
     # What is imported stays: a collection of garbage need not look at it.
     gc.freeze()
-    store.path.mkdir(parents=True, exist_ok=True)
+    make_directory(store.path)
     confine(store.path.resolve())
     engine = Engine(store.path)
     # The engine keeps files of its own (schemas of formats) in the working directory.
