@@ -1,13 +1,14 @@
 """How every part reads and writes the span store: clickhouse-connect over HTTP, and nothing else.
 
-In: the URL of any ClickHouse HTTP interface (the embedded store's, a server's, a cluster's) and a token.
-Out: clients, and `StoreError` with a remedy instead of a driver's traceback.
+In: the URL of any ClickHouse HTTP interface (the embedded store's, a server's, a cluster's) and a token; texts that others gave.
+Out: clients, `StoreError` with a remedy instead of a driver's traceback, and those texts as constants that statements may hold.
+Invariant: whatever somebody names a rollout, a session or a span, a statement that asks for it is understood.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 SHARDED = {"distributed_foreground_insert": 1, "distributed_product_mode": "global"}
 """Settings of statements over shards: an insert is acknowledged when the shards have it, and IN asks all of them."""
+LONG = {"max_query_size": 64 * 2**20}
+"""Settings of statements that hold texts of others, of which a single one may be longer than the 256 KiB that the engine parses unasked."""
+KEYS_A_STATEMENT = 500
+_BYTES_A_STATEMENT = 48 * 2**10
+"""Of keys: two digits a byte, and twice in a statement, are what the engine parses unasked."""
+_NO_TOKEN = 516
+_BETWEEN = b"\xff"
+"""Stands between texts: UTF-8 has no use for it."""
 
 
 def connect(store: StoreSettings) -> Client:
@@ -46,10 +55,36 @@ def connect(store: StoreSettings) -> Client:
         )
 
 
+def batches(keys: Iterable[str | bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Distinct keys, as many at a time as fit a statement; one that is no UTF-8 may be alone, as `constant` needs it."""
+    some, size = list[bytes](), 0
+    for key in dict.fromkeys(key.encode() if isinstance(key, str) else key for key in keys):
+        alone = _BETWEEN in key
+        if some and (alone or len(some) == KEYS_A_STATEMENT or size + len(key) > _BYTES_A_STATEMENT):
+            yield tuple(some)
+            some, size = [], 0
+        some.append(key)
+        size += _BYTES_A_STATEMENT if alone else len(key)
+    if some:
+        yield tuple(some)
+
+
+def constant(texts: Iterable[str | bytes]) -> str:
+    """Texts as a constant array in SQL: at least one; several only where all are UTF-8.
+
+    In hexadecimal, because the store refuses statements with certain words in them; and without a lambda, which the engine would not
+    evaluate in time to look the texts up in an index.
+    """
+    whole = [text.encode() if isinstance(text, str) else text for text in texts]
+    if len(whole) == 1:
+        return f"[unhex('{whole[0].hex()}')]"
+    return f"splitByChar('\\xFF', unhex('{_BETWEEN.join(whole).hex()}'))"
+
+
 @contextmanager
 def store_errors(url: str) -> Generator[None]:
     """Turn the driver's errors into one sentence with a remedy."""
-    from clickhouse_connect.driver.exceptions import ClickHouseError, OperationalError
+    from clickhouse_connect.driver.exceptions import ClickHouseError, Error, OperationalError
 
     try:
         yield
@@ -58,6 +93,11 @@ def store_errors(url: str) -> Generator[None]:
             f"the span store at {url} does not answer ({_reason(error)}). Start it with `spangrad store`, or set store.url."
         ) from error
     except ClickHouseError as error:
+        if isinstance(error, Error) and error.code == _NO_TOKEN:
+            raise StoreError(
+                f"the span store at {url} asks for a token, and got none or a wrong one. Set store.token (SPANGRAD_STORE__TOKEN) to its"
+                " token, or store.read_token where you only ask."
+            ) from error
         raise StoreError(f"the span store at {url} refused: {_first_line(error)}") from error
 
 

@@ -42,6 +42,8 @@ class DropReason(StrEnum):
     """The agent crashed, hung or gave something invalid, and no attempt was left."""
     SUPERSEDED_ATTEMPT = "superseded_attempt"
     """A later attempt of the same rollout counts instead."""
+    SHARED_TRACE = "shared_trace"
+    """Its own span names no rollout, and its trace names several attempts."""
     NO_TOKEN_IDS = "no_token_ids"
     """Neither the gateway nor the agent's span holds the engine's token ids."""
     RETOKENIZED = "retokenized"
@@ -93,6 +95,8 @@ _REMEDIES: Mapping[DropReason, str] = {
     "or a query of builder.sql_rewards.",
     DropReason.ATTEMPT_FAILED: "Mend what the attempt failed of (its root span says it), or allow more attempts.",
     DropReason.SUPERSEDED_ATTEMPT: "Nothing need be done: the attempt that counts was built in its place.",
+    DropReason.SHARED_TRACE: "Let whoever asks say for which rollout: under /rollout/ID/attempt/N/v1, or with baggage; "
+    "or give each attempt a trace of its own.",
     DropReason.NO_TOKEN_IDS: "Send the agent's calls through the gateway, or serve them from `spangrad engine`, "
     "whose answers carry the ids: without them they can be exported for SFT only.",
     DropReason.RETOKENIZED: "Serve the policy from an engine that returns token ids, or accept ids made from its text: "

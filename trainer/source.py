@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from spangrad.clickhouse import store_errors
+from spangrad.clickhouse import LONG, batches, constant, store_errors
 from spangrad.datasets import ROWS_OF, builds_sql, resolve
 from spangrad.selection import expression
 from spangrad.settings import Selection, Settings
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GROUP_COLUMNS = ("RunId", "Mode", "BuildSpec", "GroupId")
 
 _MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
-_IN_GROUPS = "(Mode, GroupId) IN %(groups)s"
+_IN_GROUPS = "(Mode, GroupId) IN arrayZip({modes}, {groups})"
 
 _READY = """
 SELECT Mode, GroupId
@@ -66,7 +66,7 @@ ORDER BY Mode, GroupId, RolloutId, Attempt
 
 _CANCELLED = """
 SELECT RolloutId FROM otel.v_rollouts
-WHERE RunId = %(run)s AND RolloutId IN %(rollouts)s AND Final AND Failure = '{reason}'
+WHERE RunId = %(run)s AND RolloutId IN {rollouts} AND Final AND Failure = '{reason}'
 """
 
 _TRANSITIONS = """
@@ -205,14 +205,11 @@ class Source:
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""
-        parameters: dict[str, object] = {
-            "run": self._run,
-            "spec": self.build_spec,
-            "groups": tuple((mode, one.group_id) for one in groups for mode in (one.mode, *([Mode.GREEDY.value] if self._greedy else []))),
-        }
-        theirs = f"{_MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {_MINE} AND {_IN_GROUPS})"
-        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=_IN_GROUPS), parameters)
-        rows = self._frame(_TRANSITIONS.format(mine=_MINE, in_groups=_IN_GROUPS), parameters)
+        named = [(mode, one.group_id) for one in groups for mode in (one.mode, *([Mode.GREEDY.value] if self._greedy else []))]
+        in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
+        theirs = f"{_MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {_MINE} AND {in_groups})"
+        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=in_groups))
+        rows = self._frame(_TRANSITIONS.format(mine=_MINE, in_groups=in_groups))
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*group), rollout, attempt, revision)
@@ -226,17 +223,17 @@ class Source:
         return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled)
 
     def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
-        if not rollouts:
-            return frozenset()
-        query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value)
-        with store_errors(self._url):
-            parameters = {"run": self._run, "rollouts": tuple(one.rollout_id for one in rollouts)}
-            ids = {name for (name,) in self._client.query(query, parameters=parameters).result_rows}
+        ids = set[str]()
+        for some in batches(one.rollout_id for one in rollouts):
+            query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value, rollouts=constant(some))
+            with store_errors(self._url):
+                ids |= {name for (name,) in self._client.query(query, parameters={"run": self._run}, settings=LONG).result_rows}
         return frozenset(one.group.group_id for one in rollouts if one.rollout_id in ids)
 
-    def _frame(self, query: str, parameters: dict[str, object]) -> pl.DataFrame:
+    def _frame(self, query: str) -> pl.DataFrame:
+        parameters = {"run": self._run, "spec": self.build_spec}
         with store_errors(self._url):
-            table = self._client.query_arrow(query, parameters=parameters, use_strings=True)
+            table = self._client.query_arrow(query, parameters=parameters, use_strings=True, settings=LONG)
         frame = pl.from_arrow(table)
         assert isinstance(frame, pl.DataFrame)
         return frame.with_columns(pl.col(pl.Categorical, pl.Binary).cast(pl.String))

@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from spangrad import semconv
-from spangrad.clickhouse import store_errors
+from spangrad.clickhouse import LONG, batches, constant, store_errors
 from spangrad.telemetry import bearer, tracer_provider
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ SERVICE = "spangrad-trainer"
 STEP_SPAN_NAME = "train step"
 
 _ROOTS = """
-SELECT RolloutId, Attempt, TraceId, SpanId FROM otel.v_rollouts WHERE RunId = %(run)s AND RolloutId IN %(rollouts)s
+SELECT RolloutId, Attempt, TraceId, SpanId FROM otel.v_rollouts WHERE RunId = %(run)s AND RolloutId IN {rollouts}
 """
 # Traces that no runner announced have no root of ours: their first call that was kept stands for them.
 _CALLS = """
 SELECT RolloutId, Attempt, argMin((TraceId, SpanId), (Turn, CallId)) AS first
-FROM otel.transitions WHERE RunId = %(run)s AND RolloutId IN %(rollouts)s GROUP BY RolloutId, Attempt
+FROM otel.transitions WHERE RunId = %(run)s AND RolloutId IN {rollouts} GROUP BY RolloutId, Attempt
 """
 
 
@@ -87,12 +87,15 @@ class StepSpans:
         """The root span of each rollout that has one, else its first call, by the rollout's name."""
         found: dict[tuple[str, int], tuple[str, str]] = {}
         for run in {one.group.run_id for one in rollouts}:
-            names = {"run": run, "rollouts": tuple({one.rollout_id for one in rollouts if one.group.run_id == run})}
-            with store_errors(self._url):
-                calls = self._client.query(_CALLS, parameters=names).result_rows
-                roots = self._client.query(_ROOTS, parameters=names).result_rows
-            found |= {(rollout, attempt): tuple(first) for rollout, attempt, first in calls}
-            found |= {(rollout, attempt): (trace_id, span_id) for rollout, attempt, trace_id, span_id in roots}
+            for some in batches(one.rollout_id for one in rollouts if one.group.run_id == run):
+                named = constant(some)
+                with store_errors(self._url):
+                    calls, roots = (
+                        self._client.query(sql.format(rollouts=named), parameters={"run": run}, settings=LONG).result_rows
+                        for sql in (_CALLS, _ROOTS)
+                    )
+                found |= {(rollout, attempt): tuple(first) for rollout, attempt, first in calls}
+                found |= {(rollout, attempt): (trace_id, span_id) for rollout, attempt, trace_id, span_id in roots}
         known = [(one.rollout_id, found[one.rollout_id, one.attempt]) for one in rollouts if (one.rollout_id, one.attempt) in found]
         contexts = ((name, _context(*ids)) for name, ids in known)
         return [(name, context) for name, context in contexts if context]

@@ -20,7 +20,7 @@ from transition_builder import dialects, join, lineage, placing, reconcile, rewa
 from transition_builder.dialects import gateway
 from transition_builder.frames import DROPS, TRANSITIONS, Built, Frames, Verdict, concat, conform
 from transition_builder.lineage import Forest
-from transition_builder.resolve import resolve
+from transition_builder.resolve import resolve, shared
 
 REVISION = 0
 DEFAULT_TEMPERATURE = 1.0
@@ -52,6 +52,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     evaluations = resolve(rows, _named_spans(frames), frames.rollouts).join(may_reward.select(_ATTEMPT), on=_ATTEMPT, how="semi")
     given = rewards.gather(frames, evaluations, nodes, current, placed.caused, may_reward, spec)
 
+    calls = _with_shared(calls, frames)
     concluded = reconcile.conclude(calls, frames.rollouts, given.faults, spec)
     known = concluded.join(final, on=_ATTEMPT, how="semi").select(*_ATTEMPT, "CallId", "Order", "Choice", Kept=pl.col("Reason") == "")
     return Built(
@@ -80,6 +81,16 @@ def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
         spans = spans.unique(_SPAN, keep="first", maintain_order=True)
     nodes = dialects.describe(spans)
     return nodes, lineage.forest(nodes), recorded
+
+
+def _with_shared(calls: pl.DataFrame, frames: Frames) -> pl.DataFrame:
+    """The calls, and those that may be of several attempts: they are part of none, and are dropped from one."""
+    rows = shared(frames.calls, _named_spans(frames), frames.rollouts)
+    if rows.is_empty():
+        return calls
+    facts = {"Shared": pl.lit(True), "Order": pl.lit(0), "AgentName": pl.lit(""), "Convention": pl.lit("gateway")}
+    theirs = gateway.calls(rows).drop("Mode", "RolloutKey", "RolloutKeySource").with_columns(**facts)
+    return pl.concat([calls, reconcile.without_arrays(theirs)], how="diagonal_relaxed")
 
 
 def _named_spans(frames: Frames) -> pl.DataFrame:

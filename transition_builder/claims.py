@@ -14,6 +14,7 @@ import time
 
 import polars as pl
 
+from spangrad.clickhouse import constant
 from transition_builder.frames import MICROSECONDS, concat
 from transition_builder.reading import Reader, batches
 
@@ -24,7 +25,7 @@ _CLAIMS = {"RunId": pl.String(), "RolloutId": pl.String(), "Builder": pl.String(
 _LIVE = """
 SELECT RunId, RolloutId, Builder, toUnixTimestamp64Micro(max(c.IngestedAt)) AS ClaimedAt
 FROM otel.claims AS c
-WHERE BuildSpec = %(spec)s AND c.IngestedAt > now64(6) - toIntervalMillisecond(%(lease)s) AND RolloutId IN %(keys)s
+WHERE BuildSpec = %(spec)s AND c.IngestedAt > now64(6) - toIntervalMillisecond(%(lease)s) AND RolloutId IN {keys}
 GROUP BY RunId, RolloutId, Builder
 """
 
@@ -64,6 +65,6 @@ class Claims:
     def _live(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
         """Claims of the rollouts that bind."""
         asked = {"spec": self._reader.spec, "lease": self._lease}
-        claims = concat((self._reader.frame(_LIVE, {**asked, "keys": some}) for some in batches(rollouts["RolloutId"])), _CLAIMS)
+        claims = concat((self._reader.frame(_LIVE.format(keys=constant(some)), asked) for some in batches(rollouts["RolloutId"])), _CLAIMS)
         done = built.select(*_ROLLOUT, BuiltAt="IngestedAt")
         return claims.join(done, on=_ROLLOUT, how="left").filter(pl.col("BuiltAt").is_null() | (pl.col("ClaimedAt") > pl.col("BuiltAt")))

@@ -3,8 +3,8 @@
 In: what has arrived of it (`facts`): the roots of its attempts, and how many of its calls and evaluations, all dated by
 the store's clock. Out: one row a rollout with a verdict. Invariant: nothing partial is ever complete.
 
-A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many distinct gateway
-spans have arrived as the gateway answered calls, and a reward or a failure has arrived, or SQL gives the reward; without such a
+A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many of its
+calls have arrived as the gateway answered, and a reward or a failure has arrived, or SQL gives the reward; without such a
 number (no gateway), when nothing new has come for `quiet_seconds`. Calls of earlier attempts are waited for as well, so that
 each can be dropped by name. `incomplete_after_seconds` after the final root arrived the waiting ends: a final
 attempt that lacks calls is incomplete; one that lacks only its reward is complete, and has no reward.
@@ -21,14 +21,16 @@ from spangrad.settings import BuilderSettings
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import COUNTS, PRESENCE, ROLLOUTS, ROOTS, Facts, Verdict, conform
+from transition_builder.lineage import forest
 from transition_builder.resolve import NAMED, resolve
 
 _ROLLOUT = ["RunId", "RolloutId"]
+_NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 
 
 def facts(arrivals: pl.DataFrame) -> Facts:
-    """What ARRIVALS tell of their rollouts. A gateway span counts as a call."""
-    where = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId"]
+    """What ARRIVALS tell of their rollouts."""
+    where = [*_NAMES, "TraceId"]
     said = arrivals.filter(pl.col("RowKind") != "span")
     scored = said.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
     evaluations = scored.group_by(where).agg(pl.struct("SpanId", "Choice").n_unique().cast(pl.UInt64).alias("Evaluations"))
@@ -38,13 +40,23 @@ def facts(arrivals: pl.DataFrame) -> Facts:
         .join(evaluations, on=where, how="left")
         .with_columns(pl.col("Evaluations").fill_null(0))
     )
-    of_gateway = arrivals.select(*where, "RowKind", "ScopeName", "SpanId").filter(IS_GATEWAY & (pl.col("RowKind") == "span"))
-    counts = of_gateway.group_by(where).agg(pl.col("SpanId").n_unique().alias("Calls"))
+    counts = _counted(arrivals).group_by(where).agg(pl.col("SpanId").n_unique().alias("Calls"))
     return Facts(_roots(arrivals), conform(presence, PRESENCE), conform(counts, COUNTS))
 
 
+def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """Spans of calls that a gateway counts for an attempt: those that name it, once where gateways stand behind each other."""
+    links = ["TraceId", "SpanId", "ParentSpanId"]
+    spans = arrivals.select(*_NAMES, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
+    spans = spans.unique(["TraceId", "SpanId"], keep="first", maintain_order=True)
+    tree = forest(spans)
+    by_gateway = spans["by_gateway"].to_numpy()
+    outermost = tree.nearest(by_gateway)[tree.parent[: tree.size]] == tree.size
+    return spans.filter(pl.Series(by_gateway & outermost) & NAMED)
+
+
 def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
-    """ROOTS among ARRIVALS; the first delivery of each."""
+    """ROOTS among ARRIVALS: of each the first delivery that is final, else the first."""
     root = (pl.col("SpanName") == semconv.ROOT_SPAN_NAME) & (pl.col("RowKind") == "span") & NAMED
     return conform(
         arrivals.filter(root)
@@ -58,7 +70,7 @@ def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
             Final=(attribute(semconv.ROLLOUT_FINAL) == "true"),
             Failure=attribute(semconv.ROLLOUT_FAILURE).fill_null(""),
         )
-        .sort("IngestedAt", maintain_order=True)
+        .sort(~pl.col("Final"), "IngestedAt", maintain_order=True)
         .unique(["RunId", "RolloutId", "Attempt", "TraceId", "SpanId"], keep="first", maintain_order=True),
         ROOTS,
     )
@@ -75,7 +87,8 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     Returns:
         ROLLOUTS, waiting ones included.
     """
-    roots = facts.roots.sort("Attempt", "IngestedAt").unique([*_ROLLOUT, "Attempt"], keep="first", maintain_order=True)
+    # A worker that died may have written a root before somebody wrote the one that ends the rollout.
+    roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique([*_ROLLOUT, "Attempt"], keep="first", maintain_order=True)
     final = roots.filter("Final").unique(_ROLLOUT, keep="last", maintain_order=True)
     last = final.select(*_ROLLOUT, pl.col("Attempt").alias("final_attempt"))
 

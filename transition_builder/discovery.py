@@ -10,15 +10,19 @@ for nearly every insert. For all others there is a sweep now and then, whose ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 import polars as pl
 
 from spangrad import semconv
+from spangrad.clickhouse import constant
+from spangrad.datasets import rows_sql
+from spangrad.types import Mode
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema, concat, conform, empty
+from transition_builder.moved import CONCLUDED, KEYS
 from transition_builder.reading import Reader, batches, microseconds
+from transition_builder.resolve import NAMED
 
 OVERLAP = timedelta(seconds=120)
 """Longer than any insert takes to become visible after its rows were dated."""
@@ -38,7 +42,7 @@ SELECT
 FROM otel.rollout_spans
 PREWHERE SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout' AND {{arrived}} AND {{which}}
 WHERE mapContains(Attributes, '{semconv.ROLLOUT_FINAL}')
-ORDER BY IngestedAt
+ORDER BY Final DESC, IngestedAt
 LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
 """
 _SINCE = "otel.rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
@@ -48,13 +52,18 @@ _BUILT_SINCE = "FROM otel.builds WHERE BuildSpec = %(spec)s AND otel.builds.Inge
 _UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
 _OF_BUILT_SINCE = f"""
     SELECT TraceId FROM otel.{{table}}
-    WHERE BuildSpec = %(spec)s AND otel.{{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
-        AND (RunId, RolloutId, Revision, Content) IN (SELECT RunId, RolloutId, Revision, Content {_BUILT_SINCE})"""
+    WHERE BuildSpec = %(spec)s AND otel.{{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
+        AND (RunId, RolloutId, Revision, Content) IN (
+            SELECT RunId, RolloutId, max(Revision), argMin(Content, (-toInt64(Revision), otel.builds.IngestedAt)) {_BUILT_SINCE}
+            GROUP BY RunId, RolloutId)"""
 _LOOSE = f"""
 SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS IngestedAt
 FROM otel.rollout_spans
 PREWHERE RowKind = 'span' AND {{arrived}} AND {_SINCE} AND {{which}}
-    AND if(RolloutKeySource = 'rollout', RolloutKey NOT IN (SELECT RolloutId {_BUILT_SINCE}), TraceId NOT IN ({{of_built}}))
+    AND multiIf(
+        RolloutKeySource != 'rollout', TraceId NOT IN ({{of_built}}),
+        RunId = '', RolloutKey NOT IN (SELECT RolloutId {_BUILT_SINCE}),
+        (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE}))
 WHERE ScopeName = '{semconv.GATEWAY_SCOPE}' OR ({MODEL_SPAN_SQL})
 GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
 ORDER BY IngestedAt
@@ -71,7 +80,7 @@ _OWNERS = """
 SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId,
     max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
 FROM otel.trace_rollouts
-WHERE TraceId IN %(traces)s
+WHERE TraceId IN {keys}
 GROUP BY TraceId
 """
 # What a trace says of itself at last is no answer to what it said then.
@@ -79,21 +88,21 @@ _OWNERS_THEN = """
 SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(if(RolloutKeySource = 'rollout', RolloutKey, '')) AS RolloutId,
     max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
 FROM otel.rollout_spans
-WHERE RowKind = 'span' AND {arrived} AND TraceId IN %(traces)s
+WHERE RowKind = 'span' AND {arrived} AND TraceId IN {keys}
 GROUP BY TraceId
 """
 _ACTIVITY = """
 SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS LastArrival
 FROM otel.rollout_spans
-WHERE {arrived} AND RolloutKey IN %(keys)s
+WHERE {arrived} AND RolloutKey IN {keys}
 GROUP BY RunId, RolloutKey
 """
 _TRACES = """
 SELECT TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS LastArrival,
     uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS Torn
 FROM otel.rollout_spans
-WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN %(traces)s AND RolloutKey IN (
-    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN %(traces)s)
+WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (
+    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN {keys})
 GROUP BY TraceId
 """
 _TALLY = """
@@ -102,8 +111,14 @@ FROM otel.rollout_spans
 WHERE {arrived} AND {which}
 GROUP BY RunId, RolloutKey, RolloutKeySource, TraceId
 """
-_OF_KEYS = "RolloutKey IN %(keys)s"
-_NAMELESS = f"{_UNNAMED} AND TraceId IN %(keys)s AND RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys WHERE TraceId IN %(keys)s)"
+_OF_KEYS = "RolloutKey IN {keys}"
+_KEYS = "SELECT DISTINCT TraceId, RolloutKey FROM otel.trace_keys WHERE TraceId IN {keys}"
+_CONCLUDED = f"""
+SELECT DISTINCT RunId, RolloutId, TraceId FROM {{transitions}} AS t WHERE Mode = '{Mode.PRODUCTION.value}'
+UNION DISTINCT
+SELECT DISTINCT RunId, RolloutId, TraceId FROM {{drops}} AS d WHERE Mode = '{Mode.PRODUCTION.value}' AND CallId != ''
+"""
+_NAMELESS = f"{_UNNAMED} AND TraceId IN {{keys}} AND RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys WHERE TraceId IN {{keys}})"
 
 
 class Discovery:
@@ -170,28 +185,41 @@ class Discovery:
         self._seen_next = rows
         return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 
-    def owners(self, traces: Iterable[str]) -> pl.DataFrame:
+    def keys(self, arrived: pl.DataFrame) -> pl.DataFrame:
+        """KEYS of the traces of what has `arrived`."""
+        own = conform(arrived.filter(~NAMED), KEYS).unique(maintain_order=True)
+        if self._first and self._begin is None:
+            return own  # all that does not name its rollout is among it
+        return pl.concat([own, self._by_keys(_KEYS, arrived["TraceId"], KEYS)]).unique(maintain_order=True)
+
+    def concluded(self, rollouts: pl.Series) -> pl.DataFrame:
+        """CONCLUDED of those of the rollouts that nobody announced."""
+        named = f"BuildSpec = '{self._reader.spec}' AND RolloutId IN {{keys}}"
+        sql = _CONCLUDED.format(transitions=rows_sql("transitions", where=named), drops=rows_sql("drops", where=named))
+        return self._by_keys(sql, rollouts, CONCLUDED)
+
+    def owners(self, traces: pl.Series) -> pl.DataFrame:
         """OWNERS of traces."""
-        return self._by_keys(_OWNERS_THEN if self._reader.as_of else _OWNERS, "traces", traces, OWNERS)
+        return self._by_keys(_OWNERS_THEN if self._reader.as_of else _OWNERS, traces, OWNERS)
 
-    def activity(self, rollouts: Iterable[str]) -> pl.DataFrame:
+    def activity(self, rollouts: pl.Series) -> pl.DataFrame:
         """ACTIVITY of rollouts."""
-        return self._by_keys(_ACTIVITY, "keys", rollouts, ACTIVITY)
+        return self._by_keys(_ACTIVITY, rollouts, ACTIVITY)
 
-    def traces(self, traces: Iterable[str]) -> pl.DataFrame:
+    def traces(self, traces: pl.Series) -> pl.DataFrame:
         """TRACES."""
-        return self._by_keys(_TRACES, "traces", traces, TRACES)
+        return self._by_keys(_TRACES, traces, TRACES)
 
-    def roots(self, rollouts: Iterable[str]) -> pl.DataFrame:
+    def roots(self, rollouts: pl.Series) -> pl.DataFrame:
         """ROOTS of all attempts of rollouts."""
-        return self._by_keys(_ROOTS.replace("{which}", "RolloutKey IN %(keys)s"), "keys", rollouts, ROOTS)
+        return self._by_keys(_ROOTS.replace("{which}", _OF_KEYS), rollouts, ROOTS)
 
-    def tally(self, rollouts: Iterable[str]) -> pl.DataFrame:
+    def tally(self, rollouts: pl.Series) -> pl.DataFrame:
         """TALLY of all rows that name rollouts, and of those in the same traces that name none."""
-        named = self._by_keys(_TALLY.replace("{which}", _OF_KEYS), "keys", rollouts, TALLY)
-        nameless = self._by_keys(_TALLY.replace("{which}", _NAMELESS), "keys", named["TraceId"], TALLY)
+        named = self._by_keys(_TALLY.replace("{which}", _OF_KEYS), rollouts, TALLY)
+        nameless = self._by_keys(_TALLY.replace("{which}", _NAMELESS), named["TraceId"], TALLY)
         return pl.concat([named, nameless]).unique([name for name in TALLY if name != "Rows"])
 
-    def _by_keys(self, sql: str, name: str, keys: Iterable[str], schema: Schema) -> pl.DataFrame:
-        asked = sql.format(arrived=self._arrived)
-        return concat((self._reader.frame(asked, {name: some}) for some in batches(key for key in keys if key)), schema)
+    def _by_keys(self, sql: str, keys: pl.Series, schema: Schema) -> pl.DataFrame:
+        some = batches(keys.filter(keys != ""))
+        return concat((self._reader.frame(sql.format(arrived=self._arrived, keys=constant(those))) for those in some), schema)

@@ -149,7 +149,7 @@ class Families:
         return np.where(self.is_gateway[calls], self.tree.nearest(self.is_gateway)[self.tree.parent[calls]], self.tree.size)
 
     def owners(self, calls: Indices, retried: Mask, when: Indices) -> Indices:
-        """The call that each span tells of: above calls the last one (`when`) that was used; below one, it."""
+        """The call that each span tells of: above calls the last one (`when`: their places) that was used; below one, it."""
         size = self.tree.size
         owner = np.full(size + 1, size, dtype=np.int64)
         order = np.lexsort((calls, when, -self.tree.depth[calls], ~retried))

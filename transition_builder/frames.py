@@ -133,7 +133,7 @@ COUNTS: Schema = {
     "TraceId": _TEXT,
     "Calls": pl.UInt64(),
 }
-"""How many distinct gateway spans have arrived, a row for each trace."""
+"""How many of the calls that a gateway counts have arrived, a row for each trace."""
 
 LOOSE: Schema = {
     **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},

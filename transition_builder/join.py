@@ -150,7 +150,7 @@ def join(
     answered = _answered(nodes, family, np.unique(tried[tried != len(family.node)]), answers)
     calls = tries.mark(recorded, nodes, tree, names[tried], names[family.chained(leaves)], size, answered)
     call_of = np.full(size + 1, size, dtype=np.int64)
-    owners = family.owners(leaves, calls["Retried"].to_numpy(), calls["Timestamp"].cast(pl.Int64).to_numpy())
+    owners = family.owners(leaves, calls["Retried"].to_numpy(), _order(calls, nodes, tree, family.roots[leaves]))
     outer = np.append(np.arange(len(family.node)), len(family.node))
     outer[wire] = given
     call_of[family.node] = names[outer[owners]]
@@ -158,6 +158,17 @@ def join(
     call_like = np.zeros(size, dtype=np.bool_)
     call_like[family.node] = True
     return Joined(calls.with_columns(Dropped=kept_back[calls["Node"].to_numpy()]), tree, call_of, call_like)
+
+
+def _order(calls: pl.DataFrame, nodes: pl.DataFrame, tree: Forest, families: Indices) -> Indices:
+    """The place of each call among those of its attempt; 0 where every family has one call, and nothing depends on it."""
+    spans, first, span_of = np.unique(calls["Node"].to_numpy(), return_index=True, return_inverse=True)
+    if len(np.unique(families)) == len(spans):
+        return np.zeros(calls.height, dtype=np.int64)
+    once = calls.select(*_ATTEMPT, *_SPAN, "ByGateway")[first]
+    attempt = once.select(pl.struct(_ATTEMPT).rank("dense").cast(pl.Int64)).to_series().to_numpy()
+    where = lineage.paths(nodes, tree, spans)
+    return lineage.order(attempt, where, once["ByGateway"].to_numpy(), once.select(_SPAN))[span_of]
 
 
 def _answered(nodes: pl.DataFrame, family: Families, clients: Indices, answers: pl.DataFrame) -> dict[int, set[str]]:

@@ -12,9 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime
 
 import polars as pl
@@ -24,20 +22,22 @@ from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Settings
-from transition_builder import late, rewards
+from transition_builder import late, moved, rewards
 from transition_builder.build import build
 from transition_builder.claims import Claims
 from transition_builder.complete import decide, facts
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import OVERLAP, Discovery
 from transition_builder.frames import BUILT, LOOSE, ROOTS, Frames, Verdict, empty
+from transition_builder.moved import CONCLUDED, MOVED
 from transition_builder.portions import Portions
 from transition_builder.reading import Reader
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import sql
-from transition_builder.sink import Sink, Written
+from transition_builder.sink import Sink
 from transition_builder.source import Source
 from transition_builder.stopping import stoppable
+from transition_builder.summary import Summary
 from transition_builder.unclaimed import claim, judge, merge, rollouts_of, stale
 
 log = logging.getLogger(__name__)
@@ -54,39 +54,6 @@ Said = Callable[[int, int], None]
 
 def _nothing(done: int, total: int) -> None:
     pass
-
-
-@dataclass(slots=True)
-class Summary:
-    """What a look at the store led to."""
-
-    rollouts: int = 0
-    """That got a revision."""
-    revised: int = 0
-    """Of those, the ones that had been built before."""
-    transitions: int = 0
-    drops: Counter[str] = field(default_factory=Counter[str])
-    """Rows by reason."""
-    rewards: int = 0
-    waiting: int = 0
-    """Rollouts that ended and are not complete."""
-    seconds: float = 0.0
-
-    def add(self, written: Written) -> None:
-        """Count what was written."""
-        self.rollouts += written.builds.height
-        self.revised += written.builds.filter(pl.col("Revision") > 0).height
-        self.transitions += written.rows.transitions.height
-        self.drops.update(written.rows.drops["Reason"])
-        self.rewards += written.rows.rewards.height
-
-    def __str__(self) -> str:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.drops.items()))
-        again, why = f" ({self.revised} again)" if self.revised else "", f" ({reasons})" if reasons else ""
-        return (
-            f"{self.rollouts} rollouts{again}: {self.transitions} transitions, {self.drops.total()} drops{why}, "
-            f"{self.rewards} rewards in {self.seconds:.3f} s; {self.waiting} wait"
-        )
 
 
 class Builder:
@@ -132,6 +99,7 @@ class Builder:
         of_rollouts = {name: pl.String() for name in _ROLLOUT}
         self._examined = pl.DataFrame(schema={**of_rollouts, "Until": ROOTS["IngestedAt"], "Examined": pl.UInt64()})
         self._late = pl.DataFrame(schema={**of_rollouts, "Rows": pl.UInt64()})
+        self._moved = pl.DataFrame(schema=MOVED)
         self._done = 0
         self._portions = Portions()
 
@@ -156,6 +124,8 @@ class Builder:
         self._discover(now)
         self._done = 0
         self._progress(0)
+        if self._moved.height:
+            self._take_back(summary)
         if self._pending.height:
             self._conclude(now, summary)
         if self._loose.height:
@@ -179,7 +149,10 @@ class Builder:
         """Wait anew for the rollouts of which something has arrived since they were built."""
         if arrived.is_empty():
             return
-        claimed = claim(arrived, self._discovery.owners(arrived.filter(~NAMED)["TraceId"])).rename({"RolloutKey": "RolloutId"})
+        keys = self._discovery.keys(arrived)
+        owners = self._discovery.owners(keys["TraceId"])
+        self._remember_moved(arrived, moved.former(keys, owners))
+        claimed = claim(arrived, owners).rename({"RolloutKey": "RolloutId"})
         built = self._built(claimed["RolloutId"])
         behind = stale(claimed, built)
         if self._discovery.sweeps:
@@ -195,6 +168,23 @@ class Builder:
         )
         self._loose = merge(self._loose, self._of_run(arrived[mine["row"]]))
 
+    def _remember_moved(self, arrived: pl.DataFrame, former: pl.DataFrame) -> None:
+        """Remember what was built of calls that go by another name now."""
+        built = self._reader.built(former["RolloutId"])
+        found = self._discovery.concluded(built["RolloutId"]).join(former, on=["TraceId", "RolloutId"], how="semi", maintain_order="left")
+        newest = arrived.group_by("TraceId").agg(pl.col("IngestedAt").max())
+        lost = self._of_run(found).join(newest, on="TraceId", maintain_order="left")
+        self._moved = pl.concat([self._moved.join(lost, on=list(CONCLUDED), how="anti"), lost])
+
+    def _take_back(self, summary: Summary) -> None:
+        """Build anew what lost calls to other rollouts, and wait for those calls."""
+        built = self._reader.built(self._moved["RolloutId"])
+        for rollouts in self._portions.of(self._claims.take(moved.to_rebuild(self._moved, built), built)):
+            lost = self._moved.join(rollouts, on=_ROLLOUT, how="semi")
+            self._build(self._source.claimed_frames(rollouts, lost["TraceId"]), summary)
+            self._loose = merge(self._loose, moved.loose(lost))
+            self._moved = self._moved.join(rollouts, on=_ROLLOUT, how="anti")
+
     def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
         """Those of BUILT that lack rows which were on their way when they were read, as `stale` tells of them. Known until read."""
         doubtful = late.doubtful(built)
@@ -207,16 +197,18 @@ class Builder:
         due = _due(self._pending, now)
         for some in due.iter_slices(ROLLOUTS_A_LOOK):
             arrivals = self._source.arrivals(some)
-            for rollouts in self._portions.of(self._mine(self._ended(some, arrivals, now))):
+            judged = self._judged(some, arrivals, now)
+            # What is not there to be judged has no final root any more, and is waited for as what never had one.
+            self._pending = self._pending.join(some.join(judged, on=_ROLLOUT, how="anti"), on=_ROLLOUT, how="anti")
+            for rollouts in self._portions.of(self._mine(_ended(judged))):
                 frames = self._frames(rollouts, arrivals, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
         self._pending = _checked(self._pending, due, _ROLLOUT, now)
 
-    def _ended(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
-        """Those of the given rollouts (as ROLLOUTS) that wait no longer."""
-        verdicts = decide(facts(arrivals), now, self._waits).join(rollouts, on=_ROLLOUT, how="semi")
-        return verdicts.filter(pl.col("Verdict") != Verdict.WAITING.value)
+    def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
+        """ROLLOUTS: the given ones that have a final root."""
+        return decide(facts(arrivals), now, self._waits).join(rollouts, on=_ROLLOUT, how="semi")
 
     def _mine(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Those of the given ROLLOUTS that are still to be built, and not by others; what others have built is forgotten."""
@@ -238,12 +230,19 @@ class Builder:
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
         """What to build rollouts from that have ended, as far as their calls are to be seen as well."""
         frames = self._source.frames(rollouts, arrivals)
-        # An insert shows in one table before the other. Such a call has not arrived yet.
-        unseen = frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=_SPAN, how="anti")
+        unseen = _unseen(frames)
         if unseen.is_empty():
             return frames
         seen = arrivals.join(unseen, on=_SPAN, how="anti")
-        return self._source.frames(self._ended(rollouts, seen, now), seen)
+        return self._source.frames(_ended(self._judged(rollouts, seen, now)), seen)
+
+    def _claimed_frames(self, rollouts: pl.DataFrame, of_them: pl.DataFrame, now: datetime) -> Frames:
+        """What to build silent rollouts from, but those of which calls are still to be seen; `of_them`: their calls, with TraceId."""
+        frames = self._source.claimed_frames(rollouts, of_them.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"])
+        lacking = _unseen(frames).select(RolloutId="RolloutKey").unique()
+        # Later than any insert ends, there is nothing to wait for.
+        waiting = rollouts.filter(now - pl.col("LastArrival") < OVERLAP).join(lacking, on="RolloutId", how="semi")
+        return self._claimed_frames(rollouts.join(waiting, on=_ROLLOUT, how="anti"), of_them, now) if waiting.height else frames
 
     def _conclude_unclaimed(self, now: datetime, summary: Summary) -> None:
         """Build what no final root claims and has fallen silent."""
@@ -261,8 +260,9 @@ class Builder:
         self._loose = _checked(self._loose, due, ["TraceId", "RolloutKey"], now)
         for some in silent.iter_slices(ROLLOUTS_A_LOOK):
             for rollouts in self._portions.of(self._mine(some)):
-                of_them = waiting.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"]
-                self._build(self._source.claimed_frames(rollouts, of_them), summary)
+                frames = self._claimed_frames(rollouts, waiting, now)
+                if frames.rollouts.height:
+                    self._build(frames, summary)
         for some in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
             self._loose = self._loose.join(some, on="TraceId", how="anti")
 
@@ -286,7 +286,9 @@ class Builder:
         """They are built."""
         self._late = self._late.join(rollouts, on=_ROLLOUT, how="anti")
         self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
-        self._loose = self._loose.filter(~(NAMED & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())))
+        named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(_ROLLOUT)).to_series().implode())
+        any_run = (pl.col("RunId") == "") & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())
+        self._loose = self._loose.filter(~(NAMED & (named | any_run)))
 
     def _progress(self, done: int) -> None:
         self._done += done
@@ -299,6 +301,16 @@ class Builder:
 
     def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
         return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)
+
+
+def _ended(judged: pl.DataFrame) -> pl.DataFrame:
+    """Those of ROLLOUTS that wait no longer."""
+    return judged.filter(pl.col("Verdict") != Verdict.WAITING.value)
+
+
+def _unseen(frames: Frames) -> pl.DataFrame:
+    """Gateway spans whose calls are not to be seen yet: an insert shows in one table before the other."""
+    return frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=_SPAN, how="anti")
 
 
 def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:

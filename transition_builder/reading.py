@@ -5,25 +5,24 @@ In: a client, SQL, keys. Out: Polars frames. Invariant: with `builder.as_of`, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from spangrad.clickhouse import store_errors
+from spangrad import clickhouse
+from spangrad.clickhouse import KEYS_A_STATEMENT, LONG, constant, store_errors
 from spangrad.datasets import builds_sql
 from spangrad.settings import Settings
-from transition_builder.frames import BUILT, concat
+from transition_builder.frames import BUILT, concat, conform
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-KEYS_A_QUERY = 500
 _QUERIES = 20
 """So many are dearer than one that reads everything."""
-_WHOLE = {"enable_http_compression": 0, "buffer_size": 16 * 2**20}
+_WHOLE = {**LONG, "enable_http_compression": 0, "buffer_size": 16 * 2**20}
 """In one piece, up to so many bytes, and plain: pieces, and what packs and unpacks them, cost both sides more than copies do."""
 _NEWEST = """
 SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
@@ -53,16 +52,15 @@ class Reader:
         """A condition over a table: whether a row had arrived."""
         return f"otel.{table}.IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.as_of)})" if self.as_of else "true"
 
-    def built(self, rollouts: Iterable[str]) -> pl.DataFrame:
+    def built(self, rollouts: pl.Series) -> pl.DataFrame:
         """BUILT: the newest revisions of all rollouts of some names, in whatever run."""
-        names = list(dict.fromkeys(rollouts))
-        if len(names) > _QUERIES * KEYS_A_QUERY:
-            return self._newest("BuildSpec = %(spec)s", {})
-        where = "BuildSpec = %(spec)s AND RolloutId IN %(keys)s"
-        return concat((self._newest(where, {"keys": some}) for some in batches(names)), BUILT)
+        of_spec = f"BuildSpec = '{self.spec}'"
+        if rollouts.n_unique() > _QUERIES * KEYS_A_STATEMENT:
+            return self._newest(of_spec)
+        return concat((self._newest(f"{of_spec} AND RolloutId IN {constant(some)}") for some in batches(rollouts)), BUILT)
 
-    def _newest(self, where: str, parameters: Mapping[str, Any]) -> pl.DataFrame:
-        return concat([self.frame(_NEWEST.format(builds=builds_sql(where=where)), {"spec": self.spec, **parameters})], BUILT)
+    def _newest(self, where: str) -> pl.DataFrame:
+        return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where))), BUILT)
 
     def frame(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pl.DataFrame:
         """An answer.
@@ -91,21 +89,9 @@ def microseconds(time: datetime) -> int:
     return round(time.timestamp() * 1_000_000)
 
 
-def batches(keys: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Distinct keys, as many at a time as fit a statement (the engine parses at most 256 KiB)."""
-    distinct = iter(keys.unique(maintain_order=True).to_list() if isinstance(keys, pl.Series) else dict.fromkeys(keys))
-    while some := tuple(islice(distinct, KEYS_A_QUERY)):
-        yield some
-
-
-def constant(texts: Iterable[str]) -> str:
-    """Texts as a constant array in SQL, at least one.
-
-    In hexadecimal, because the store refuses statements with certain words in them, and between bytes that UTF-8 has no use for; and
-    without a lambda, which the engine would not evaluate in time to look the keys up in the index.
-    """
-    between = b"\xff"
-    return f"splitByChar('\\xFF', unhex('{between.join(text.encode() for text in texts).hex()}'))"
+def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:
+    """Distinct keys that are no nulls, as many at a time as fit a statement; as bytes, since not all that a store holds is UTF-8."""
+    return clickhouse.batches(keys.drop_nulls().unique(maintain_order=True).cast(pl.Binary).to_list())
 
 
 def _with_plain_map_keys(table: Any) -> Any:

@@ -5,7 +5,7 @@ row for each rollout whose final attempt has no calls. Invariant (law 2): every 
 
 The first reason that holds is the one that is written, in this order:
 
-1. whose call it is: superseded_attempt;
+1. whose call it is: shared_trace, superseded_attempt;
 2. whether it is a call of its own that we can read: duplicate, unknown_convention;
 3. what befell its rollout: incomplete, attempt_failed;
 4. what the build leaves out: not_selected, by agent, model, policy, tool, component;
@@ -37,6 +37,7 @@ _OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
 UNKNOWN = "unknown"
 """Convention of a call that no dialect reads."""
 _ABSENT = {
+    "Shared": pl.lit(False),
     "Retried": pl.lit(False),
     "DuplicateOf": pl.lit(""),
     "Convention": pl.lit(""),
@@ -84,7 +85,8 @@ Rule = tuple[DropReason, pl.Expr, pl.Expr]
 
 def _whose() -> list[Rule]:
     superseded = pl.col("Attempt") != pl.col("final_attempt")
-    return [(DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt"))]
+    shared = (DropReason.SHARED_TRACE, pl.col("Shared"), pl.format("trace {}", "TraceId"))
+    return [shared, (DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt"))]
 
 
 def _is_it_one() -> list[Rule]:

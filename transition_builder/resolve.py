@@ -25,13 +25,28 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
         witnesses: a frame with the same columns that says whose traces are whose.
         rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
     """
-    runs = rollouts.select("RunId", "RolloutId").group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
+    runs = _runs(rollouts)
     keys = _named(rows, runs)
     if not rows.select(NAMED.all()).item():
         keys = _inherited(rows, keys, _owners(witnesses, runs))
     resolved = rows.with_columns(keys)
     ours = keys["RolloutId"].is_not_null()
     return resolved if ours.all() else resolved.filter(ours)
+
+
+def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
+    """Rows that `resolve` leaves out, because their traces name several attempts: with the KEY of the last of these, by name."""
+    nameless = rows.filter(~NAMED)
+    if nameless.is_empty():
+        return nameless.with_columns(RolloutId=pl.lit(""))
+    keys = _keys_of_traces(witnesses, _runs(rollouts)).filter(pl.len().over("TraceId") > 1)
+    last = keys.sort("RolloutId", "RunId", "Attempt").unique("TraceId", keep="last", maintain_order=True)
+    return nameless.drop("RunId", "Attempt").join(last, on="TraceId", maintain_order="left")
+
+
+def _runs(rollouts: pl.DataFrame) -> pl.DataFrame:
+    """All runs of each rollout of interest."""
+    return rollouts.select("RunId", "RolloutId").group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
 
 
 def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
@@ -46,8 +61,12 @@ def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
 
 def _owners(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
     """Traces in which all that is named is of one attempt: TraceId and KEY."""
-    keys = _named(witnesses, runs).with_columns(witnesses["TraceId"]).filter(pl.col("RolloutId").is_not_null()).unique()
-    return keys.filter(pl.len().over("TraceId") == 1)
+    return _keys_of_traces(witnesses, runs).filter(pl.len().over("TraceId") == 1)
+
+
+def _keys_of_traces(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
+    """All that is named in each trace: TraceId and KEY."""
+    return _named(witnesses, runs).with_columns(witnesses["TraceId"]).filter(pl.col("RolloutId").is_not_null()).unique()
 
 
 def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:

@@ -126,7 +126,8 @@ def contents(built: Built) -> pl.DataFrame:
     """RunId, RolloutId and Content of each rollout that left something: the same for the same rows in any order."""
     texts = [_texts(built.transitions, TRANSITIONS, "t"), _texts(built.drops, DROPS, "d"), _texts(built.rewards, REWARDS, "r")]
     rows = pl.concat(texts)
-    hashes = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) for text in rows["text"]]
+    # As bytes: not all that a store holds is UTF-8.
+    hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]
     hashed = rows.select(_ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
     concluded = pl.concat([built.transitions.select(_ROLLOUT), built.drops.select(_ROLLOUT)]).unique()
     # A sum in UInt64 wraps around, which is what is wanted: each row counts, in whatever order.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from spangrad.clickhouse import KEYS_A_STATEMENT, constant
 from spangrad.settings import Settings
 from transition_builder import dialects, join, late
 from transition_builder.dialects.gateway import IS_GATEWAY
@@ -32,7 +33,7 @@ from transition_builder.frames import (
     concat,
     conform,
 )
-from transition_builder.reading import KEYS_A_QUERY, Reader, batches, constant
+from transition_builder.reading import Reader, batches
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import responses, sql
 from transition_builder.unclaimed import claim
@@ -118,7 +119,7 @@ class Source:
         among = kept_back.select(pl.struct(*DROPPED)).to_series().implode()
         return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
 
-    def _by_keys(self, keys: pl.Series, where: str, traces: Collection[str] = ()) -> pl.DataFrame:
+    def _by_keys(self, keys: pl.Series, where: str, traces: Collection[bytes] = ()) -> pl.DataFrame:
         """Rows of otel.rollout_spans by their keys, as far as a condition holds, which may ask for traces."""
         constants = [f"{constant(traces)} AS traces"] if traces else []
         return concat((self._read("rollout_spans", _ARRIVED, some, where, constants) for some in batches(keys)), _ARRIVED)
@@ -128,7 +129,7 @@ class Source:
         schema = {**CALLS, "IngestedAt": MICROSECONDS}
         return concat((_first_deliveries(self._read("calls", schema, some, _RECORDED)) for some in batches(keys)), CALLS)
 
-    def _read(self, table: str, schema: Schema, keys: Collection[str], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
+    def _read(self, table: str, schema: Schema, keys: Collection[bytes], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
         """Rows of a table by their keys, as far as a condition over some further constants holds."""
         columns = ", ".join(_TIMES.get(name, name) for name in schema)
         known = ", ".join([f"{constant(keys)} AS keys", *constants])
@@ -148,17 +149,12 @@ class Source:
         """What openai-level spans without a gateway call below them hold: their `output.value` is too long for the lean table."""
         wanted = join.uncovered(spans, calls)
         found = list[pl.DataFrame]()
-        for some in wanted.sort("Timestamp").iter_slices(KEYS_A_QUERY):
+        for some in wanted.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
             times = some["Timestamp"].cast(pl.Int64)
-            parameters = {
-                "services": tuple(some["ServiceName"].unique()),
-                "names": tuple(some["SpanName"].unique()),
-                "first": times[0],
-                "last": times[-1],
-                "traces": tuple(some["TraceId"].unique()),
-                "spans": tuple(some["SpanId"]),
-            }
-            found.append(self._reader.frame(dialects.ANSWER_SQL, parameters).join(some, on=["TraceId", "SpanId"], how="semi"))
+            texts = {"services": "ServiceName", "names": "SpanName", "traces": "TraceId", "spans": "SpanId"}
+            asked = {name: constant(some[column].unique()) for name, column in texts.items()}
+            answered = self._reader.frame(dialects.ANSWER_SQL % {**asked, "first": times[0], "last": times[-1]})
+            found.append(answered.join(some, on=["TraceId", "SpanId"], how="semi"))
         return concat(found, ANSWERS)
 
 

@@ -133,15 +133,16 @@ def judge(
         traces: TRACES of theirs.
         now: the store's clock, as are all arrival times.
         spec: the waiting times.
-        hurry: wait for nothing of a trace that no runner announced.
+        hurry: wait for nothing of a trace that no runner announced and that has no open span.
     """
     seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
     of_trace = loose.join(traces, on="TraceId", how="left")
     torn = of_trace.group_by(_ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
     known = roots.sort("Attempt").group_by(_ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
     last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
-    seconds = (spec.incomplete_after_seconds, 0 if hurry else spec.incomplete_after_seconds, 0 if hurry else spec.quiet_seconds)
-    patient, torn_for, quiet = (pl.duration(milliseconds=round(one * 1000)) for one in seconds)
+    patient, quiet = (
+        pl.duration(milliseconds=round(one * 1000)) for one in (spec.incomplete_after_seconds, 0 if hurry else spec.quiet_seconds)
+    )
     announced = pl.col("Announced")
     return conform(
         _gather(loose)
@@ -149,7 +150,7 @@ def judge(
         .join(seen, on="RolloutId", how="left")
         .join(known, on=_ROLLOUT, how="left")
         .filter(~pl.col("Final").fill_null(False))
-        .filter(now - last >= pl.when(announced).then(patient).when("Torn").then(torn_for).otherwise(quiet))
+        .filter(now - last >= pl.when(announced | pl.col("Torn")).then(patient).otherwise(quiet))
         .with_columns(
             pl.col("GroupId", "TaskId").fill_null(""),
             pl.col("GroupSize").fill_null(0),

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from building import post
 from running_store import running_store, store_settings
 
 import fakes
@@ -80,6 +81,24 @@ def test_the_examples_are_evaluated_when_rollouts_are_built(world: World) -> Non
     ]
     given = "SELECT Name, Source, RuleHash, CallId != '' FROM otel.v_rewards WHERE RunId = %(run)s AND Name = 'cut_off'"
     assert world.rows(given) == [("cut_off", "sql", world.settings().builder.sql_hash("cut_off"), 1)]
+
+
+def test_the_examples_see_what_names_no_rollout(store: StoreSettings) -> None:
+    world = World(store)
+    spans = fakes.SpanFactory(run=world.run)
+    root = spans.root(f"{world.run}-C", calls=0, trace=f"{world.run}-C")
+    named = len(spans.spans)
+    spans.call(root, trace=f"{world.run}-C", FinishReason="length")
+    spans.span("search", root, trace=f"{world.run}-C", kind="TOOL", status="Error")
+    spans.evaluation(root, 1.0)
+    for row in (*spans.spans[named:-1], *spans.calls):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    post(store, spans.otlp())
+    loop.build_once(world.settings(sql_rewards=("brevity", "first_try", "cut_off")))
+    assert world.transitions(world.run)[-1] == (
+        "C",
+        [RUNNER, ("brevity", -0.02, "sql"), ("cut_off", -0.1, "sql"), ("first_try", 0.0, "sql")],
+    )
 
 
 @pytest.fixture

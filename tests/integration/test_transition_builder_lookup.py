@@ -8,12 +8,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+from building import post, settings_of
 from polars.testing import assert_frame_equal
 from running_store import running_store, store_settings
 
 import fakes
 from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
 from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.complete import decide, facts
 from transition_builder.frames import CALLS, SPANS, Frames, Schema, conform
@@ -151,6 +153,26 @@ def test_a_call_that_shows_in_one_table_only_has_not_arrived(store: StoreSetting
     post(calls[1])
     builder.look()
     assert [tuple(row) for row in client.query(built).result_rows] == [(calls[0], 0), (calls[1], 1)]
+    client.close()
+
+
+def test_a_call_without_a_root_that_shows_in_one_table_only_has_not_arrived(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="torn-alone")
+    call = spans.call("", trace="torn-alone")
+    trace = spans.trace("torn-alone")
+    for row in (*spans.spans, *spans.calls):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": trace, "RolloutKeySource": "trace"}
+    post(store, spans.otlp())
+    client = connect(store)
+    client.command(f"DELETE FROM otel.calls WHERE TraceId = '{trace}'")
+    settings = settings_of(store, "torn-alone", quiet_seconds=0)
+    builder = Builder(settings)
+    built = f"SELECT SpanId, Reason FROM otel.v_drops WHERE BuildSpec = '{settings.builder.spec}' AND TraceId = '{trace}'"
+    builder.look()
+    assert client.query(built).result_rows == []
+    post(store, spans.otlp(call))
+    wait_until(lambda: builder.look().rollouts > 0, 20, "the build", poll_seconds=0.02)
+    assert [tuple(row) for row in client.query(built).result_rows] == [(call, "no_reward")]
     client.close()
 
 

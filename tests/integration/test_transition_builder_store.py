@@ -19,8 +19,9 @@ from spangrad.datasets import builds_sql, rows_sql
 from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
-from transition_builder.loop import Builder, Summary, build_all, build_once
+from transition_builder.loop import Builder, build_all, build_once
 from transition_builder.reading import Reader
+from transition_builder.summary import Summary
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
 
@@ -284,8 +285,9 @@ def test_an_answer_that_is_not_json_is_a_call_without_ids(store: StoreSettings) 
 
 
 def test_calls_that_do_not_name_their_rollout_are_found_by_its_trace(store: StoreSettings) -> None:
+    """Their gateway counts them for nobody."""
     spans = fakes.SpanFactory(run="foreign")
-    root = spans.root("foreign-1", calls=1)
+    root = spans.root("foreign-1", calls=0)
     spans.evaluation(root)
     foreign = {"RunId": "", "Mode": "", "RolloutKeySource": "trace"}
     trace = spans.spans[0]["TraceId"]

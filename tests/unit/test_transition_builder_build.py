@@ -371,3 +371,19 @@ def test_clocks_change_nothing(calls: list[tuple[Any, ...]], clocks: dict[str, f
     assert_frame_equal(right.transitions.drop("Timestamp"), skewed.transitions.drop("Timestamp"))
     assert_frame_equal(right.drops.drop("Timestamp"), skewed.drops.drop("Timestamp"))
     assert_frame_equal(right.rewards, skewed.rewards)
+
+
+def test_a_call_that_may_be_of_several_rollouts_is_trained_in_none() -> None:
+    spans = fakes.SpanFactory()
+    for rollout in ("a", "b"):
+        root = spans.root(rollout, trace="shared")
+        spans.evaluation(root)
+        spans.call(root, rollout=rollout, trace="shared")
+    nobodys = spans.call("", trace="shared")
+    for row in (spans.spans[-1], spans.calls[-1]):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    built = build(spans.frames(), BuilderSettings())
+    assert built.transitions["RolloutId"].to_list() == ["a", "b"]
+    told = ("run", "train", "b", 0, nobodys, "gateway", "", "shared_trace", f"trace {spans.trace('shared')}")
+    columns = ["RunId", "Mode", "RolloutId", "Attempt", "SpanId", "Convention", "AgentName", "Reason", "Detail"]
+    assert built.drops.select(columns).rows() == [told]

@@ -110,6 +110,13 @@ def test_the_root_of_an_earlier_attempt_is_waited_for() -> None:
     assert arrivals.root(0, final=False, Calls=0).verdict(1) == ("complete", "")
 
 
+def test_of_two_roots_of_an_attempt_the_final_one_counts() -> None:
+    """A worker wrote its attempt's and died; then the rollout was cancelled."""
+    arrivals = Arrivals().root(Calls=1, final=False, Failure="exception").calls(0, 1)
+    arrivals.root(Calls=1, Failure="cancelled", IngestedAt=fakes.SpanFactory.time(60))
+    assert arrivals.verdict(60) == ("complete", "")
+
+
 def test_rewards_of_an_earlier_attempt_do_not_count() -> None:
     arrivals = Arrivals().root(0, final=False, Calls=0).here(0, 0, 1).root(1, Calls=0)
     assert arrivals.verdict(1) == ("waiting", "")
@@ -127,8 +134,6 @@ def test_a_rollout_that_has_not_ended_has_no_verdict() -> None:
 @pytest.mark.parametrize(
     ("facts", "verdict"),
     [
-        ({"RolloutKeySource": "trace", "RolloutKey": "t0", "RunId": "", "Attempt": 9}, "complete"),  # its trace is the rollout's
-        ({"RolloutKeySource": "trace", "RolloutKey": "t5", "TraceId": "t5"}, "waiting"),  # a trace of somebody else's
         ({"RunId": ""}, "complete"),  # it names its rollout, not its run
         ({"RunId": "other run"}, "waiting"),
     ],

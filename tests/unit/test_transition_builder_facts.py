@@ -31,7 +31,7 @@ def test_a_rollout_s_facts_count_each_span_once_and_date_its_last_delivery() -> 
     same = ("run", "r", "rollout")
     known = ("g", 2, "t")
     assert told.roots.schema == pl.Schema(dict(ROOTS))
-    assert told.roots.rows() == [
+    assert told.roots.sort("Attempt").rows() == [
         ("run", "train", "r", 0, *known, 1, False, "crash", first, failed, at(0)),
         ("run", "train", "r", 1, *known, 2, True, "", second, root, at(2)),
     ]
@@ -39,6 +39,33 @@ def test_a_rollout_s_facts_count_each_span_once_and_date_its_last_delivery() -> 
     assert told.presence.sort("Attempt").rows() == [(*same, 0, first, 0, at(1)), (*same, 1, second, 1, at(100))]
     assert told.counts.schema == pl.Schema(dict(COUNTS))
     assert told.counts.sort("Attempt").rows() == [(*same, 0, first, 1), (*same, 1, second, 2)]
+
+
+def arrived(spans: fakes.SpanFactory) -> pl.DataFrame:
+    """All of them, a second apart."""
+    rows = [row | {"IngestedAt": spans.time(place)} for place, row in enumerate(spans.spans)]
+    return pl.DataFrame(rows, schema=dict(ARRIVALS))
+
+
+def test_only_calls_that_a_gateway_counts_for_the_attempt_are_counted() -> None:
+    """It counts those that name it. Of two gateways behind each other, the outer one's span is the call's."""
+    spans = fakes.SpanFactory()
+    root = spans.root(calls=2)
+    outer = spans.call(spans.client(root), process="outer gateway")
+    spans.call(outer, process="inner gateway")
+    spans.call(spans.span("POST", outer), process="inner gateway")
+    spans.call(root)
+    spans.spans[-1] |= {"RunId": "", "RolloutKey": spans.trace("run.r.0"), "RolloutKeySource": "trace"}
+    counts = facts(arrived(spans)).counts
+    assert counts.rows() == [("run", "r", "rollout", 0, spans.trace("run.r.0"), 1)]
+
+
+def test_of_two_deliveries_of_a_root_the_final_one_counts() -> None:
+    spans = fakes.SpanFactory()
+    spans.root(final=False, failure="exception")
+    again = spans.spans[0] | {"Attributes": {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}}
+    spans.spans.append(again)
+    assert facts(arrived(spans)).roots.select("Final", "Failure", "IngestedAt").rows() == [(True, "cancelled", spans.time(1))]
 
 
 def test_nothing_tells_nothing() -> None:

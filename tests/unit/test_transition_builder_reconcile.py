@@ -20,6 +20,7 @@ from transition_builder.frames import CALLS, ROLLOUTS
 
 ROOT = Path(__file__).parents[2]
 EXTRA = {
+    "Shared": pl.Boolean,
     "AgentName": pl.String,
     "Order": pl.Int64,
     "ByGateway": pl.Boolean,
@@ -40,7 +41,7 @@ def concluded(
     spans = fakes.SpanFactory()
     spans.call(spans.root("r", **(root or {})), rollout="r")
     rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
-    row = spans.calls[0] | {"AgentName": "agent", "Order": 0, "ByGateway": True, "Retried": False, "DuplicateOf": ""}
+    row = spans.calls[0] | {"Shared": False, "AgentName": "agent", "Order": 0, "ByGateway": True, "Retried": False, "DuplicateOf": ""}
     row |= {"Convention": "gateway", "Dropped": False, "Unfinished": False, "Tools": ["search", "add"], "Components": ["agent", "plan"]}
     calls = pl.DataFrame([row | facts], schema={**CALLS, **EXTRA}).rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource")
     said = [] if fault is None else [{"RunId": "run", "RolloutId": "r", "fault": fault}]
@@ -125,6 +126,7 @@ def test_the_order_is_the_documented_one() -> None:
         DropReason.UNKNOWN_CONVENTION: {"Convention": "unknown"},
         DropReason.DUPLICATE: {"DuplicateOf": "c9"},
         DropReason.SUPERSEDED_ATTEMPT: {"Attempt": 7},
+        DropReason.SHARED_TRACE: {"Shared": True},
     }
     assert [*of_call] == order[::-1]
     # Ids of ours cannot be wrong in the ways in which no ids can, and those of a text are of no version.

@@ -181,6 +181,22 @@ def test_a_span_is_believed_the_last_time_and_different_spans_add_up() -> None:
     assert [sum(value for _, value, _ in one) for one in given(built)] == [6.0]
 
 
+@pytest.mark.parametrize("ahead", [-30, 0, 30])
+def test_of_judges_in_several_processes_none_is_believed_for_its_clock(ahead: int) -> None:
+    """Of what each says last, by its own count, the lowest counts."""
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.call(root)
+    spoken = [("a", 1, 0.0), ("a", 2, 0.5), ("b", 1, 1.0)]
+    for at, (judge, seq, value) in enumerate(spoken):
+        own: dict[str, Any] = {"ProcessId": judge, "Seq": seq, "Timestamp": spans.time(100 - at + (ahead if judge == "b" else 0))}
+        spans.evaluation(root, value, kind="evaluation_log", **own)
+    assert said(build(spans.frames(), BuilderSettings())) == [("", "reward", 0.5, "evaluation_log", root)]
+    spans.evaluation(root, "NaN", kind="evaluation_log", ProcessId="c", Timestamp=spans.time(ahead))
+    built = build(spans.frames(), BuilderSettings())
+    assert built.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
+
+
 def test_an_evaluation_on_a_calls_own_span_is_the_calls() -> None:
     spans = fakes.SpanFactory()
     root = spans.root()
@@ -332,6 +348,19 @@ def test_a_tool_call_id_decides_where_both_spans_have_it() -> None:
     asks = {"llm.output_messages.0.message.tool_calls.1.tool_call.id": "call_7"}
     asked = spans.call(spans.span("POST", spans.client(root, Attributes=asks)))
     spans.call(spans.span("POST", spans.client(root)))
+    spans.span("broken", root, kind="TOOL", status="Error", Attributes={"tool_call.id": "call_7"})
+    assert blamed(spans) == [asked]
+
+
+@pytest.mark.parametrize("ahead", [-30, 0, 30])
+def test_of_two_gateways_calls_below_one_span_the_later_by_count_asked_for_the_tool(ahead: int) -> None:
+    spans = fakes.SpanFactory(clocks={"first gateway": ahead})
+    root = spans.root()
+    spans.evaluation(root, 1)
+    asks = {"llm.output_messages.0.message.tool_calls.0.tool_call.id": "call_7"}
+    framework = spans.span("ChatOpenAI", root, kind="LLM", scope="openinference.instrumentation.langchain", Attributes=asks)
+    spans.call(spans.span("POST", framework), process="first gateway")
+    asked = spans.call(spans.span("POST", framework), process="second gateway")
     spans.span("broken", root, kind="TOOL", status="Error", Attributes={"tool_call.id": "call_7"})
     assert blamed(spans) == [asked]
 

@@ -102,8 +102,9 @@ def test_a_trace_with_an_open_span_is_waited_for() -> None:
     assert (verdict(599.9, FOREIGN, torn=True), len(verdict(600, FOREIGN, torn=True))) == ([], 1)
 
 
-def test_in_a_hurry_only_a_runner_is_waited_for() -> None:
-    assert (len(verdict(0, FOREIGN, hurry=True)), len(verdict(0, FOREIGN, torn=True, hurry=True))) == (1, 1)
+def test_in_a_hurry_only_a_runner_and_an_open_span_are_waited_for() -> None:
+    assert len(verdict(0, FOREIGN, hurry=True)) == 1
+    assert (verdict(599, FOREIGN, torn=True, hurry=True), len(verdict(600, FOREIGN, torn=True, hurry=True))) == ([], 1)
     assert (verdict(599, hurry=True), len(verdict(600, hurry=True))) == ([], 1)
 
 

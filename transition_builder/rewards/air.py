@@ -52,8 +52,7 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
                     RuleHash=pl.lit(rule_hash(rule, spec)),
                     ResponseId=pl.lit(None, pl.String),
                     Fault=pl.lit(NOT_FINITE),
-                    Timestamp=pl.lit(None, SAID["Timestamp"]),
-                    Choice=pl.lit(None, SAID["Choice"]),
+                    **{name: pl.lit(None, SAID[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
                 )
             )
     return concat(found, SAID)

@@ -43,6 +43,7 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
             Name=attribute(semconv.EVALUATION_NAME).fill_null(semconv.REWARD_NAME),
             score=attribute(semconv.EVALUATION_SCORE),
             ResponseId=attribute(semconv.GEN_AI_RESPONSE_ID),
+            Speaker=pl.when(pl.col("ProcessId") != "").then("ProcessId").otherwise("ServiceName"),
             Source=pl.when(pl.col("RowKind") == "evaluation_log")
             .then(pl.lit(RewardSource.EVALUATION_LOG.value))
             .when(pl.col("is_root"))
@@ -132,8 +133,7 @@ def _as_said(rows: pl.DataFrame) -> pl.DataFrame:
         "ResponseId": pl.lit(None, pl.String),
         "CallId": pl.lit(None, pl.String),
         "Fault": pl.lit(NOT_FINITE),
-        "Timestamp": pl.lit(None, SAID["Timestamp"]),
-        "Choice": pl.lit(None, SAID["Choice"]),
+        **{name: pl.lit(None, SAID[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
     }
     whole = rows.with_columns(value.alias(name) for name, value in lacking.items() if name not in rows.columns)
     return conform(whole.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value")), SAID)

@@ -4,6 +4,8 @@ In: what all sources say, each of a call or of a rollout. Out: what counts. Inva
 RewardSource's order wins; the others' rows are no rewards, and what is wrong with them does no harm.
 
 Within the winning source a span that repeats itself is believed the last time. Different spans add up, and so do different rules.
+Where several processes speak of one span, each is believed the last time by its own count and clock; these tell nothing of the others,
+so that the lowest of what they say counts, and below all what is no number.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ SAID: Schema = {
     **REWARDS,
     "ResponseId": pl.String(),
     "Fault": pl.String(),
+    "Speaker": pl.String(),
+    "Seq": pl.UInt64(),
     "Timestamp": NANOSECONDS,
     "Choice": pl.UInt16(),
 }
 """What a source says. CallId: null where the span or the response id has still to be looked up. Value: null where there is no finite
-number, and then Fault says what there is."""
+number, and then Fault says what there is. Speaker: the process that says it, else its service, whose own Seq and Timestamp are."""
 
 NOT_FINITE = "not a finite number"
 NO_VALUE = "no value"
@@ -34,10 +38,13 @@ NO_VALUE = "no value"
 def winners(said: pl.DataFrame) -> pl.DataFrame:
     """The rows of SAID (CallId filled in) that count."""
     rank = pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64)
+    span = [*_TARGET, "RuleHash", "TraceId", "SpanId"]
     return (
         said.filter(rank == rank.min().over(_TARGET))
-        .sort("Timestamp", "Choice", nulls_last=True, maintain_order=True)
-        .unique([*_TARGET, "RuleHash", "TraceId", "SpanId"], keep="last", maintain_order=True)
+        .sort("Seq", "Timestamp", "Choice", nulls_last=True, maintain_order=True)
+        .unique([*span, "Speaker"], keep="last", maintain_order=True)
+        .sort("Value", nulls_last=False, maintain_order=True)
+        .unique(span, keep="first", maintain_order=True)
     )
 
 

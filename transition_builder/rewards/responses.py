@@ -16,7 +16,7 @@ import msgspec
 import polars as pl
 
 from spangrad import semconv
-from spangrad.clickhouse import store_errors
+from spangrad.clickhouse import LONG, constant, store_errors
 from spangrad.settings import BuilderSettings
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.frames import RESPONSES, empty
@@ -34,10 +34,12 @@ _PLACES = (semconv.RESPONSE_JSON, semconv.OPENINFERENCE_OUTPUT, "gen_ai.output.m
 _SQL = f"""
 SELECT TraceId, SpanId, {", ".join(f"SpanAttributes['{place}'] AS place_{at}" for at, place in enumerate(_PLACES))}
 FROM otel.otel_traces
-WHERE ServiceName IN %(services)s AND SpanName IN %(names)s AND TraceId IN %(traces)s AND SpanId IN %(spans)s
-    AND Timestamp BETWEEN fromUnixTimestamp64Nano(%(first)s) AND fromUnixTimestamp64Nano(%(last)s)
+WHERE ServiceName IN {{services}} AND SpanName IN {{names}} AND TraceId IN {{traces}} AND SpanId IN {{spans}}
+    AND Timestamp BETWEEN fromUnixTimestamp64Nano({{first}}) AND fromUnixTimestamp64Nano({{last}})
 LIMIT 1 BY TraceId, SpanId
 """
+
+_TEXTS = {"services": "ServiceName", "names": "SpanName", "traces": "TraceId", "spans": "SpanId"}
 
 ToolCall = tuple[str, str]
 """Name and arguments of a tool call that an answer asked for."""
@@ -75,16 +77,9 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
     rows = list[dict[str, Any]]()
     for some in wanted.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
         times = some["Timestamp"].dt.epoch("ns")
-        parameters = {
-            "services": tuple(some["ServiceName"].unique()),
-            "names": tuple(some["SpanName"].unique()),
-            "traces": tuple(some["TraceId"].unique()),
-            "spans": tuple(some["SpanId"]),
-            "first": times[0],
-            "last": times[-1],
-        }
+        asked = {name: constant(some[column].unique()) for name, column in _TEXTS.items()}
         with store_errors(url):
-            found = client.query(_SQL, parameters=parameters).result_rows
+            found = client.query(_SQL.format(**asked, first=times[0], last=times[-1]), settings=LONG).result_rows
         for trace, span, *texts in found:
             response = next(filter(None, (parse(text) for text in texts if text)), [])
             rows += ({"TraceId": trace, "SpanId": span, **_row(one)} for one in response)

@@ -15,17 +15,17 @@ They are put in as text, as constants: so the index is used, and no list of roll
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from spangrad.clickhouse import store_errors
+from spangrad.clickhouse import LONG, constant, store_errors
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings
 from transition_builder.frames import SQL_REWARDS, concat, conform, empty
+from transition_builder.reading import batches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,8 +39,8 @@ _SPAN_NAMES = ["CallId", "TraceId", "SpanId"]
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _PARAMETER = re.compile(r"\{\s*(rollouts|since|until)\s*:[^{}]*\}")
 _COMMENT = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
-_STATEMENT_BYTES = 128 * 1024
-"""Of ids in a statement; the engine parses at most 256 KiB."""
+_NOBODY = (b"",)
+"""In place of rollouts, where nothing depends on them."""
 _NUMBER = re.compile(r"^(Nullable\()?(LowCardinality\()?(U?Int\d+|Float\d+|Decimal|Bool)")
 
 
@@ -74,7 +74,7 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
 
     for name in files_of(spec):
         path = _path(spec, name)
-        sql = f"DESCRIBE (\n{_filled(statement(path), [], 0, 0)}\n)"
+        sql = f"DESCRIBE (\n{_filled(statement(path), _NOBODY, 0, 0)}\n)"
         with store_errors(url):
             try:
                 rows = client.query(sql).result_rows
@@ -113,7 +113,7 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         path = _path(spec, name)
         text, version = statement(path), spec.sql_hash(name)
         bounds = int(first) // 1000, -(-int(last) // 1000)  # type: ignore[arg-type]
-        portions = _portions(asked["RolloutId"].unique(maintain_order=True).to_list(), text)
+        portions = batches(asked["RolloutId"]) if "rollouts" in _PARAMETER.findall(text) else [_NOBODY]
         said = [_ask(client, url, path, f"SELECT * FROM (\n{_filled(text, some, *bounds)}\n)") for some in portions]
         found.append(_rows(pl.concat(said, how="vertical_relaxed"), asked, path, version))
     return concat(found, SQL_REWARDS)
@@ -124,25 +124,10 @@ def _path(spec: BuilderSettings, name: str) -> Path:
     return spec.rewards_directory / f"{name}.sql"
 
 
-def _portions(rollouts: list[str], sql: str) -> Iterator[list[str]]:
-    """As many rollouts at a time as fit a statement; all of them where it does not ask for them."""
-    places = sum(found[1] == "rollouts" for found in _PARAMETER.finditer(sql))
-    some, size = list[str](), 0
-    for rollout in rollouts:
-        size += places * (2 * len(json.dumps(rollout)) + 4)
-        if some and size > _STATEMENT_BYTES:
-            yield some
-            some, size = [], places * (2 * len(json.dumps(rollout)) + 4)
-        some.append(rollout)
-    if some:
-        yield some
-
-
-def _filled(sql: str, rollouts: list[str], since: int, until: int) -> str:
+def _filled(sql: str, rollouts: Iterable[bytes], since: int, until: int) -> str:
     """A statement with its parameters put in; times in microseconds."""
     values = {
-        # In hexadecimal, because the store refuses statements with certain words in them.
-        "rollouts": f"JSONExtract(unhex('{json.dumps(rollouts).encode().hex()}'), 'Array(String)')",
+        "rollouts": constant(rollouts),
         "since": f"fromUnixTimestamp64Micro({since})",
         "until": f"fromUnixTimestamp64Micro({until})",
     }
@@ -152,7 +137,7 @@ def _filled(sql: str, rollouts: list[str], since: int, until: int) -> str:
 def _ask(client: Client, url: str, path: Path, sql: str) -> pl.DataFrame:
     try:
         with store_errors(url):
-            table = client.query_arrow(sql, use_strings=True)
+            table = client.query_arrow(sql, use_strings=True, settings=LONG)
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from error
     rows = pl.from_arrow(table)

@@ -1,0 +1,165 @@
+"""Calls whose rollout is known later than they are built, and rollouts that share a name: each call counts once, in one rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from building import outcome, post, revisions, rows, settings_of
+
+import fakes
+from spangrad.clickhouse import connect, constant
+from spangrad.settings import Settings, StoreSettings
+from transition_builder.loop import Builder, build_all
+
+
+def nameless(spans: fakes.SpanFactory, *but: str) -> fakes.SpanFactory:
+    """The same spans, as agents send them that know nothing of ours, but for some."""
+    for row in (*spans.spans, *spans.calls):
+        if row["SpanId"] not in but:
+            row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    return spans
+
+
+def where(store: StoreSettings, settings: Settings, *traces: str) -> list[tuple[Any, ...]]:
+    """Rollouts in which the calls of traces count: span, run, rollout and rewards, or the reason of a drop."""
+    of = f"BuildSpec = '{settings.builder.spec}' AND TraceId IN {constant(traces)}"
+    kept = rows(store, f"SELECT SpanId, RunId, RolloutId, toString(Rewards.Value) FROM otel.v_transitions WHERE {of} ORDER BY SpanId")
+    return kept + rows(store, f"SELECT SpanId, RunId, RolloutId, Reason FROM otel.v_drops WHERE {of} AND CallId != '' ORDER BY SpanId")
+
+
+class Chat:
+    """Two traces of a session; in the first, only its outermost span says so."""
+
+    def __init__(self, run: str) -> None:
+        self.spans = fakes.SpanFactory(run=run)
+        self.session = f"{run}-session"
+        said: dict[str, Any] = {"kind": "CHAIN", "Attributes": {"session.id": self.session}}
+        self.top = self.spans.span("session", "", trace=f"{run} one", **said)
+        agent = self.spans.span("agent", self.top, kind="AGENT", trace=f"{run} one")
+        self.spans.evaluation(agent, 1.0)
+        self.call = self.spans.call(agent, trace=f"{run} one")
+        self.inside = [agent, self.call]
+        self.trace = self.spans.trace(f"{run} one")
+        second = self.spans.span("session", "", trace=f"{run} two", **said)
+        self.other = self.spans.call(second, trace=f"{run} two")
+        self.second = [second, self.other]
+        self.traces = [self.trace, self.spans.trace(f"{run} two")]
+        nameless(self.spans)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_trace_that_learns_its_session_later_counts_there_alone(store: StoreSettings, restarted: bool) -> None:
+    run = f"moved-{restarted}"
+    chat = Chat(run)
+    settings = settings_of(store, run, quiet_seconds=0, incomplete_after_seconds=0)
+    builder = Builder(settings)
+
+    def look() -> list[tuple[Any, ...]]:
+        (Builder(settings) if restarted else builder).look()
+        return where(store, settings, chat.trace)
+
+    post(store, chat.spans.otlp(*chat.inside))
+    assert look() == [(chat.call, "", chat.trace, "[1]")]
+    post(store, chat.spans.otlp(chat.top))
+    assert look() == [(chat.call, "", chat.session, "[1]")]
+    assert look() == [(chat.call, "", chat.session, "[1]")]
+    sums = "SELECT RolloutId, Revision, Calls, Transitions, Drops, Unaccounted, Missing FROM otel.v_reconcile"
+    of_both = f"BuildSpec = '{settings.builder.spec}' AND RolloutId IN ('{chat.session}', '{chat.trace}')"
+    assert sorted(rows(store, f"{sums} WHERE {of_both}")) == sorted([(chat.session, 0, 1, 1, 0, 0, 0), (chat.trace, 1, 0, 0, 0, 0, 0)])
+
+
+def test_what_a_killed_builder_took_back_is_built_by_the_next_one(store: StoreSettings) -> None:
+    run = "moved-killed"
+    chat = Chat(run)
+    at_once: dict[str, Any] = {"quiet_seconds": 0, "incomplete_after_seconds": 0}
+    settings = settings_of(store, run, **at_once)
+    post(store, chat.spans.otlp(*chat.inside))
+    Builder(settings).look()
+    post(store, chat.spans.otlp(chat.top))
+    Builder(settings_of(store, run)).look()  # it waits for the session, and looks no more
+    assert where(store, settings, chat.trace) == []
+    Builder(settings).look()
+    assert where(store, settings, chat.trace) == [(chat.call, "", chat.session, "[1]")]
+
+
+def test_a_trace_that_leaves_a_session_leaves_the_others_there(store: StoreSettings) -> None:
+    """What is told last is the rollout."""
+    run = "moved-left"
+    chat = Chat(run)
+    settings = settings_of(store, run, quiet_seconds=0, incomplete_after_seconds=0)
+    builder = Builder(settings)
+    post(store, chat.spans.otlp(chat.top, *chat.inside, *chat.second))
+    builder.look()
+    assert {row[2] for row in where(store, settings, *chat.traces)} == {chat.session}
+    root = chat.spans.root("named", calls=0, trace=f"{run} one")
+    post(store, chat.spans.otlp(root))
+    for _ in range(2):
+        builder.look()
+        assert where(store, settings, *chat.traces) == [
+            (chat.call, run, "named", "[1]"),
+            (chat.other, "", chat.session, "no_reward"),
+        ]
+
+
+def test_all_leaves_a_trace_with_an_open_span_to_the_rollout_that_may_be_named(store: StoreSettings) -> None:
+    run = "moved-root"
+    spans = fakes.SpanFactory(run=run)
+    root = spans.root("named", calls=0, trace=f"{run}.r.0")
+    spans.evaluation(root)
+    call = spans.call(spans.span("agent", root, kind="AGENT"))
+    nameless(spans, root)
+    settings = settings_of(store, run)
+    post(store, spans.otlp(*(str(row["SpanId"]) for row in spans.spans if row["SpanId"] != root)))
+    build_all(settings)
+    assert where(store, settings, spans.trace(f"{run}.r.0")) == []
+    post(store, spans.otlp(root))
+    build_all(settings)
+    assert where(store, settings, spans.trace(f"{run}.r.0")) == [(call, run, "named", "[1]")]
+
+
+def test_a_rollout_without_a_root_is_concluded_beside_one_of_its_name_in_another_run(store: StoreSettings) -> None:
+    whole, cut = fakes.SpanFactory(run="namesake-whole"), fakes.SpanFactory(run="namesake-cut")
+    roots = []
+    for spans in (whole, cut):
+        roots.append(spans.root("namesake", calls=1))
+        spans.evaluation(roots[-1])
+        spans.call(roots[-1], rollout="namesake")
+    (call,) = (str(row["SpanId"]) for row in cut.calls)
+    post(store, whole.otlp())
+    post(store, cut.otlp(call))
+    builder = Builder(settings_of(store, "namesake", incomplete_after_seconds=0))
+    for _ in range(2):
+        builder.look()
+    build_all(settings_of(store, "namesake", incomplete_after_seconds=0))  # which finds the other one built
+    assert [row[:3] for row in outcome(store, "namesake-whole")[0]] == [("namesake", 0, str(whole.calls[0]["SpanId"]))]
+    assert outcome(store, "namesake-cut") == ([], [("namesake", 0, call, "incomplete", "no final root arrived")])
+
+
+def test_a_rollout_that_is_cancelled_after_its_worker_died_is_built(store: StoreSettings) -> None:
+    """The worker's root of the attempt, and the one that ends the rollout, are one span."""
+    spans = fakes.SpanFactory(run="mourned")
+    root = spans.root(calls=1, final=False, failure="exception")
+    call = spans.call(root)
+    post(store, spans.otlp())
+    builder = Builder(settings_of(store, "mourned"))
+    builder.look()
+    assert outcome(store, "mourned") == ([], [])
+    said = {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}
+    spans.spans[0] |= {"Attributes": {**spans.spans[0]["Attributes"], **said}, "Timestamp": spans.time(60)}  # type: ignore[dict-item]
+    post(store, spans.otlp(root))
+    builder.look()
+    assert outcome(store, "mourned") == ([], [("r", 0, call, "attempt_failed", "cancelled")])
+    assert revisions(store, "mourned") == [("r", 0, 1, 0, 1)]
+
+
+def test_a_root_that_is_gone_is_not_waited_for(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="gone")
+    root = spans.root(calls=2)
+    spans.call(root)
+    post(store, spans.otlp())
+    builder = Builder(settings_of(store, "gone"))
+    assert builder.look().waiting > 0
+    waited = builder.look().waiting
+    connect(store).command("DELETE FROM otel.rollout_spans WHERE RunId = 'gone' AND SpanName = 'rollout'")
+    assert builder.look().waiting < waited

@@ -1,0 +1,108 @@
+"""Whatever somebody names a session, a rollout, a group or a span: it is built, and nobody else waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from building import outcome, post, rows, settings_of
+
+import fakes
+from spangrad.clickhouse import connect, constant
+from spangrad.settings import AirRule, Settings, StoreSettings, TrainerSettings
+from trainer.source import Group, Source
+from transition_builder.loop import build_once
+
+LONG = 3000
+
+
+def session(run: str, name: str) -> fakes.SpanFactory:
+    """A trace of a session, as an agent sends it that knows nothing of ours."""
+    spans = fakes.SpanFactory(run=run)
+    agent = spans.span("agent", "", kind="AGENT", trace=f"{run}.{name}", Attributes={"session.id": name})
+    spans.evaluation(agent)
+    spans.call(agent, trace=f"{run}.{name}")
+    for row in (*spans.spans, *spans.calls):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    return spans
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["read file(1)", "see s3(bucket)", "INTO OUTFILE", "engine = File", "o'clock \\ --", "url (http://x)", "ü\x01,"],
+        [f"{number:03}" + "s" * LONG for number in range(100)],
+        ["s" * 200_000],
+    ],
+    ids=["refused words", "many long ones", "a huge one"],
+)
+def test_sessions_of_any_name_are_built(store: StoreSettings, names: list[str], request: pytest.FixtureRequest) -> None:
+    run = f"names-{request.node.callspec.id}"
+    for name in names:
+        post(store, session(run, name).otlp())
+    ours = fakes.SpanFactory(run=run)
+    root = ours.root("ours", calls=1)
+    ours.evaluation(root)
+    call = ours.call(root, rollout="ours")
+    post(store, ours.otlp())
+    settings = settings_of(store, run, quiet_seconds=0)
+    build_once(settings)
+    build_once(settings)  # what is built is asked for by its name as well
+    assert outcome(store, run)[0] == [("ours", 0, call, 0, [1, 2, 3], [4, 5], 3, [1.0])]
+    kept = (
+        f"SELECT RolloutId, count() FROM otel.v_transitions WHERE BuildSpec = '{settings.builder.spec}' "
+        "AND RolloutId IN {names:Array(String)} GROUP BY ALL"
+    )
+    found = connect(store).query(kept.replace("{names:Array(String)}", constant(names)), settings={"max_query_size": 2**24}).result_rows
+    assert sorted(tuple(row) for row in found) == sorted((name, 1) for name in names)
+
+
+def test_a_session_that_is_no_utf8_is_built(store: StoreSettings) -> None:
+    """As others than ours may fill the table."""
+    trace = fakes.SpanFactory.trace("names-bytes")
+    connect(store).command(
+        "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, ServiceName, ScopeName, SpanAttributes, Duration, StatusCode) "
+        f"SELECT now64(9), '{trace}', '00000000000000aa', 'chat', 'svc', 'x', map('gen_ai.operation.name', 'chat', "
+        "'gen_ai.request.model', 'm', 'session.id', unhex('61ff62')), 5, 'Ok'"
+    )
+    settings = settings_of(store, "names-bytes", quiet_seconds=0)
+    build_once(settings)
+    build_once(settings)
+    where = f"BuildSpec = '{settings.builder.spec}' AND TraceId = '{trace}'"
+    assert rows(store, f"SELECT hex(RolloutId), Revision, SpanId, Reason FROM otel.v_drops WHERE {where}") == [
+        ("61FF62", 0, "00000000000000aa", "no_token_ids")
+    ]
+
+
+def test_answers_of_spans_of_any_name_are_read(store: StoreSettings) -> None:
+    run = "names-spans"
+    spans = fakes.SpanFactory(run=run)
+    root = spans.root("r")
+    spans.evaluation(root)
+    choice = '{"index": 0, "finish_reason": "stop", "token_ids": [4], "message": {"content": "no"}}'
+    answer = f'{{"id": "a", "choices": [{choice}], "prompt_token_ids": [1]}}'
+    span: dict[str, Any] = {"scope": "openinference.instrumentation.openai", "service": "url(x)", "Attributes": {"output.value": answer}}
+    call = spans.span("read file(1)", root, kind="LLM", **span)
+    post(store, spans.otlp())
+    rule = AirRule(name="form", kind="unparsable_output", reward=-1.0, form="yes")
+    build_once(settings_of(store, run, quiet_seconds=0, rules=(rule,)))
+    assert outcome(store, run) == ([], [("r", 0, call, "no_logprobs", "0 logprobs for 1 tokens")])
+    assert rows(store, f"SELECT Name, Value FROM otel.v_rewards WHERE RunId = '{run}' ORDER BY Name") == [("form", -1.0), ("reward", 1.0)]
+
+
+def test_groups_of_any_name_are_loaded(store: StoreSettings) -> None:
+    run, names = "names-groups", ["file(1)", "s3(x)"]
+    settings = Settings(store=store, trainer=TrainerSettings(run_id=run))
+    client = connect(store)
+    columns = ["RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "RolloutId", "Attempt", "Revision", "Content"]
+    built = [[run, "train", settings.builder.spec, name, 1, f"{name} of url()", 0, 0, 7] for name in names]
+    client.insert("otel.builds", built, column_names=columns)
+    spans = fakes.SpanFactory(run=run)
+    spans.root("s3(x) of url()", failure="cancelled")
+    post(store, spans.otlp())
+    source = Source(client, settings)
+    groups = source.ready()
+    assert groups == [Group(run, "train", settings.builder.spec, name) for name in names]
+    loaded = source.load(groups)
+    assert sorted((one.group.group_id, one.rollout_id) for one in loaded.rollouts) == [(name, f"{name} of url()") for name in names]
+    assert loaded.cancelled == {"s3(x)"}

@@ -1,0 +1,46 @@
+"""What looks at the store led to.
+
+In: what the sink wrote. Out: counts, and a line of them for the log. Invariant: rows count when their revision is written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import polars as pl
+
+from transition_builder.sink import Written
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a look at the store led to."""
+
+    rollouts: int = 0
+    """That got a revision."""
+    revised: int = 0
+    """Of those, the ones that had been built before."""
+    transitions: int = 0
+    drops: Counter[str] = field(default_factory=Counter[str])
+    """Rows by reason."""
+    rewards: int = 0
+    waiting: int = 0
+    """Rollouts that ended and are not complete."""
+    seconds: float = 0.0
+
+    def add(self, written: Written) -> None:
+        """Count what was written."""
+        self.rollouts += written.builds.height
+        self.revised += written.builds.filter(pl.col("Revision") > 0).height
+        self.transitions += written.rows.transitions.height
+        self.drops.update(written.rows.drops["Reason"])
+        self.rewards += written.rows.rewards.height
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.drops.items()))
+        again, why = f" ({self.revised} again)" if self.revised else "", f" ({reasons})" if reasons else ""
+        return (
+            f"{self.rollouts} rollouts{again}: {self.transitions} transitions, {self.drops.total()} drops{why}, "
+            f"{self.rewards} rewards in {self.seconds:.3f} s; {self.waiting} wait"
+        )
