@@ -81,7 +81,7 @@ class StreamReader(ABC):
         self._held += data
         for blank in _BLANK_LINE.finditer(self._held, begin):
             event = self.event(bytes(self._held[start : blank.start()]))
-            given += [event, blank.group()] if event else []
+            given += [event, blank.group()] if event is not None else []
             start = blank.end()
         del self._held[:start]
         return b"".join(given)
@@ -91,8 +91,8 @@ class StreamReader(ABC):
         return bytes(self._held)
 
     @abstractmethod
-    def event(self, event: bytes) -> bytes:
-        """Take one event, without the blank line that ends it; give what the client gets of it, which has the same end. Empty: nothing."""
+    def event(self, event: bytes) -> bytes | None:
+        """Take one event, without the blank line that ends it; give what the client gets of it, which has the same end. None: nothing."""
 
 
 class Dialect(Protocol):

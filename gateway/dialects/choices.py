@@ -91,7 +91,7 @@ class ChoicesStream(StreamReader):
         self._ids = request.wants_ids
         self._logprobs = request.wants_logprobs
 
-    def event(self, event: bytes) -> bytes:
+    def event(self, event: bytes) -> bytes | None:
         """See `StreamReader`."""
         before, data, after = data_of(event)
         if not data.startswith(b"{"):
@@ -102,7 +102,7 @@ class ChoicesStream(StreamReader):
             # Not a chunk of an answer: the client shall see it, and the call counts as failed.
             self.answer.failed = True
             return event
-        return before + shown + after if shown else b""
+        return before + shown + after if shown else None
 
     def _chunk(self, data: bytes) -> bytes:
         """What the client gets of a chunk; empty: nothing."""

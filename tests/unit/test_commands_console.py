@@ -27,6 +27,12 @@ START = PromptText("greeting", 1, ODD, "c", 0.0, True)
 QUESTION = Question("s", START, (Task("a", 1),), (Task("b", 1),))
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the terminal of whoever runs the tests has."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def found(gain: float = 0.8) -> Result:
     """A search that has found a better version."""
     first = Candidate(1, ODD, 0.1, {"b": 0.1}, 0, None)
@@ -41,8 +47,7 @@ def test_no_command_has_a_console_of_its_own() -> None:
     assert [file.name for file in files if makes.search(file.read_text())] == ["console.py"]
 
 
-def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_rollouts_tasks_and_groups_are_named_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     run._show([Outcome(RolloutKey("run", "r0", 0), ODD, Mode.TRAIN, None, AttemptFailure.EXIT_CODE, ODD, 0.0, None)])
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{ODD}  1 ")
     groups = (PlannedGroup("train", ODD, 1, 2, Fate.WAITING),)
