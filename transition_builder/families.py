@@ -8,6 +8,7 @@ Numbers here are of the spans of calls alone; the number one past them stands fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,15 +61,21 @@ class Families:
         kinds = [self.is_gateway, self.client, self.model, self.suspect]
         return np.select(kinds, [twins.GATEWAY, twins.CLIENT, twins.FRAMEWORK, twins.REQUEST], twins.ENGINE)
 
-    def innermost(self, tops: Indices) -> Indices:
-        """Of each of these families the innermost client, else framework's span, else the outermost of all."""
+    def innermost(self, tops: Indices, places: Callable[[Indices], list[tuple[str, int, str]]]) -> Indices:
+        """Of each of these families the innermost client, else framework's span, else the outermost of all.
+
+        Args:
+            tops: the outermost span of each.
+            places: where spans of calls began; of several that are as deep the first is taken.
+        """
         found = list[int]()
         for top in tops.tolist():
             members = np.flatnonzero(self.roots == top)
             for kind in (self.client, self.model):
                 some = members[kind[members]]
                 if len(some):
-                    found.append(int(some[np.argmax(self.tree.depth[some])]))
+                    deepest = some[self.tree.depth[some] == self.tree.depth[some].max()]
+                    found.append(int(min(zip(places(deepest), deepest, strict=True))[1]) if len(deepest) > 1 else int(deepest[0]))
                     break
             else:
                 found.append(top)

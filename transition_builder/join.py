@@ -18,7 +18,9 @@ In an attempt that the gateway recorded, a family without it that ended in an er
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -122,7 +124,9 @@ def join(
         paired = _pair(nodes, tree, family, gateway_calls, answers)
         told[list(paired.told)] = True
         if paired.below:
-            lower, upper = np.array(list(paired.below)), family.innermost(np.array(list(paired.below.values())))
+            lower, above = np.array(list(paired.below)), np.array(list(paired.below.values()))
+            began = nodes.select(*_SPAN, "ProcessId", "ServiceName", "Seq", start=pl.col("Timestamp").cast(pl.Int64))
+            upper = family.innermost(above, lambda numbers: [*map(_place, began[family.node[numbers]].iter_rows(named=True))])
             tree = tree.with_parents(family.node[lower], family.node[upper])
             family = family.linked(lower, upper)
 
@@ -158,6 +162,16 @@ def join(
     call_like = np.zeros(size, dtype=np.bool_)
     call_like[family.node] = True
     return Joined(calls.with_columns(Dropped=kept_back[calls["Node"].to_numpy()]), tree, call_of, call_like)
+
+
+def _place(span: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Process, sequence number or time there, span id: where a span began."""
+    ours = bool(span["ProcessId"]) and not span["ProcessId"].startswith(lineage.FOREIGN)
+    return (
+        span["ProcessId"] or f"{lineage.FOREIGN}{span['ServiceName']}",
+        span["Seq"] if ours else span["start"],
+        span["TraceId"] + span["SpanId"],
+    )
 
 
 def _order(calls: pl.DataFrame, nodes: pl.DataFrame, tree: Forest, families: Indices) -> Indices:
@@ -304,16 +318,11 @@ def _kin(
                 tokens.setdefault(top, (row["InputTokens"], row["OutputTokens"]))
         ranks = [row["rank"] for row in rows]
         wire = [rank for rank in ranks if rank not in (twins.REQUEST, twins.ENGINE)]
-        ours = bool(first["ProcessId"]) and not first["ProcessId"].startswith(lineage.FOREIGN)
         kin[top] = twins.Kin(
             name=top,
             top=first["rank"],
             bottom=min(wire or ranks),
-            place=(
-                first["ProcessId"] or f"{lineage.FOREIGN}{first['ServiceName']}",
-                first["Seq"] if ours else first["start"],
-                first["TraceId"] + first["SpanId"],
-            ),
+            place=_place(first),
             start=first["start"],
             end=first["start"] + first["lasted"],
             convention=f"{first['Convention']} {first['ScopeName']}",

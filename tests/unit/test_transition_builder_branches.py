@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import polars as pl
@@ -267,10 +268,8 @@ def grown(shape: list[tuple[str, int, str, int, int]]) -> fakes.SpanFactory:
     return spans
 
 
-@settings(max_examples=80, deadline=None)
-@given(SHAPES, st.randoms(use_true_random=False))
-def test_the_order_of_rows_changes_nothing(shape: list[tuple[str, int, str, int, int]], random: Any) -> None:
-    spans = grown(shape)
+def shuffled_alike(spans: fakes.SpanFactory, random: Any) -> None:
+    """Place calls, shuffle the rows, and place them again."""
     by = ["CallId"]
     columns = ["CallId", "SpanId", "AgentName", "Order", "ParentCallId", "Branch", "Components", "Tools", "Retried", "DuplicateOf"]
     first = place(spans)
@@ -279,6 +278,18 @@ def test_the_order_of_rows_changes_nothing(shape: list[tuple[str, int, str, int,
     second = place(spans)
     assert first.calls.select(columns).sort(by).rows() == second.calls.select(columns).sort(by).rows()
     assert first.caused.drop("Tool").rows() == second.caused.drop("Tool").rows()
+
+
+@settings(max_examples=80, deadline=None)
+@given(SHAPES, st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_nothing(shape: list[tuple[str, int, str, int, int]], random: Any) -> None:
+    shuffled_alike(grown(shape), random)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_client_beside_two_frameworks_spans_as_deep_goes_below_the_first_of_them(seed: int) -> None:
+    shape = [("LLM", 0, "agent", 0, 0), ("LLM", 1, "agent", 0, 1), ("client", 0, "agent", 1, 1), ("LLM", 1, "agent", 0, 0)]
+    shuffled_alike(grown(shape), Random(seed))
 
 
 @settings(max_examples=80, deadline=None)
