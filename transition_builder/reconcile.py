@@ -120,9 +120,12 @@ def _failed() -> pl.Expr:
 def _outcome() -> list[Rule]:
     silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
     nothing = pl.lit("")
+    # Who tells of a failure does not always know its status.
+    status, kind = pl.when(pl.col("HttpStatus") > 0).then(pl.format("HTTP {}", "HttpStatus")), pl.when(pl.col("ErrorType") != "")
+    failure = pl.concat_str(status, kind.then("ErrorType"), separator=" ", ignore_nulls=True)
     return [
         (DropReason.ABORTED, pl.col("Aborted"), nothing),
-        (DropReason.CALL_FAILED, _failed(), pl.format("HTTP {} {}", "HttpStatus", "ErrorType")),
+        (DropReason.CALL_FAILED, _failed(), failure),
         (DropReason.RETRIED, pl.col("Retried"), nothing),
         (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (pl.col("ResponseTokens") == 0), nothing),
     ]

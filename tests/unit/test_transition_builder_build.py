@@ -86,7 +86,7 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
     [
         ({"Aborted": True, "ErrorType": "aborted", "HttpStatus": 499}, ("aborted", "")),
         ({"ErrorType": "APITimeoutError"}, ("call_failed", "HTTP 200 APITimeoutError")),
-        ({"HttpStatus": 429, "PromptIds": []}, ("call_failed", "HTTP 429 ")),
+        ({"HttpStatus": 429, "PromptIds": []}, ("call_failed", "HTTP 429")),
         ({"Redacted": True, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ("redacted", "")),
         ({"PromptIds": []}, ("no_token_ids", "")),
         (

@@ -65,7 +65,7 @@ def test_without_a_gateway_a_clients_error_is_a_failed_call() -> None:
     failed = spans.client(spans.root(), status="Error", StatusMessage="APITimeoutError: too late")
     spans.evaluation(str(spans.roots[0]["SpanId"]))
     built = build(spans.frames(), BuilderSettings())
-    assert built.drops.select("SpanId", "Reason", "Detail").rows() == [(failed, "call_failed", "HTTP 0 APITimeoutError")]
+    assert built.drops.select("SpanId", "Reason", "Detail").rows() == [(failed, "call_failed", "APITimeoutError")]
 
 
 def test_a_plain_call_carries_what_its_answer_and_its_request_say() -> None:
