@@ -241,7 +241,8 @@ def order(attempt: Indices, where: Paths, by_gateway: Mask, spans: pl.DataFrame,
         # Processes without calls come last, by name.
         key = np.where(places[through] < len(attempt), places[through], len(attempt) + process)
         if mixed:
-            key = np.where(_taken_straight(group, length, level, by_gateway, leaf_process, counted), taken, key)
+            straight = _taken_straight(group, length, level, by_gateway, leaf_process, counted)
+            key = np.where(straight, np.where(counted, taken, len(attempt) + process), key)
             group = _numbered(group, process, seq)
         # -1 (the path ended) stays before all. The process whose call was taken first goes first.
         keys += [np.where(ended, -1, key), seq]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import commands
-from commands import prompt, run, train_plan
+from commands import console, prompt, run, train_plan
 from prompts.beam import Round
 from prompts.compare import Gain
 from prompts.search import Candidate, Question, Result
@@ -29,8 +29,9 @@ QUESTION = Question("s", START, (Task("a", 1),), (Task("b", 1),))
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the terminal of whoever runs the tests has."""
-    monkeypatch.setenv("COLUMNS", "200")
+    """Whatever width rich finds where the tests run."""
+    made = console.plain_console
+    monkeypatch.setattr(console, "plain_console", lambda *given, **more: made(*given, **{**more, "width": 200}))
 
 
 def found(gain: float = 0.8) -> Result:

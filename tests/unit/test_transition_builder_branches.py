@@ -287,6 +287,12 @@ def test_the_order_of_rows_changes_nothing(shape: list[tuple[str, int, str, int,
 
 
 @pytest.mark.parametrize("seed", range(6))
+def test_tools_of_two_processes_that_called_nothing_have_an_order_of_their_own(seed: int) -> None:
+    shape = [("TOOL", 0, "agent", 0, 0), ("TOOL", 0, "worker", 0, 0), ("AGENT", 0, "agent", 0, 0), ("AGENT", 0, "agent", 0, 0)]
+    shuffled_alike(grown([*shape, ("call", 0, "agent", 0, 0), ("call", 1, "agent", 0, 0)]), Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_a_client_beside_two_frameworks_spans_as_deep_goes_below_the_first_of_them(seed: int) -> None:
     shape = [("LLM", 0, "agent", 0, 0), ("LLM", 1, "agent", 0, 1), ("client", 0, "agent", 1, 1), ("LLM", 1, "agent", 0, 0)]
     shuffled_alike(grown(shape), Random(seed))
