@@ -23,8 +23,3 @@ def put_aside(directory: Path, body: bytes) -> Path:
     part.write_bytes(body)
     part.replace(file)
     return file
-
-
-def lying_aside(directory: Path) -> int:
-    """How many requests lie there."""
-    return sum(1 for _ in directory.glob("*.otlp"))

@@ -151,17 +151,34 @@ class Lot:
 
     def _try_to_store(self) -> None:
         try:
-            if not self._tries:
+            if self._tries:
+                self._store_apart()
+            else:
                 if not self._staging.staged:
                     self._staging.stage(self._bodies)
                 self._staging.store()
-            elif failing := self._store_in_parts(self._bodies):
-                self._give_up(failing)
             # What is in the tables already counts once, when it comes again.
             self._journal.clear()
         except OSError as error:
             raise _refused(error) from None
         self._bodies, self._spans = [], 0
+
+    def _store_apart(self) -> None:
+        """Store each body that can be stored, and put aside what no try could.
+
+        Raises:
+            EngineRefusedError: something waits on: it is too early to give it up, or it is no body's fault.
+            OSError: the same; there is no room for what is put aside.
+        """
+        # First: where the tables take nothing, each try would leave rows of all bodies in the first of them.
+        tables_take_spans = store_one_again(self.handle)
+        failing = self._store_in_parts(self._bodies)
+        self._bodies = [body for body, _ in failing]
+        if failing and (self._tries < _TRIES - 1 or not tables_take_spans):
+            raise failing[0][1]
+        for body, error in failing:
+            file = put_aside(self._journal.path.parent / ASIDE, body.load())
+            logger.error("a request with %d acknowledged spans is in no table, and put aside as %s: %s", body.spans, file, error)
 
     def _store_in_parts(self, bodies: Sequence[TraceBody]) -> list[tuple[TraceBody, EngineRefusedError]]:
         """Store bodies, those that alone can't be stored left out: which they are, and why.
@@ -180,20 +197,6 @@ class Lot:
             middle = len(bodies) // 2
             return [*self._store_in_parts(bodies[:middle]), *self._store_in_parts(bodies[middle:])]
         return []
-
-    def _give_up(self, failing: Sequence[tuple[TraceBody, EngineRefusedError]]) -> None:
-        """Put bodies aside that no try could store.
-
-        Raises:
-            EngineRefusedError: it is too early for that, or not their fault: they wait on.
-            OSError: there is no room for them.
-        """
-        self._bodies = [body for body, _ in failing]
-        if self._tries < _TRIES - 1 or not store_one_again(self.handle):
-            raise failing[0][1]
-        for body, error in failing:
-            file = put_aside(self._journal.path.parent / ASIDE, body.load())
-            logger.error("a request with %d acknowledged spans is in no table, and put aside as %s: %s", body.spans, file, error)
 
 
 def _refused(error: OSError) -> EngineRefusedError:

@@ -217,6 +217,28 @@ def test_a_table_that_takes_nothing_is_no_bodys_fault(
     assert stored(asking, *called) == [2, 2]
 
 
+def test_a_view_that_takes_nothing_is_not_tried_with_every_body_again_and_again(
+    store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, *called = names(4)
+    store.spans.commit([body(before)])
+    assert store.spans.settle()
+    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(store.spans, "_is_due", lambda: False)
+    for name in called:
+        store.spans.commit([body(name)])
+    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+    asking.query("CREATE MATERIALIZED VIEW default.closed TO default.seen AS SELECT throwIf(true, 'closed') AS n FROM otel.otel_traces")
+    assert [store.spans.settle() for _ in range(5)] == [False] * 5
+    left = stored(asking, *called, table="otel_traces")
+    asking.query("DROP VIEW default.closed")
+    asking.query("DROP TABLE default.seen")
+
+    assert max(left) <= 2, "rows of the first try at most"
+    assert store.spans.settle()
+    assert stored(asking, before, *called) == [2] * 4
+
+
 def test_a_span_of_thousands_of_evaluations_needs_memory_for_each_once(store: Store, asking: Handle) -> None:
     """Were all of them copied to each row, it would take gigabytes, and no insert could hold it."""
     name = names(1)[0]
