@@ -31,6 +31,8 @@ HANDLE_SETTINGS = {
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
 """CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
 _UNKNOWN = 1002
+_OWNER = "owner"
+"""The file in a store's directory that its process locks, and names itself in."""
 _FORMAT = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _PYTHON_FORMATS = frozenset({"dataframe", "datastore", "arrowtable"})
 """chDB's own: it answers with objects in these, and not with bytes."""
@@ -232,11 +234,23 @@ def _unusable(path: Path, error: OSError) -> StoreError:
     return StoreError(f"store.path = {str(path)!r} cannot be used ({error.strerror}). Set it to a directory that may be made and written.")
 
 
+def user_of(path: Path) -> str:
+    """The process that has a store's directory open; empty: none has."""
+    try:
+        with (path / _OWNER).open() as owner:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+    except BlockingIOError:
+        return (path / _OWNER).read_text().strip()
+    except OSError:
+        return ""
+
+
 def _own(path: Path) -> int:
     """Lock the directory; the lock goes with the process, however it ends."""
     make_directory(path)
     try:
-        lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _unusable(path, error) from None
     try:

@@ -6,7 +6,6 @@ itself; only when nobody listens on this machine is the data of a stopped one op
 
 from __future__ import annotations
 
-import fcntl
 import sys
 import urllib.error
 import urllib.request
@@ -28,6 +27,8 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     Raises:
         StoreError: none runs, and there is no data of it; or somebody has the data open.
     """
+    from collector.engine import user_of
+
     if _listens(store.url):
         yield store
         return
@@ -38,7 +39,7 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
         raise StoreError(
             f"no span store answers at {store.url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
         )
-    if user := _user_of(stopped[0]):
+    if user := user_of(stopped[0]):
         raise StoreError(
             f"no span store answers at {store.url}: process {user} has {stopped[0]} open, and answers elsewhere."
             " Set store.url to where it does."
@@ -71,18 +72,6 @@ def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
             yield store.model_copy(update={"url": url, "otlp_endpoint": f"http://127.0.0.1:{http}", "token": None})
         finally:
             child.stop()
-
-
-def _user_of(path: Path) -> str:
-    """The process that has the data open; empty: none has."""
-    try:
-        with (path / "owner").open() as owner:
-            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return ""
-    except BlockingIOError:
-        return (path / "owner").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _listens(url: str) -> bool:
