@@ -61,8 +61,8 @@ class Policy:
         """What was served, the newest last: that is what every engine of the policy ought to serve. Empty: nobody has said."""
         self.rolled_back: set[int] = set()
         """Versions that were taken back, and are not published again by mistake."""
-        self.withdrawn: set[int] = set()
-        """Those, and newer ones in whose place an older one was published: an engine that still has one may not answer with it."""
+        self.replaced: set[int] = set()
+        """Versions in whose place an older one was published; they may be published again."""
         self.canary: Canary | None = None
         self.lock = asyncio.Lock()
         """Held by whoever publishes."""
@@ -109,14 +109,14 @@ class Policy:
         """What a backend that holds a version has to be given before it answers calls. None: it may answer with what it holds."""
         wanted = self.wanted(backend)
         # One that was started with a newer version was meant to be.
-        stale = wanted and (version < wanted.version or (version in self.withdrawn and version != wanted.version))
+        stale = wanted and version != wanted.version and (version < wanted.version or version in self.rolled_back | self.replaced)
         return wanted if stale else None
 
     def served(self, release: Release) -> None:
         """Remember a release that is served now, and that what is newer is not."""
         known = {one.version for one in self.releases} | {one.info.version for one in self.engines if one.info}
-        self.withdrawn |= {one for one in known if one > release.version}
-        self.withdrawn.discard(release.version)
+        self.replaced |= {one for one in known if one > release.version}
+        self.replaced.discard(release.version)
         self.rolled_back.discard(release.version)
         if release != self.release:
             self.releases = [*self.releases, release][-RELEASES_KEPT:]

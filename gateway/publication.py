@@ -71,7 +71,7 @@ class Expected:
             self._found[dtype] = await (self._sent(backend, dtype) if self.sender else asyncio.to_thread(_read, self._release, dtype))
         try:
             reason = unfit(backend, Path(self._release.path), self.sender)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             raise PublicationError(409, str(error)) from error
         if reason:
             raise PublicationError(409, reason)
@@ -110,7 +110,7 @@ async def put(backend: Backend, release: Release, expected: str, in_flight: InFl
     assert info, "an engine that was never reached is not published to"
     try:
         road = road_of(backend, Path(release.path), sender)
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         raise EngineError(f"version {release.version} cannot be read any more: {error}") from error
     before = backend.status
     backend.become(BackendStatus.PUBLISHING)

@@ -154,7 +154,7 @@ async def roll_back(policy: Policy, order: Order, in_flight: InFlight) -> Public
         policy.canary = None
         policy.releases = former
         policy.rolled_back = (policy.rolled_back | set(withdrawn)) - {release.version}
-        policy.withdrawn = (policy.withdrawn | set(withdrawn)) - {release.version}
+        policy.replaced.discard(release.version)
         _withdraw_laggards(policy)
         return _publication(policy, release, time.monotonic() - began)
 

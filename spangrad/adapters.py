@@ -45,12 +45,14 @@ def adapter_facts(directory: Path) -> AdapterFacts | None:
         CheckpointError: its configuration cannot be read, or asks for more than rank and alpha.
     """
     file = directory / CONFIG
-    if not file.exists():
-        return None
     try:
+        if not file.exists():
+            return None
         said = json.loads(file.read_text())
         beside = [name for name in _UNKNOWN if said.get(name)]
         facts = AdapterFacts(Path(said["base_model_name_or_path"]), int(said["r"]), float(said["lora_alpha"]))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Restore {directory} from a copy, or let its files be read.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file} is no configuration of a LoRA adapter ({error!r}). Restore {directory} from a copy.") from error
     if beside:

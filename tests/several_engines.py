@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fake_engine import FakeEngine
+from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
+
+from spangrad.weights import checksum_directory
 
 
 @asynccontextmanager
@@ -38,3 +43,22 @@ async def all_serve(stage: Stage, count: int) -> None:
 async def ask(stage: Stage, method: str, path: str, body: object = None) -> tuple[int, Any]:
     async with stage.client.request(method, path, json=body) as answer:
         return answer.status, await answer.json()
+
+
+def models(under: Path, count: int) -> list[Path]:
+    """Model directories of so many versions, each with weights of its own."""
+    directories = [under / f"v{version}" for version in range(count)]
+    for version, directory in enumerate(directories):
+        directory.mkdir()
+        save_file({"w": np.arange(6, dtype=np.float32) + version}, directory / "model.safetensors")
+    return directories
+
+
+def started(weights: list[Path], count: int, kind: type[FakeEngine] = FakeEngine) -> list[FakeEngine]:
+    """Engines that say which weights they were started with: the first."""
+    return [kind(model=str(weights[0]), checksum=checksum_directory(weights[0])) for _ in range(count)]
+
+
+def release_of(weights: list[Path], version: int, **more: object) -> dict[str, object]:
+    """What is asked for to publish a version."""
+    return {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}

@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_engine import FakeEngine
-from safetensors.numpy import save_file
-from several_engines import all_serve, ask, backends, several
+from several_engines import all_serve, ask, backends, models, release_of, several, started
 from unit_gateway import Stage, staged
 
 from spangrad import semconv
@@ -24,21 +21,11 @@ STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum",
 @pytest.fixture
 def weights(tmp_path: Path) -> list[Path]:
     """Model directories of versions 0, 1, 2."""
-    directories = [tmp_path / f"v{version}" for version in range(3)]
-    for version, directory in enumerate(directories):
-        directory.mkdir()
-        save_file({"w": np.arange(6, dtype=np.float32) + version}, directory / "model.safetensors")
-    return directories
-
-
-def started(weights: list[Path], count: int) -> list[FakeEngine]:
-    """Engines that say which weights they were started with."""
-    return [FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0])) for _ in range(count)]
+    return models(tmp_path, 3)
 
 
 async def publish(stage: Stage, weights: list[Path], version: int, **more: object) -> tuple[int, Any]:
-    body = {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
-    status, answer = await ask(stage, "POST", f"{POLICY}/versions", body)
+    status, answer = await ask(stage, "POST", f"{POLICY}/versions", release_of(weights, version, **more))
     answer.pop("seconds", None)
     if "stages" in answer:
         answer["stages"] = sorted(answer["stages"])

@@ -6,12 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine
-from safetensors.numpy import save_file
-from several_engines import all_serve, ask, backends, several
+from several_engines import all_serve, ask, backends, models, release_of, several, started
 from unit_gateway import Stage
 
 from spangrad.weights import checksum_directory
@@ -22,11 +20,7 @@ POLICY = "/admin/policies/policy"
 @pytest.fixture
 def weights(tmp_path: Path) -> list[Path]:
     """Model directories of versions 0 to 3."""
-    directories = [tmp_path / f"v{version}" for version in range(4)]
-    for version, directory in enumerate(directories):
-        directory.mkdir()
-        save_file({"w": np.arange(6, dtype=np.float32) + version}, directory / "model.safetensors")
-    return directories
+    return models(tmp_path, 4)
 
 
 class Hiccup(FakeEngine):
@@ -40,12 +34,11 @@ class Hiccup(FakeEngine):
 
 
 def engines(weights: list[Path]) -> list[FakeEngine]:
-    return [Hiccup(model=str(weights[0]), checksum=checksum_directory(weights[0])) for _ in range(2)]
+    return started(weights, 2, Hiccup)
 
 
 async def publish(stage: Stage, weights: list[Path], version: int, **more: object) -> dict[str, Any]:
-    body = {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
-    status, answer = await ask(stage, "POST", f"{POLICY}/versions", body)
+    status, answer = await ask(stage, "POST", f"{POLICY}/versions", release_of(weights, version, **more))
     assert status == 200
     return answer["backends"]
 

@@ -6,11 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_engine import FakeEngine
-from safetensors.numpy import save_file
-from several_engines import ask, backends, several
+from several_engines import ask, backends, models, release_of, several, started
 from unit_gateway import Stage
 
 from gateway import watch
@@ -22,11 +20,7 @@ VERSIONS = "/admin/policies/policy/versions"
 @pytest.fixture
 def weights(tmp_path: Path) -> list[Path]:
     """Model directories of versions 0 and 1."""
-    directories = [tmp_path / f"v{version}" for version in range(2)]
-    for version, directory in enumerate(directories):
-        directory.mkdir()
-        save_file({"w": np.arange(6, dtype=np.float32) + version}, directory / "model.safetensors")
-    return directories
+    return models(tmp_path, 2)
 
 
 async def second_is_down(stage: Stage) -> str:
@@ -39,9 +33,9 @@ async def second_is_down(stage: Stage) -> str:
 
 
 async def test_weights_that_cannot_be_read_keep_out_the_engine_that_needs_them_and_no_other(weights: list[Path], tmp_path: Path) -> None:
-    engines = [FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0])) for _ in range(2)]
+    engines = started(weights, 2)
     async with several(*engines) as stage:
-        body = {"version": 1, "path": str(weights[1]), "checksum": checksum_directory(weights[1])}
+        body = release_of(weights, 1)
         assert (await ask(stage, "POST", VERSIONS, body))[0] == 200
         (weights[1] / "model.safetensors").unlink()
         (weights[1] / "model.safetensors").symlink_to(tmp_path / "nowhere")
