@@ -134,7 +134,7 @@ class Rank(Worker):
         ranks: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(ranks, _random_state())
         state = {
-            "optimizer": _whole(policy.optimizer.state_dict()),
+            "moments": _moments(policy.optimizer),
             "steps": policy.lr_scheduler.last_epoch,
             "order": order,
             "random": ranks,
@@ -144,7 +144,7 @@ class Rank(Worker):
             state["lora_alpha"] = self._settings.lora_alpha
         if Role.CRITIC in self._models:
             critic = self._engine(Role.CRITIC)
-            state["critic"] = {"weights": _whole(critic.module.state_dict()), "optimizer": _whole(critic.optimizer.state_dict())}
+            state["critic"] = {"weights": _whole(critic.module.state_dict()), "moments": _moments(critic.optimizer)}
         if self.rank == 0:
             torch.save(state, directory / checkpoint.STATE)
 
@@ -163,7 +163,7 @@ class Rank(Worker):
             state = torch.load(file, weights_only=False, mmap=True)  # our own file, beside weights whose checksum was verified
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
-        if not {"order", "steps"} <= state.keys():
+        if not {"order", "steps", "moments"} <= state.keys():
             raise CheckpointError(
                 f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
             )
@@ -171,13 +171,13 @@ class Rank(Worker):
         require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
         if settings.lora_rank:
             _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
-        _load_optimizer(policy.optimizer, state["optimizer"])
+        _load_moments(policy.optimizer, state["moments"])
         _go_on(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):
             _set_random_state(state["random"][self.rank])
         if Role.CRITIC in self._models and "critic" in state:
             _load_module(self._engine(Role.CRITIC).module, state["critic"]["weights"])
-            _load_optimizer(self._engine(Role.CRITIC).optimizer, state["critic"]["optimizer"])
+            _load_moments(self._engine(Role.CRITIC).optimizer, state["critic"]["moments"])
         return state["order"]
 
     def _engine(self, role: Role) -> Any:
@@ -215,11 +215,16 @@ def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> 
     module.load_state_dict({name: _own(value, held.get(name)) for name, value in state.items()}, strict=strict)
 
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take the moments of a state; rates, betas and decay stay what the settings say."""
+def _moments(optimizer: Any) -> dict[int, dict[str, Any]]:
+    """What an optimiser remembers of each parameter; collective."""
+    return _whole(optimizer.state_dict()["state"])
+
+
+def _load_moments(optimizer: Any, moments: dict[int, dict[str, Any]]) -> None:
+    """Take them over; rates, betas and decay stay what the settings say."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    moments = {at: {name: _own(value, parameters[at]) for name, value in held.items()} for at, held in state["state"].items()}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    own = {at: {name: _own(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
 
 
 def _go_on(schedule: Any, steps: int) -> None:
