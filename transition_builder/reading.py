@@ -94,6 +94,17 @@ def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:
     return clickhouse.batches(keys.drop_nulls().unique(maintain_order=True).cast(pl.Binary).to_list())
 
 
+def span_constants(spans: pl.DataFrame) -> Mapping[str, object]:
+    """What a statement names to find spans in otel_traces by its sorting key: services, names, traces, spans, the first and last ns.
+
+    Args:
+        spans: one or more, no more than fit a statement, as SPANS has them.
+    """
+    named = {"services": "ServiceName", "names": "SpanName", "traces": "TraceId", "spans": "SpanId"}
+    times = spans["Timestamp"].dt.epoch("ns")
+    return {name: constant(spans[column].unique()) for name, column in named.items()} | {"first": times.min(), "last": times.max()}
+
+
 def _with_plain_map_keys(table: Any) -> Any:
     """The same table: Polars takes a dictionary for any text but the key of a map."""
     import pyarrow as pa

@@ -33,7 +33,7 @@ from transition_builder.frames import (
     concat,
     conform,
 )
-from transition_builder.reading import Reader, batches
+from transition_builder.reading import Reader, batches, span_constants
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import responses, sql
 from transition_builder.unclaimed import claim
@@ -150,10 +150,7 @@ class Source:
         wanted = join.uncovered(spans, calls)
         found = list[pl.DataFrame]()
         for some in wanted.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
-            times = some["Timestamp"].cast(pl.Int64)
-            texts = {"services": "ServiceName", "names": "SpanName", "traces": "TraceId", "spans": "SpanId"}
-            asked = {name: constant(some[column].unique()) for name, column in texts.items()}
-            answered = self._reader.frame(dialects.ANSWER_SQL % {**asked, "first": times[0], "last": times[-1]})
+            answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(some))
             found.append(answered.join(some, on=["TraceId", "SpanId"], how="semi"))
         return concat(found, ANSWERS)
 

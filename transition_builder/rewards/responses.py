@@ -16,10 +16,11 @@ import msgspec
 import polars as pl
 
 from spangrad import semconv
-from spangrad.clickhouse import LONG, constant, store_errors
+from spangrad.clickhouse import LONG, store_errors
 from spangrad.settings import BuilderSettings
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.frames import RESPONSES, empty
+from transition_builder.reading import span_constants
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -38,8 +39,6 @@ WHERE ServiceName IN {{services}} AND SpanName IN {{names}} AND TraceId IN {{tra
     AND Timestamp BETWEEN fromUnixTimestamp64Nano({{first}}) AND fromUnixTimestamp64Nano({{last}})
 LIMIT 1 BY TraceId, SpanId
 """
-
-_TEXTS = {"services": "ServiceName", "names": "SpanName", "traces": "TraceId", "spans": "SpanId"}
 
 ToolCall = tuple[str, str]
 """Name and arguments of a tool call that an answer asked for."""
@@ -76,10 +75,8 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
     wanted = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(_SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()
     for some in wanted.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
-        times = some["Timestamp"].dt.epoch("ns")
-        asked = {name: constant(some[column].unique()) for name, column in _TEXTS.items()}
         with store_errors(url):
-            found = client.query(_SQL.format(**asked, first=times[0], last=times[-1]), settings=LONG).result_rows
+            found = client.query(_SQL.format(**span_constants(some)), settings=LONG).result_rows
         for trace, span, *texts in found:
             response = next(filter(None, (parse(text) for text in texts if text)), [])
             rows += ({"TraceId": trace, "SpanId": span, **_row(one)} for one in response)
