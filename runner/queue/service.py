@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from runner.ids import ordered_ids
 from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
+from runner.queue.news import News, within
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
@@ -84,10 +85,10 @@ class Service:
         self._run = Watch[Key]()
         """How long attempts may run."""
         self._running: dict[Key, Running] = {}
-        self._arrivals: dict[str, asyncio.Event] = {}
-        """By run: something is queued."""
-        self._ends: dict[str, asyncio.Event] = {}
-        """By run: something has ended."""
+        self._arrivals = News()
+        """Something is queued."""
+        self._ends = News()
+        """Something has ended."""
         self._stopping = False
         self.taken: asyncio.Future[ServedElsewhereError] = asyncio.get_running_loop().create_future()
         """Done when another server serves from the database: this one is to end."""
@@ -108,7 +109,7 @@ class Service:
     @property
     def waiting(self) -> Sequence[str]:
         """Runs of which somebody waits for rollouts."""
-        return list(self._arrivals)
+        return self._arrivals.awaited
 
     @property
     def changes(self) -> Mapping[str, Change]:
@@ -139,15 +140,15 @@ class Service:
     def stop_waiting(self) -> None:
         """Let nobody wait any longer for news."""
         self._stopping = True
-        _tell(self._arrivals)
-        _tell(self._ends)
+        self._arrivals.tell()
+        self._ends.tell()
 
     async def enqueue(self, asked: Enqueue) -> Enqueued:
         """Add rollouts."""
         ids = [one.rollout_id or next(self._ids) for one in asked.rollouts]
         work = partial(rows.enqueue, database=self.database, run_id=asked.run_id, rollouts=asked.rollouts, ids=ids, defaults=self._defaults)
         known = await self._write(work)
-        _tell(self._arrivals, asked.run_id)
+        self._arrivals.tell(asked.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 
     async def lease(self, ask: Ask, is_gone: Callable[[], bool] = lambda: False) -> Leases:
@@ -160,12 +161,12 @@ class Service:
         seconds = ask.lease_seconds or self._defaults.lease_seconds
         end = time.monotonic() + ask.wait_seconds
         while True:
-            news = self._arrivals.setdefault(ask.run_id, asyncio.Event())
+            news = self._arrivals.of(ask.run_id)
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
             # Whoever left or died as he waited is handed nothing: that would count as an attempt.
-            if leases or self._stopping or not await _within(news, end) or is_gone() or is_dead(ask.worker):
+            if leases or self._stopping or not await within(news, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Beat) -> Results:
@@ -216,13 +217,13 @@ class Service:
         for key in held:
             self._drop(key)
         self._count(AttemptFailure.CANCELLED, len(held))
-        _tell(self._ends)
+        self._ends.tell()
         return cancelled
 
     async def retry(self, which: Which) -> Retried:
         """Queue dead letters again."""
         queued = await self._write(lambda transaction: self._endings.retry(transaction, which))
-        _tell(self._arrivals)
+        self._arrivals.tell()
         return Retried(queued=queued)
 
     async def purge(self, asked: Purge) -> Purged:
@@ -260,9 +261,9 @@ class Service:
         """Rollouts of a run in the order in which they ended; where there is none, wait for it as long as was asked."""
         end = time.monotonic() + wait_seconds
         while True:
-            news = self._ends.setdefault(run_id, asyncio.Event())
+            news = self._ends.of(run_id)
             found, cursor = await self._read(lambda connection: rows.ended(connection, run_id, after, limit))
-            if found or self._stopping or not await _within(news, end):
+            if found or self._stopping or not await within(news, end):
                 return Rollouts(rollouts=found, cursor=cursor)
 
     async def watch(self) -> None:
@@ -308,9 +309,9 @@ class Service:
         for one, result in zip(endings, results, strict=True):
             if self._drop((one.rollout_id, one.attempt)) and result.refused is None:
                 self._count(one.reason)
-        _tell(self._ends)
+        self._ends.tell()
         if any(result.state is State.QUEUED for result in results):
-            _tell(self._arrivals)
+            self._arrivals.tell()
         return Results(results=results)
 
     async def _write(self, work: Callable[[sa.Connection], T]) -> T:
@@ -387,24 +388,5 @@ class Service:
         return Moment(self._boot, time.monotonic(), time.time())
 
 
-def _tell(news: dict[str, asyncio.Event], run_id: str | None = None) -> None:
-    """Wake those who wait for news of a run; None: of any."""
-    for one in [run_id] if run_id is not None else list(news):
-        if event := news.pop(one, None):
-            event.set()
-
-
 def _running(lease: Lease, worker: str, boot: str, began: float) -> Running:
     return Running(lease.rollout_id, lease.attempt, lease.lease_seconds, lease.timeout_seconds, worker, boot, began)
-
-
-async def _within(news: asyncio.Event, end: float) -> bool:
-    """Wait for news until then; whether there were any."""
-    left = end - time.monotonic()
-    if left <= 0:
-        return False
-    try:
-        await asyncio.wait_for(news.wait(), left)
-    except TimeoutError:
-        return False
-    return True
