@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS otel.rollout_spans (
     Timestamp DateTime64(9) CODEC(Delta(8), Default),
     TraceId String,
     SpanId String,
-    Choice UInt16,
+    Choice UInt64 COMMENT 'Of a span 0; tells the evaluations of a span and nanosecond apart',
     RowKind LowCardinality(String),
     ParentSpanId String,
     ProcessId LowCardinality(String),
@@ -48,7 +48,7 @@ SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.rollout_spans_mv TO otel.rollout_spans AS
 SELECT
     RunId, Mode, RolloutKey, RolloutKeySource, SessionId, ConversationId, Attempt, Timestamp, TraceId, SpanId,
-    toUInt16(event) AS Choice,
+    toUInt64(event) AS Choice,
     if(event = 0, 'span', 'evaluation_event') AS RowKind,
     ParentSpanId, ProcessId, Seq,
     if(event = 0, SpanName, 'gen_ai.evaluation.result') AS SpanName,
@@ -105,7 +105,7 @@ SELECT
     toUInt16OrZero(LogAttributes['spangrad.rollout.attempt']) AS Attempt,
     Timestamp, TraceId, SpanId,
     -- Several evaluations may share a span and a nanosecond: their content tells them apart.
-    toUInt16(32768 + cityHash64(mapKeys(LogAttributes), mapValues(LogAttributes)) % 32768) AS Choice,
+    bitOr(cityHash64(mapKeys(LogAttributes), mapValues(LogAttributes)), bitShiftLeft(toUInt64(1), 63)) AS Choice,
     'evaluation_log' AS RowKind,
     '' AS ParentSpanId,
     LogAttributes['spangrad.process.id'] AS ProcessId,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, name: str, code: int = 241) -> None
         return encode_traces(request, *places)
 
     monkeypatch.setattr(span_staging, "encode_traces", encode)
+
+
+@contextmanager
+def foreign_view(asking: Handle, refuses: str) -> Generator[None]:
+    """A view of somebody else's over all spans, that refuses those of which a condition holds."""
+    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+    view = f"SELECT throwIf({refuses}, 'bad') AS n FROM otel.otel_traces"
+    asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
+    try:
+        yield
+    finally:
+        asking.query("DROP VIEW default.picky")
+        asking.query("DROP TABLE default.seen")
 
 
 @pytest.mark.parametrize("count", [2, 1200], ids=["by Python", "by the engine"])
@@ -221,18 +235,15 @@ def test_a_view_that_takes_nothing_is_not_tried_with_every_body_again_and_again(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, *called = names(4)
-    store.spans.commit([body(before)])
-    assert store.spans.settle()
     monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
+    store.spans.commit([body(before)])
+    assert store.spans.settle()
     for name in called:
         store.spans.commit([body(name)])
-    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
-    asking.query("CREATE MATERIALIZED VIEW default.closed TO default.seen AS SELECT throwIf(true, 'closed') AS n FROM otel.otel_traces")
-    assert [store.spans.settle() for _ in range(5)] == [False] * 5
-    left = stored(asking, *called, table="otel_traces")
-    asking.query("DROP VIEW default.closed")
-    asking.query("DROP TABLE default.seen")
+    with foreign_view(asking, "true"):
+        assert [store.spans.settle() for _ in range(5)] == [False] * 5
+        left = stored(asking, *called, table="otel_traces")
 
     assert max(left) <= 2, "rows of the first try at most"
     assert store.spans.settle()
@@ -317,18 +328,13 @@ def test_with_a_view_of_somebody_elses_each_commit_is_an_insert(store: Store, as
     before, bad, good, after = names(4)
     store.spans.commit([body(before)])
     assert store.spans.settle()
-    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
-    view = f"SELECT throwIf(ServiceName = '{bad}', 'bad') AS n FROM otel.otel_traces"
-    asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
-    store.spans.recheck()
-
-    with pytest.raises(EngineRefusedError) as caught:
-        store.spans.commit([body(bad)])
-    assert caught.value.of_the_data
-    store.spans.commit([body(good)])
-    assert stored(asking, before, good) == [2, 2]
-    asking.query("DROP VIEW default.picky")
-    asking.query("DROP TABLE default.seen")
+    with foreign_view(asking, f"ServiceName = '{bad}'"):
+        store.spans.recheck()
+        with pytest.raises(EngineRefusedError) as caught:
+            store.spans.commit([body(bad)])
+        assert caught.value.of_the_data
+        store.spans.commit([body(good)])
+        assert stored(asking, before, good) == [2, 2]
     store.spans.recheck()
     store.spans.commit([body(after)])
     assert stored(asking, after) == [0]
@@ -342,25 +348,20 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
     monkeypatch.setattr(lot, "MAX_SPANS", 2)
     monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(lot, "MAX_RETRY_SECONDS", 0.0)
-    asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
     store.spans.commit([body(first)])
-    view = f"SELECT throwIf(ServiceName = '{first}', 'bad') AS n FROM otel.otel_traces"
-    asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
-
-    store.spans.commit([body(second)])
-    with pytest.raises(EngineRefusedError, match="spans that came before wait: Code: 395") as caught:
-        store.spans.commit([body(third)])
-    assert not caught.value.of_the_data
-    assert not store.spans.settle()
-    assert "bytes of acknowledged spans wait in" in caplog.text
-    # Rows of the second's spans are made already: they must neither be lost nor join another insert.
-    with monkeypatch.context() as patched:
-        patched.setattr(lot, "MAX_BODY", 100)
-        store.spans.commit([body(large)])
-    assert stored(asking, second, third, large) == [0, 0, 2]
-    asking.query("DROP VIEW default.picky")
-    asking.query("DROP TABLE default.seen")
+    with foreign_view(asking, f"ServiceName = '{first}'"):
+        store.spans.commit([body(second)])
+        with pytest.raises(EngineRefusedError, match="spans that came before wait: Code: 395") as caught:
+            store.spans.commit([body(third)])
+        assert not caught.value.of_the_data
+        assert not store.spans.settle()
+        assert "bytes of acknowledged spans wait in" in caplog.text
+        # Rows of the second's spans are made already: they must neither be lost nor join another insert.
+        with monkeypatch.context() as patched:
+            patched.setattr(lot, "MAX_BODY", 100)
+            store.spans.commit([body(large)])
+        assert stored(asking, second, third, large) == [0, 0, 2]
     store.spans.commit([body(third)])
     assert store.spans.settle()
     assert stored(asking, first, second, third) == [2, 2, 2]

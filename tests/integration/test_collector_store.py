@@ -141,6 +141,24 @@ def test_logs_are_stored_and_metrics_are_taken(store: StoreSettings, client: Cli
     assert kinds.result_rows == [("evaluation_log",)]
 
 
+def test_evaluations_of_one_span_and_nanosecond_all_count(store: StoreSettings, client: Client) -> None:
+    trace_id, count = new_trace(), 1000
+    records = [
+        LogRecord(
+            time_unix_nano=START,
+            trace_id=trace_id,
+            event_name="gen_ai.evaluation.result",
+            attributes=[KeyValue(key="gen_ai.evaluation.score.value", value=AnyValue(int_value=number))],
+        )
+        for number in range(count)
+    ]
+    logs = ExportLogsServiceRequest(resource_logs=[ResourceLogs(scope_logs=[ScopeLogs(log_records=records)])])
+    for _ in range(2):
+        assert post(f"{store.otlp_endpoint}/v1/logs", logs.SerializeToString()) == (200, PROTOBUF, b"")
+    kept = "SELECT count() FROM otel.rollout_spans FINAL WHERE TraceId = {t:String}"
+    assert client.query(kept, parameters={"t": trace_id.hex()}).result_rows == [(count,)]
+
+
 def test_a_body_that_is_none_is_refused_readably(store: StoreSettings) -> None:
     status, kind, body = post(f"{store.otlp_endpoint}/v1/traces", b"\xff\xff")
     assert (status, kind, Status.FromString(body).code) == (400, PROTOBUF, 3)

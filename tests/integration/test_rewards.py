@@ -162,16 +162,16 @@ def test_a_backfill_of_one_run_leaves_the_others_for_later(alone: World, tmp_pat
     assert ([name for name, _ in alone.transitions(made)], len(other.transitions(made))) == (["A", "B"], 2)
 
 
-def test_a_rollout_that_a_file_leaves_out_is_not_trained(world: World, tmp_path: Path) -> None:
+def test_a_rollout_that_a_file_leaves_out_is_not_trained(alone: World, tmp_path: Path) -> None:
     some = (
         "SELECT RolloutKey AS RolloutId, any(if(length(ResponseIds) = 2, 1., nan)) AS Value FROM otel.v_calls WHERE {} GROUP BY RolloutId"
     )
     (tmp_path / "some.sql").write_text(some.format("length(ResponseIds) = 2"))
     (tmp_path / "nan.sql").write_text(some.format("true"))
-    loop.build_once(world.settings(sql_rewards=("some", "nan"), rewards_directory=tmp_path))
-    assert [name for name, _ in world.transitions(world.run)] == ["A"]
+    loop.build_once(alone.settings(sql_rewards=("some", "nan"), rewards_directory=tmp_path))
+    assert [name for name, _ in alone.transitions(alone.run)] == ["A"]
     drops = "SELECT right(RolloutId, 1), Reason, Detail FROM otel.v_drops WHERE RunId = %(run)s"
-    assert world.rows(drops) == [("B", "no_reward", "no value by SQL: some; not a finite number, by SQL: nan")]
+    assert alone.rows(drops) == [("B", "no_reward", "no value by SQL: some; not a finite number, by SQL: nan")]
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_a_file_that_is_no_reward_is_refused_before_anything_is_built(world: Wor
     assert world.rows("SELECT count() FROM otel.builds WHERE RunId = %(run)s") == [(0,)]
 
 
-def test_two_values_for_one_thing_are_refused(world: World, tmp_path: Path) -> None:
+def test_two_values_for_one_thing_are_refused(alone: World, tmp_path: Path) -> None:
     (tmp_path / "twice.sql").write_text(
         "SELECT RolloutKey AS RolloutId, 1 AS Value FROM otel.v_spans WHERE RolloutKey IN {rollouts:Array(String)}"
     )
     with pytest.raises(BuilderError, match=r"twice.sql gives \d values for RunId .*Give one: aggregate, with GROUP BY."):
-        loop.build_once(world.settings(sql_rewards=("twice",), rewards_directory=tmp_path))
+        loop.build_once(alone.settings(sql_rewards=("twice",), rewards_directory=tmp_path))
 
 
 def test_more_rollouts_than_fit_a_statement_are_asked_for_in_portions(world: World, tmp_path: Path) -> None:

@@ -13,20 +13,20 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
-from transition_builder.frames import NANOSECONDS, REWARDS, Schema
+from transition_builder.frames import GIVEN, NANOSECONDS, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _TARGET = [*_ATTEMPT, "CallId", "Name"]
 
 SAID: Schema = {
-    **REWARDS,
+    **GIVEN,
     "ResponseId": pl.String(),
     "Fault": pl.String(),
     "Speaker": pl.String(),
     "Seq": pl.UInt64(),
     "Timestamp": NANOSECONDS,
-    "Choice": pl.UInt16(),
+    "Choice": pl.UInt64(),
 }
 """What a source says. CallId: null where the span or the response id has still to be looked up. Value: null where there is no finite
 number, and then Fault says what there is. Speaker: the process that says it, else its service, whose own Seq and Timestamp are."""
