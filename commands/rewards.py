@@ -27,10 +27,11 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 _GIVEN = """
 SELECT Name, Source, uniqExact(RunId, RolloutId) AS Rollouts, countIf(CallId != '') AS OfCalls, count() AS Rewards, avg(Value) AS Mean,
     min(Value) AS Least, max(Value) AS Most
-FROM otel.v_rewards
+FROM (SELECT DISTINCT RunId, RolloutId, Attempt, CallId, Name, Value, Source, RuleHash, TraceId, SpanId FROM otel.v_rewards)
 GROUP BY Name, Source
 ORDER BY Name, Source
 """
+"""Of several build specifications that give the same, once."""
 _OF_DATASET = """
 SELECT reward.1 AS Name, reward.3 AS Source, uniqExact(RunId, RolloutId) AS Rollouts, count() AS Rewards, avg(reward.2) AS Mean,
     min(reward.2) AS Least, max(reward.2) AS Most

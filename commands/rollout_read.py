@@ -58,7 +58,13 @@ _GROUP = f"""
 SELECT uniqExact(RolloutId) FROM {builds_sql(where="RunId = {run:String} AND BuildSpec = {spec:String}")} AS b
 WHERE GroupId = {{group:String}} AND Mode = {{mode:String}}
 """
-_GIVEN = f"SELECT TraceId, SpanId, Name, toString(Value), Source FROM otel.rewards FINAL WHERE {_OF_ROLLOUT} AND Source IN ('sql', 'air')"
+_GIVEN = f"""
+SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source
+FROM {rows_sql("rewards", where=_OF_ROLLOUT)} AS r
+WHERE Source IN ('sql', 'air')
+ORDER BY Name, Source, TraceId, SpanId, Value
+"""
+"""Of several build specifications that give the same, once."""
 _DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM otel.v_datasets ORDER BY Name, Revision"
 _TRAINED = f"""
 SELECT b.RunId, b.BuildSpec, b.Policy, b.Branch, b.Version, b.BatchId, b.Revision, v.Status

@@ -1,8 +1,8 @@
 """Names of what builders make, and how any past state of it is read.
 
-In: `NAME`, `NAME@REVISION` and points in time. Out: the build specification behind a name, and SQL that reads its builds, transitions and
-drops. Invariants: a revision of a dataset never changes its specification; what is read as of a time stays the same for ever, but for
-what expiry deletes.
+In: `NAME`, `NAME@REVISION` and points in time. Out: the build specification behind a name, and SQL that reads its builds, transitions,
+drops and rewards. Invariants: a revision of a dataset never changes its specification; what is read as of a time stays the same for
+ever, but for what expiry deletes.
 
 A dataset is a name for build specifications: another specification under the same name is its next revision, and the rows of the
 earlier ones stay where they are.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEY = ("RunId", "BuildSpec", "RolloutId")
 """What names a built rollout: the columns that a condition for `builds_sql` may speak of."""
 ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
-"""What rows of otel.transitions and otel.drops have in common with the row of otel.builds that makes them count."""
+"""What rows of otel.transitions, otel.drops and otel.rewards have in common with the row of otel.builds that makes them count."""
 _OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
 _FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Watermark", "RowsRead")
 _COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
@@ -42,7 +42,7 @@ class Dataset:
     revision: int
     """1, 2, ..."""
     build_spec: str
-    """The BuildSpec of its builds, transitions and drops."""
+    """The BuildSpec of its builds, transitions, drops and rewards."""
     settings: Mapping[str, Any]
     """What decided their result: `BuilderSettings.decides`."""
     reason: str
@@ -179,10 +179,10 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
 
 
 def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
-    """A subquery with those rows of otel.transitions or otel.drops that count: of each rollout's newest revision, each once.
+    """A subquery with those rows of a table that count: of each rollout's newest revision, each once.
 
     Args:
-        table: transitions or drops.
+        table: transitions, drops or rewards.
         as_of: as in `builds_sql`.
         where: a condition over KEY, to read less.
     """

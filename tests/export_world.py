@@ -18,7 +18,7 @@ from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
 from spangrad.types import call_id, transition_id
-from transition_builder.frames import BUILDS, DROPS, TRANSITIONS
+from transition_builder.frames import BUILDS, DROPS, REWARDS, TRANSITIONS
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -32,6 +32,7 @@ class World:
         self.spec = hashlib.sha256(name.encode()).hexdigest()[:16]
         self.transitions: list[dict[str, Any]] = []
         self.drops: list[dict[str, Any]] = []
+        self.rewards: list[dict[str, Any]] = []
         self.builds: dict[str, dict[str, Any]] = {}
         self.spans: list[dict[str, Any]] = []
         self._made = 0
@@ -101,6 +102,12 @@ class World:
         self.transitions.append({**row, **changes})
         return call
 
+    def give(self, rollout: str, value: float, source: str = "runner", name: str = "reward") -> None:
+        """A reward of a rollout, that no transition carries."""
+        texts = dict.fromkeys(("CallId", "RuleHash", "TraceId", "SpanId"), "")
+        same = {"RunId": self.name, "Mode": "train", "RolloutId": rollout, "Attempt": 0}
+        self.rewards.append({**same, **texts, "Name": name, "Value": value, "Source": source})
+
     def commit(self, revision: int = 0, *, name: str | None = None) -> datetime:
         """Write everything as one revision of each rollout; the store's time after that."""
         if self.spans:
@@ -110,13 +117,14 @@ class World:
         transitions = [{**row, **same, "TransitionId": transition_id(row["CallId"], self.spec, revision)} for row in self.transitions]
         self._insert("transitions", transitions, TRANSITIONS)
         self._insert("drops", [{**row, **same} for row in self.drops], DROPS)
+        self._insert("rewards", [{**row, **same} for row in self.rewards], REWARDS)
         builds = [
             {"RunId": self.name, "RolloutId": rollout, "Attempt": 0, "Watermark": START, "Builder": "test", **row, **same}
             for rollout, row in self.builds.items()
         ]
         self._insert("builds", builds, BUILDS)
         datasets.register(self.client, self.store.url, name or self.name, self.spec, {}, "test")
-        self.transitions, self.drops, self.builds = [], [], {}
+        self.transitions, self.drops, self.rewards, self.builds = [], [], [], {}
         return datetime.fromtimestamp(self.client.query("SELECT toUnixTimestamp64Micro(now64(6))").result_rows[0][0] / 1e6, UTC)
 
     def _insert(self, table: str, rows: list[dict[str, Any]], schema: Any) -> None:

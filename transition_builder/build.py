@@ -18,7 +18,7 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import transition_ids
 from transition_builder import dialects, join, lineage, placing, reconcile, rewards
 from transition_builder.dialects import gateway
-from transition_builder.frames import DROPS, TRANSITIONS, Built, Frames, Verdict, concat, conform
+from transition_builder.frames import DROPS, REWARDS, TRANSITIONS, Built, Frames, Verdict, concat, conform
 from transition_builder.lineage import Forest
 from transition_builder.resolve import resolve, shared
 
@@ -62,7 +62,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
         drops=concat(
             [_drops(concluded.filter(pl.col("Reason") != ""), spec), _stamp(reconcile.empty_rollouts(frames.rollouts, calls), spec)], DROPS
         ),
-        rewards=given.rewards,
+        rewards=conform(_stamp(given.rewards, spec), REWARDS),
     )
 
 
@@ -76,7 +76,7 @@ def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
     if unseen.height:
         texts = ["SpanName", "ServiceName", "ScopeName", "StatusCode", "StatusMessage"]
         rows = recorded[unseen["row"]].select(name for name in recorded.columns if name in spans.columns)
-        spans = pl.concat([spans, rows], how="diagonal").with_columns(pl.col(texts).fill_null(""))
+        spans = pl.concat([spans, rows], how="diagonal_relaxed").with_columns(pl.col(texts).fill_null(""))
     if not spans.select(_SPAN).is_unique().all():
         spans = spans.unique(_SPAN, keep="first", maintain_order=True)
     nodes = dialects.describe(spans)

@@ -35,6 +35,7 @@ _IDENTITY: Schema = {
 
 SPANS: Schema = {
     **_IDENTITY,
+    "Choice": pl.UInt64(),
     "RowKind": _TEXT,
     "ParentSpanId": _TEXT,
     "ProcessId": _TEXT,
@@ -47,7 +48,7 @@ SPANS: Schema = {
     "StatusMessage": _TEXT,
     "Attributes": pl.Map(pl.String(), pl.String()),
 }
-"""Rows of otel.rollout_spans: spans, evaluation events and evaluation logs."""
+"""Rows of otel.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
 
 ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
 """SPANS as they arrived: one that was delivered twice may be there twice. Dropped: its sender kept attributes of the span back."""
@@ -246,7 +247,7 @@ DROPS: Schema = {
     "Detail": _TEXT,
 }
 
-REWARDS: Schema = {
+GIVEN: Schema = {
     "RunId": _TEXT,
     "Mode": _TEXT,
     "RolloutId": _TEXT,
@@ -259,7 +260,9 @@ REWARDS: Schema = {
     "TraceId": _TEXT,
     "SpanId": _TEXT,
 }
+"""What a source gives: a reward of a call, or of a rollout, whose CallId is empty."""
 
+REWARDS: Schema = {**GIVEN, "BuildSpec": _TEXT, "Revision": pl.UInt32(), "Content": pl.UInt64()}
 
 SQL_REWARDS: Schema = {
     "Name": _TEXT,
@@ -304,8 +307,8 @@ BUILDS: Schema = {
     "RowsRead": pl.UInt64(),
     "Builder": _TEXT,
 }
-"""A revision of a rollout that was built. Revision and Content of TRANSITIONS and DROPS are those of its row here; `build` leaves them
-0, and the sink fills them in."""
+"""A revision of a rollout that was built. Revision and Content of TRANSITIONS, DROPS and REWARDS are those of its row here; `build` leaves
+them 0, and the sink fills them in."""
 
 NODES: Schema = {
     **SPANS,

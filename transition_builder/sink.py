@@ -84,14 +84,16 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         .filter(pl.col("newest_content").is_null() | (pl.col("newest_content") != pl.col("Content")))
         .select(*_ROLLOUT, "Content", Revision=(pl.col("newest").cast(pl.Int64) + 1).fill_null(0).cast(pl.UInt32))
     )
-    transitions, drops = (_stamp(frame, news, schema) for frame, schema in ((built.transitions, TRANSITIONS), (built.drops, DROPS)))
+    transitions, drops, rewards = (
+        _stamp(frame, news, schema) for frame, schema in ((built.transitions, TRANSITIONS), (built.drops, DROPS), (built.rewards, REWARDS))
+    )
     later = transitions.filter(pl.col("Revision") > 0)
     if later.height:
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
         of_later = later.select(*_ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
         transitions = transitions.update(of_later, on=[*_ROLLOUT, "CallId"])
     return Written(
-        Built(transitions, drops, conform(built.rewards.join(news, on=_ROLLOUT, how="semi", maintain_order="left"), REWARDS)),
+        Built(transitions, drops, rewards),
         conform(_builds(rollouts.join(news, on=_ROLLOUT), transitions, drops, spec, builder), BUILDS),
     )
 

@@ -4,8 +4,11 @@
 CREATE TABLE IF NOT EXISTS otel.rewards (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
+    BuildSpec LowCardinality(String) COMMENT 'Hash of the build specification' CODEC(ZSTD(1)),
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
+    Revision UInt32 CODEC(ZSTD(1)),
+    Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
     CallId String COMMENT 'Empty: the reward is of the whole rollout' CODEC(ZSTD(1)),
     Name LowCardinality(String) CODEC(ZSTD(1)),
     Value Float64 CODEC(ZSTD(1)),
@@ -14,22 +17,23 @@ CREATE TABLE IF NOT EXISTS otel.rewards (
     TraceId String COMMENT 'The span that said so' CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
-    INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1
+    INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
+    INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(IngestedAt)
-ORDER BY (RunId, RolloutId, Attempt, CallId, Name, Source, RuleHash, TraceId, SpanId)
+ORDER BY (RunId, Mode, BuildSpec, RolloutId, Attempt, Revision, Content, CallId, Name, Source, RuleHash, TraceId, SpanId)
 SETTINGS index_granularity = 1024;
 
 CREATE TABLE IF NOT EXISTS otel.transitions (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),
-    BuildSpec LowCardinality(String) COMMENT 'Hash of the build specification' CODEC(ZSTD(1)),
+    BuildSpec LowCardinality(String) CODEC(ZSTD(1)),
     GroupId String CODEC(ZSTD(1)),
     GroupSize UInt32 COMMENT 'Rollouts that share the baseline; 0: not known' CODEC(ZSTD(1)),
     TaskId String CODEC(ZSTD(1)),
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
     Revision UInt32 CODEC(ZSTD(1)),
-    Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
+    Content UInt64 CODEC(ZSTD(1)),
     Turn UInt32 COMMENT 'Place of the call among the rollout''s policy calls, from 0' CODEC(ZSTD(1)),
     TransitionId String CODEC(ZSTD(1)),
     CallId String CODEC(ZSTD(1)),
@@ -75,7 +79,7 @@ CREATE TABLE IF NOT EXISTS otel.drops (
     RolloutId String CODEC(ZSTD(1)),
     Attempt UInt16 CODEC(ZSTD(1)),
     Revision UInt32 CODEC(ZSTD(1)),
-    Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
+    Content UInt64 CODEC(ZSTD(1)),
     CallId String COMMENT 'Empty: the rollout itself, which had no call to name' CODEC(ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
@@ -94,7 +98,7 @@ CREATE TABLE IF NOT EXISTS otel.drops (
 ORDER BY (RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, CallId)
 SETTINGS index_granularity = 1024;
 
--- Written last, when all transitions and drops of the revision are there: what has no row here does not exist for any reader.
+-- Written last, when all rewards, transitions and drops of the revision are there: what has no row here does not exist for any reader.
 CREATE TABLE IF NOT EXISTS otel.builds (
     RunId LowCardinality(String) CODEC(ZSTD(1)),
     Mode LowCardinality(String) CODEC(ZSTD(1)),

@@ -30,8 +30,6 @@ LEFT JOIN (
 
 CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL;
 
-CREATE VIEW IF NOT EXISTS otel.v_rewards AS SELECT * FROM otel.rewards FINAL;
-
 -- The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.
 -- spangrad/datasets.py says the same as of a time.
 CREATE VIEW IF NOT EXISTS otel.v_builds AS
@@ -44,6 +42,10 @@ FROM (
             (-toInt64(Revision), b.IngestedAt, Content)) AS newest
     FROM otel.builds AS b
     GROUP BY RunId, BuildSpec, RolloutId);
+
+CREATE VIEW IF NOT EXISTS otel.v_rewards AS
+SELECT * FROM otel.rewards FINAL
+WHERE (RunId, RolloutId, BuildSpec, Revision, Content) IN (SELECT RunId, RolloutId, BuildSpec, Revision, Content FROM otel.v_builds);
 
 CREATE VIEW IF NOT EXISTS otel.v_transitions AS
 SELECT * FROM otel.transitions FINAL

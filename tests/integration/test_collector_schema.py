@@ -158,7 +158,7 @@ def span(execute: Execute, trace: str, name: str, day: str, *, scope: str = "tes
 
 
 def conclude(execute: Execute, table: str, rollout: str, day: str, trace: str = "", call: str = "c") -> None:
-    own = {"Name": "'r'"} if table == "rewards" else {"BuildSpec": "'b'", "GroupId": "'g'", "Revision": "1", "Content": "7"}
+    own = {"BuildSpec": "'b'", "Revision": "1", "Content": "7", **({"Name": "'r'"} if table == "rewards" else {"GroupId": "'g'"})}
     insert(
         execute,
         table,

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import urllib.request
-from datetime import timedelta
+from datetime import datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -176,14 +176,8 @@ def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, 
     first = world.call("r0", attributes={"openinference.span.kind": "LLM", **asked, **told}, dropped="no_token_ids")
     second = world.call("r1", *chat([user("x")], "y"), dropped="no_token_ids")
     world.call("r1", *chat([user("x")], "z"), dropped="call_failed")
-    world.client.insert(
-        "otel.rewards",
-        [
-            ["ex-noids", "train", "r0", 0, "", "reward", 0.75, "runner", "", "", ""],
-            ["ex-noids", "train", "r0", 0, "", "reward", 9.0, "air", "h", "", ""],
-        ],
-        column_names=["RunId", "Mode", "RolloutId", "Attempt", "CallId", "Name", "Value", "Source", "RuleHash", "TraceId", "SpanId"],
-    )
+    world.give("r0", 0.5)
+    world.give("r0", 0.25, "sql", "brevity")
     world.commit()
     done = write(world, "sft", tmp_path / "a.jsonl")
     assert (lines(tmp_path / "a.jsonl"), dict(done.tally.left_out)) == ([], {"dropped: no_token_ids": 2, "dropped: call_failed": 1})
@@ -202,6 +196,18 @@ def test_calls_without_ids_can_be_exported_for_their_text(store: StoreSettings, 
         write(world, "sft-tokens", tmp_path / "d.jsonl", dropped=(DropReason.NO_TOKEN_IDS,))
     with pytest.raises(BuilderError, match="calls dropped as aborted cannot be exported"):
         write(world, "sft", tmp_path / "d.jsonl", dropped=(DropReason.ABORTED,))
+
+
+def test_the_return_of_a_rollout_without_kept_calls_is_that_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:
+    world = World(store, "ex-revised")
+    times = list[datetime]()
+    for revision, name in enumerate(("reward", "other")):
+        world.call("r0", *chat([user("x")], "y"), dropped="no_token_ids")
+        world.give("r0", 1.0 + revision, name=name)
+        times.append(world.commit(revision))
+    for as_of, expected in zip((None, *times), (2.0, 1.0, 2.0), strict=True):
+        write(world, "sft", tmp_path / "out.jsonl", dropped=(DropReason.NO_TOKEN_IDS,), as_of=as_of, force=True)
+        assert [row["meta"]["return"] for row in lines(tmp_path / "out.jsonl")] == [expected]
 
 
 def test_sft_tokens_are_the_engines_own(store: StoreSettings, tmp_path: Path) -> None:

@@ -393,6 +393,25 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
     assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
 
 
+def test_rewards_of_an_earlier_revision_count_no_longer(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="judged")
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    spans.call(root)
+    spans.evaluation(spans.span("judge", root), 0.25, "quality")
+    given = "SELECT Revision, Source, Value FROM otel.{} WHERE RunId = 'judged' AND Name = 'quality' ORDER BY Revision"
+    builder = Builder(settings_of(store, "judged"))
+    post(store, spans.otlp())
+    built_until(builder, store, "judged")
+    assert rows(store, given.format("v_rewards")) == [(0, "evaluation_event", 0.25)]
+
+    spans.evaluation(root, 0.75, "quality")  # the runner is believed before everybody else
+    post(store, spans.otlp())
+    builder.look()
+    assert rows(store, given.format("v_rewards")) == [(1, "runner", 0.75)]
+    assert rows(store, given.format("rewards FINAL")) == [(0, "evaluation_event", 0.25), (1, "runner", 0.75)], "what was is still there"
+
+
 def test_a_call_that_comes_after_its_rollout_was_built_makes_a_new_revision(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="straggler")
     root = spans.root(calls=1)

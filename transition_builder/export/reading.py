@@ -8,7 +8,7 @@ counted as left out; what is in memory is one part, and a row of numbers and nam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from spangrad.clickhouse import store_errors
 from spangrad.errors import BuilderError
 from spangrad.selection import expression
 from spangrad.settings import Selection
-from spangrad.types import DropReason, RewardSource
+from spangrad.types import DropReason
 from transition_builder.export.tally import LeftOut, Tally
 from transition_builder.frames import TRANSITIONS, empty
 
@@ -50,7 +50,8 @@ _FACTS = "RunId, Mode, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision,
 _TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
 _COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
 _DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, Choice, {_TIME}, AgentName, Policy, Model, Reason"
-_SPANS_REWARDS = (RewardSource.RUNNER, RewardSource.EVALUATION_EVENT, RewardSource.EVALUATION_LOG, RewardSource.SPAN_ATTRIBUTE)
+_REWARD = ("CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId")
+"""What tells the rewards of an attempt apart."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,9 @@ class Reader:
         for reason, count in drops.filter(~pl.col("Reason").is_in(wanted)).group_by("Reason").len().sort("Reason").iter_rows():
             self.tally.left_out[f"dropped: {reason}"] += count
 
-    def _rows(self, table: str, columns: str, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """Rows of the given builds, each once; the table's key finds them."""
-        names = ("RunId", "Mode", "GroupId", "RolloutId")
+    def _rows(self, table: str, columns: str, rollouts: pl.DataFrame, key: Sequence[str] = ("CallId",)) -> pl.DataFrame:
+        """Rows of the given builds, each once by the rest of the table's key; the key finds them."""
+        names = ("RunId", "Mode", "RolloutId") if table == "rewards" else ("RunId", "Mode", "GroupId", "RolloutId")
         where = " AND ".join(f"{name} IN {name}s" for name in names)
         constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in names)
         revisions = ", ".join(map(str, rollouts["Revision"].unique(maintain_order=True)))
@@ -208,7 +209,7 @@ class Reader:
             f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
         )
         found = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
-        return found.unique(["RunId", "RolloutId", "Attempt", "CallId"], keep="first", maintain_order=True)
+        return found.unique(["RunId", "RolloutId", "Attempt", *key], keep="first", maintain_order=True)
 
     def _like_transitions(self, drops: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         about = rollouts.select(*_BUILD, "Mode", "GroupId", "GroupSize", "TaskId")
@@ -219,29 +220,21 @@ class Reader:
         )
 
     def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
-        """The weighted sum of each rollout's rewards: of its transitions' where it has any, else of what its spans say."""
+        """The weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that it was given."""
         weight = pl.col("Rewards.Name").replace_strict(dict(self.wanted.reward_weights), default=1.0, return_dtype=pl.Float64)
         names = [*_BUILD, "Rewards.Name", "Rewards.Value"]
         each = transitions.select(names).explode("Rewards.Name", "Rewards.Value", empty_as_null=True)
         value = (pl.col("Rewards.Value") * weight).fill_null(0.0) if self.wanted.reward_weights else pl.col("Rewards.Value").fill_null(0.0)
         found = each.group_by(*_BUILD, maintain_order=True).agg(Return=value.sum())
-        bare = taken.join(found, on=list(_BUILD), how="anti").join(rollouts, on=list(_BUILD), how="semi")
-        return pl.concat([found, self._told_returns(bare.unique(list(_BUILD)))]) if bare.height else found
+        bare = rollouts.join(taken, on=list(_BUILD), how="semi").join(found, on=list(_BUILD), how="anti")
+        return pl.concat([found, self._given_returns(bare)]) if bare.height else found
 
-    def _told_returns(self, builds: pl.DataFrame) -> pl.DataFrame:
-        """Returns of rollouts of which no call was kept; of several sources of a name the first counts."""
-        until = f" AND IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.wanted.as_of)})" if self.wanted.as_of else ""
-        sql = (
-            f"SELECT RunId, RolloutId, Attempt, CallId, Name, argMin(Value, (place, IngestedAt)) AS Value FROM ("
-            f"SELECT *, indexOf({constant(_SPANS_REWARDS)}, toString(Source)) AS place FROM otel.rewards "
-            f"WHERE RunId IN {constant(builds['RunId'].unique())} AND RolloutId IN {constant(builds['RolloutId'])}{until}) "
-            f"WHERE place > 0 GROUP BY RunId, RolloutId, Attempt, CallId, Name"
-        )
+    def _given_returns(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Returns of rollouts of which no call was kept to carry their rewards."""
+        rewards = self._rows("rewards", ", ".join((*_BUILD, "Attempt", "Value", *_REWARD)), rollouts, _REWARD)
         weight = pl.col("Name").replace_strict(dict(self.wanted.reward_weights), default=1.0, return_dtype=pl.Float64)
         value = pl.col("Value") * weight if self.wanted.reward_weights else pl.col("Value")
-        rewards = self._frame(sql).group_by("RunId", "RolloutId", "Attempt").agg(Return=value.sum())
-        attempts = builds.select(*_BUILD, "Attempt").join(rewards, on=["RunId", "RolloutId", "Attempt"], how="inner")
-        return attempts.select(*_BUILD, "Return")
+        return rewards.group_by(*_BUILD).agg(Return=value.sum())
 
     def _frame(self, sql: str) -> pl.DataFrame:
         with store_errors(self._url):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from spangrad.settings import BuilderSettings
-from transition_builder.frames import REWARDS, Frames, concat, conform
+from transition_builder.frames import GIVEN, Frames, concat, conform
 from transition_builder.rewards import air, evaluations, precedence
 from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.precedence import SAID
@@ -31,7 +31,7 @@ class Gathered:
     """The rewards of some rollouts."""
 
     rewards: pl.DataFrame
-    """REWARDS, in order."""
+    """GIVEN, in order."""
     faults: pl.DataFrame
     """Rollouts that must not be trained for want of a reward: RunId, RolloutId, fault."""
 
@@ -63,7 +63,7 @@ def gather(
         rewarded = calls.join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT, maintain_order="left")
         found.append(air.earned(spec, Seen(rewarded, caused, frames.responses, by_sql)))
     winning = precedence.winners(concat(found, SAID))
-    rewards = conform(winning.filter(pl.col("Value").is_not_null()), REWARDS)
+    rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(
         rewards.sort(*_ATTEMPT, "CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId"), precedence.faults(rollouts, winning)
     )

@@ -23,7 +23,7 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
     first. Rewards of rollouts that keep no call go nowhere.
 
     Args:
-        rewards: REWARDS rows.
+        rewards: GIVEN rows.
         placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, Choice and Kept.
     """
     calls = placed.sort("Order", "Choice", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
