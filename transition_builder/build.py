@@ -18,7 +18,7 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import transition_ids
 from transition_builder import dialects, join, lineage, placing, reconcile, rewards
 from transition_builder.dialects import gateway
-from transition_builder.frames import DROPS, REWARDS, TRANSITIONS, Built, Frames, Verdict, concat, conform
+from transition_builder.frames import DROPS, NAMES, REWARDS, TRANSITIONS, Built, Frames, Verdict, concat, conform
 from transition_builder.lineage import Forest
 from transition_builder.resolve import resolve, shared
 
@@ -94,8 +94,7 @@ def _with_shared(calls: pl.DataFrame, frames: Frames) -> pl.DataFrame:
 
 
 def _named_spans(frames: Frames) -> pl.DataFrame:
-    names = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId"]
-    return pl.concat([frames.spans.select(names), frames.calls.select(names)])
+    return pl.concat([rows.select(list(NAMES)) for rows in (frames.spans, frames.calls, frames.names)])
 
 
 def _stamp(frame: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:

@@ -50,6 +50,9 @@ SPANS: Schema = {
 }
 """Rows of otel.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
 
+NAMES: Schema = {name: _IDENTITY[name] for name in ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")}
+"""What rows name, and in which traces."""
+
 ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
 """SPANS as they arrived: one that was delivered twice may be there twice. Dropped: its sender kept attributes of the span back."""
 
@@ -382,6 +385,8 @@ class Frames:
     """RESPONSES, where a rule of the specification asks for them."""
     dropped: pl.DataFrame = field(default_factory=lambda: empty(DROPPED))
     """DROPPED."""
+    names: pl.DataFrame = field(default_factory=lambda: empty(NAMES))
+    """NAMES: all that is named, of whatever rollouts, in the traces of calls that name none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
 
     Args:
         rows: any frame with RunId, RolloutKey, RolloutKeySource, Attempt and TraceId.
-        witnesses: a frame with the same columns that says whose traces are whose.
+        witnesses: a frame with the same columns that says whose traces are whose; others than the rollouts of interest may be named.
         rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
     """
     runs = _runs(rollouts)
@@ -35,13 +35,16 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
 
 
 def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Rows that `resolve` leaves out, because their traces name several attempts: with the KEY of the last of these, by name."""
+    """Rows that `resolve` leaves out, because their traces name several attempts; with the KEY of the first by name, if it is of interest.
+
+    Ids begin with their time, so that the first stays the first, whatever comes.
+    """
     nameless = rows.filter(~NAMED)
     if nameless.is_empty():
         return nameless.with_columns(RolloutId=pl.lit(""))
     keys = _keys_of_traces(witnesses, _runs(rollouts)).filter(pl.len().over("TraceId") > 1)
-    last = keys.sort("RolloutId", "RunId", "Attempt").unique("TraceId", keep="last", maintain_order=True)
-    return nameless.drop("RunId", "Attempt").join(last, on="TraceId", maintain_order="left")
+    first = keys.sort("RolloutId", "RunId", "Attempt").unique("TraceId", keep="first", maintain_order=True).filter("ours").drop("ours")
+    return nameless.drop("RunId", "Attempt").join(first, on="TraceId", maintain_order="left")
 
 
 def _runs(rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -61,12 +64,17 @@ def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
 
 def _owners(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
     """Traces in which all that is named is of one attempt: TraceId and KEY."""
-    return _keys_of_traces(witnesses, runs).filter(pl.len().over("TraceId") == 1)
+    return _keys_of_traces(witnesses, runs).filter((pl.len().over("TraceId") == 1) & pl.col("ours")).drop("ours")
 
 
 def _keys_of_traces(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """All that is named in each trace: TraceId and KEY."""
-    return _named(witnesses, runs).with_columns(witnesses["TraceId"]).filter(pl.col("RolloutId").is_not_null()).unique()
+    """All that is named in each trace: TraceId, KEY, and whether it is a rollout of interest (ours)."""
+    keys = _named(witnesses, runs).with_columns(witnesses["TraceId"], ours=pl.lit(True)).filter(pl.col("RolloutId").is_not_null())
+    others = witnesses.filter(NAMED & ~pl.col("RolloutKey").is_in(runs["RolloutId"].implode()))
+    if others.height:
+        told = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
+        keys = pl.concat([keys, told.select(keys.columns)])
+    return keys.unique()
 
 
 def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:

@@ -26,6 +26,7 @@ from transition_builder.frames import (
     CALLS,
     DROPPED,
     MICROSECONDS,
+    NAMES,
     ROLLOUTS,
     SPANS,
     Frames,
@@ -49,6 +50,10 @@ SELECT '', '', RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces
 SETTINGS max_threads = 1
 """
 """What is found by trace: spans of which attributes were kept back, and the keys of what does not name its rollout."""
+_NAMES = f"""
+WITH {{traces}} AS traces
+SELECT DISTINCT {", ".join(NAMES)} FROM otel.rollout_spans WHERE RolloutKeySource = 'rollout' AND TraceId IN traces AND {{arrived}}
+"""
 _TIMES = {
     "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
     "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
@@ -142,8 +147,17 @@ class Source:
         spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
         answers = self._answers(spans, calls)
         store = (self._reader.client, self._reader.url, self._settings.builder)
-        given = sql.read(*store, rollouts, spans, calls)
-        return Frames(rollouts, spans, calls, answers, given, responses.read(*store, spans, answers), dropped)
+        given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answers)
+        return Frames(rollouts, spans, calls, answers, given, responded, dropped, self._names(spans, answers))
+
+    def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
+        """NAMES of the traces of calls that name no rollout: rollouts that are not asked for may be among them."""
+        nameless = spans.select("TraceId", "SpanId", "RowKind", gateway=IS_GATEWAY, named=NAMED).filter(
+            (pl.col("RowKind") == "span") & ~pl.col("named")
+        )
+        heirs = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
+        asked = (_NAMES.format(traces=constant(some), arrived=self._reader.arrived("rollout_spans")) for some in batches(heirs))
+        return concat(map(self._reader.frame, asked), NAMES)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """What openai-level spans without a gateway call below them hold: their `output.value` is too long for the lean table."""

@@ -19,6 +19,7 @@ from spangrad.datasets import builds_sql, rows_sql
 from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
+from transition_builder import portions
 from transition_builder.loop import Builder, build_all, build_once
 from transition_builder.reading import Reader
 from transition_builder.summary import Summary
@@ -393,6 +394,26 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
     assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
 
 
+def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built_apart(
+    store: StoreSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portions, "CALLS_A_BUILD", 1)
+    spans = fakes.SpanFactory(run="shared")
+    own = list[str]()
+    for rollout in ("shared-a", "shared-b", "shared-c"):
+        root = spans.root(rollout, trace="shared-trace", calls=1)
+        spans.evaluation(root)
+        own.append(spans.call(root, rollout=rollout, trace="shared-trace"))
+    nobodys = spans.call("", trace="shared-trace")
+    for row in (spans.spans[-1], spans.calls[-1]):
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    post(store, spans.otlp())
+    build_once(settings_of(store, "shared"))
+    transitions, drops = outcome(store, "shared")
+    assert [row[2] for row in transitions] == own
+    assert [row[:4] for row in drops] == [("shared-a", 0, nobodys, "shared_trace")]
+
+
 def test_rewards_of_an_earlier_revision_count_no_longer(store: StoreSettings) -> None:
     spans = fakes.SpanFactory(run="judged")
     root = spans.root(calls=1)
@@ -531,6 +552,7 @@ def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> 
 _FOLLOW = """
 import logging, sys
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
+from transition_builder import portions
 from transition_builder.loop import follow
 logging.basicConfig(level="INFO")
 follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(selection=Selection(agents=sys.argv[2]))))

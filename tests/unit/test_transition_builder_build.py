@@ -384,6 +384,6 @@ def test_a_call_that_may_be_of_several_rollouts_is_trained_in_none() -> None:
         row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
     built = build(spans.frames(), BuilderSettings())
     assert built.transitions["RolloutId"].to_list() == ["a", "b"]
-    told = ("run", "train", "b", 0, nobodys, "gateway", "", "shared_trace", f"trace {spans.trace('shared')}")
+    told = ("run", "train", "a", 0, nobodys, "gateway", "", "shared_trace", f"trace {spans.trace('shared')}")
     columns = ["RunId", "Mode", "RolloutId", "Attempt", "SpanId", "Convention", "AgentName", "Reason", "Detail"]
     assert built.drops.select(columns).rows() == [told]
