@@ -6,6 +6,7 @@ which words a failure is told is the caller's business.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -21,7 +22,7 @@ def ask(url: str, token: SecretStr | None, method: str, path: str, body: Mapping
 
     Raises:
         HTTPError: it refuses; `refusal` has its words.
-        OSError: it does not answer.
+        OSError: it does not answer, or not to the end.
         ValueError: it answers with something else than JSON.
     """
     headers = {"Content-Type": "application/json"}
@@ -29,13 +30,19 @@ def ask(url: str, token: SecretStr | None, method: str, path: str, body: Mapping
         headers["Authorization"] = f"Bearer {token.get_secret_value()}"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=seconds) as answer:
-        return json.load(answer)
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return json.load(answer)
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"what {url} answers is no whole HTTP answer: {error!r}") from error
 
 
 def refusal(error: urllib.error.HTTPError) -> str:
     """What a server says of a request that it refuses: {"error": sentence}, or as OpenAI has it {"error": {"message": sentence}}."""
-    text = error.read().decode(errors="replace")
+    try:
+        text = error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
     try:
         said = json.loads(text)["error"]
         return str(said["message"] if isinstance(said, dict) else said)
