@@ -37,6 +37,7 @@ MATCHING = [
     ("transitions", f"'p' AS Policy, {_BUILD}, 0 AS Revision"),
     ("builds", f"{_BUILD}, 0 AS Revision"),
     ("builds", f"{_BUILD}, 1 AS Revision"),
+    ("rewards", f"{_BUILD}, 1 AS Revision"),
 ]
 """What rows must be for the views that join or choose them."""
 
