@@ -159,6 +159,25 @@ def test_evaluations_of_one_span_and_nanosecond_all_count(store: StoreSettings, 
     assert client.query(kept, parameters={"t": trace_id.hex()}).result_rows == [(count,)]
 
 
+def test_indexes_of_attributes_are_made_when_parts_are_merged(client: Client) -> None:
+    indexes = client.query("SELECT name, expr FROM system.data_skipping_indices WHERE table = 'otel_traces' AND name LIKE '%_attr_%'")
+    for name, expression in indexes.result_rows:
+        table = f"default.merged_{name}"
+        client.command(
+            f"CREATE TABLE {table} (SpanAttributes Map(String, String), ResourceAttributes Map(String, String),"
+            f" INDEX {name} {expression} TYPE bloom_filter(0.01) GRANULARITY 1) ENGINE = MergeTree ORDER BY tuple()"
+        )
+        client.command(f"INSERT INTO {table} SELECT map('a', toString(number)), map('b', toString(number)) FROM numbers(1000)")
+        size = f"SELECT data_uncompressed_bytes FROM system.data_skipping_indices WHERE name = '{name}' AND table = 'merged_{name}'"
+        inserted = client.command(size)
+        client.command(f"OPTIMIZE TABLE {table} FINAL")
+        merged = client.command(size)
+        client.command(f"DROP TABLE {table}")
+        assert inserted == 0
+        assert int(str(merged)) > 0
+    assert len(indexes.result_rows) == 4
+
+
 def test_a_body_that_is_none_is_refused_readably(store: StoreSettings) -> None:
     status, kind, body = post(f"{store.otlp_endpoint}/v1/traces", b"\xff\xff")
     assert (status, kind, Status.FromString(body).code) == (400, PROTOBUF, 3)
