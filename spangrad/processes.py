@@ -6,12 +6,15 @@ In: a command. Out: a `Child`. Invariant: when this process ends, however it end
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,11 +140,35 @@ def _server_ports() -> Iterator[int]:
     return cycle(random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)))
 
 
+@cache
+def _reservations() -> int | None:
+    """A file in which a byte is locked for each port that a process of this user was given; None: there is no place for it."""
+    try:
+        path = Path(tempfile.gettempdir()) / f"spangrad-ports-{os.getuid()}"
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _reserve(port: int) -> bool:
+    """Keep a port from this user's other processes until this one ends; False: one of them has it."""
+    file = _reservations()
+    if file is None:
+        return True
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError as error:
+        # Where files can't be locked, nobody has.
+        return error.errno not in {errno.EACCES, errno.EAGAIN}
+    return True
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that nobody listens on, all different.
 
     They lie below those that the kernel gives to outgoing connections, one of which could take them before their server does; and
-    no port is given twice before all others were, so that those that were asked for one by one differ, too.
+    no port is given twice before all others were, so that those that were asked for one by one differ, too. What one process was
+    given no other one is: their servers start when they are needed.
 
     Raises:
         SpangradError: there are not so many.
@@ -152,6 +179,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             try:
                 probe.bind((host, port))
             except OSError:
+                continue
+            if not _reserve(port):
                 continue
             found.append(port)
         if len(found) == count:
