@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import urllib.error
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -71,7 +70,7 @@ def _ask(runner: RunnerSettings, method: str, run_id: str, seconds: float, body:
         return Stated(int(found["groups"]), int(found["enqueued"]))
     except urllib.error.HTTPError as error:
         raise QueueError(f"the queue refuses {method} {url} ({error.code}): {refusal(error)}") from error
-    except (OSError, HTTPException) as error:  # URLError, timeouts, half an answer
+    except OSError as error:  # URLError, timeouts, half an answer
         reason = getattr(error, "reason", error)
         raise QueueError(f"the queue at {runner.queue_url} does not answer ({reason}). Start it, or set runner.queue_url.") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -34,7 +34,7 @@ def ask(url: str, token: SecretStr | None, method: str, path: str, body: Mapping
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             return json.load(answer)
     except http.client.HTTPException as error:
-        raise ConnectionError(f"what {url} answers is no whole HTTP answer: {error!r}") from error
+        raise ConnectionError(repr(error)) from error
 
 
 def refusal(error: urllib.error.HTTPError) -> str:

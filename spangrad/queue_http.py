@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
-from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
@@ -68,7 +67,7 @@ class QueueHttp:
                 problem = QueueError(f"the queue at {self.url} refuses {method} {whole} ({error.code}): {refusal(error)}")
                 if error.code != 503:
                     raise problem from None
-            except (OSError, HTTPException, ValueError) as error:  # URLError, timeouts, half an answer, and something else than JSON
+            except (OSError, ValueError) as error:  # URLError, timeouts, half an answer, and something else than JSON
                 said = getattr(error, "reason", error)
                 problem = QueueError(f"no queue answers at {self.url} ({said}). Start it with `spangrad queue`, or name its address.")
             if time.monotonic() > end:

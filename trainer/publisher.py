@@ -84,7 +84,7 @@ class Publisher:
             return ask(self._gateway.url, self._gateway.token, method, path, body, self._gateway.request_timeout_seconds)
         except urllib.error.HTTPError as error:
             raise GatewayError(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
-        except OSError as error:  # URLError and timeouts
+        except (OSError, ValueError) as error:  # URLError, timeouts, and something else than JSON
             reason = getattr(error, "reason", error)
             raise GatewayError(
                 f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, or set "

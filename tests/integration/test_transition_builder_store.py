@@ -398,7 +398,7 @@ def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built
     store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(portions, "CALLS_A_BUILD", 1)
-    spans = fakes.SpanFactory(run="shared")
+    spans = fakes.SpanFactory(run="one-trace")
     own = list[str]()
     for rollout in ("shared-a", "shared-b", "shared-c"):
         root = spans.root(rollout, trace="shared-trace", calls=1)
@@ -408,8 +408,8 @@ def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built
     for row in (spans.spans[-1], spans.calls[-1]):
         row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
     post(store, spans.otlp())
-    build_once(settings_of(store, "shared"))
-    transitions, drops = outcome(store, "shared")
+    build_once(settings_of(store, "one-trace"))
+    transitions, drops = outcome(store, "one-trace")
     assert [row[2] for row in transitions] == own
     assert [row[:4] for row in drops] == [("shared-a", 0, nobodys, "shared_trace")]
 
