@@ -15,6 +15,7 @@ VOLATILE = {"id", "item_id", "call_id", "created", "created_at", "signature", "s
 """Fields that are drawn, counted or read from a clock for each answer."""
 _LENGTHENED = ("delta", "content", "text", "thinking", "partial_json", "arguments", "reasoning")
 _ENDS = (".finish_reason", ".stop_reason", ".system_fingerprint")
+_END = "<|im_end|>"
 _MIXED = ("choices", "tool_calls")
 """Lists of one part each, or of several that vLLM mixes as they come."""
 
@@ -37,6 +38,8 @@ class _Stream:
         for event in events:
             name, _, data = event.decode().partition("data: ")
             values: dict[str, Any] = {"data": data} if data == "[DONE]" else json.loads(data)
+            if str(values.get("type")).startswith("response."):
+                values = _without_end(values)
             choices = values.get("choices") or [{}]
             for path, value in sorted(_leaves("", {"event": name, **values}), key=_place):
                 self.fields.add(path)
@@ -76,6 +79,15 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{path}[]", one)
     else:
         yield path, _steady(value)
+
+
+def _without_end(value: Any) -> Any:
+    """Without logprobs of the token that ends an answer: vLLM's Responses tell them when it came together with a token that has text."""
+    if isinstance(value, dict):
+        return {key: _without_end(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_end(one) for one in value if not (isinstance(one, dict) and "logprob" in one and one.get("token") == _END)]
+    return value
 
 
 def _steady(value: Any) -> Any:
