@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -79,6 +80,11 @@ def constant(texts: Iterable[str | bytes]) -> str:
     if len(whole) == 1:
         return f"[unhex('{whole[0].hex()}')]"
     return f"splitByChar('\\xFF', unhex('{_BETWEEN.join(whole).hex()}'))"
+
+
+def microseconds(time: datetime) -> int:
+    """A time as statements give it: since 1970. One without a zone is UTC."""
+    return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1_000_000)
 
 
 @contextmanager

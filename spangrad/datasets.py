@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from spangrad.clickhouse import store_errors
+from spangrad.clickhouse import microseconds, store_errors
 from spangrad.errors import SettingsError, StoreError
 
 if TYPE_CHECKING:
@@ -194,9 +194,8 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
 def _until(as_of: datetime | None) -> str:
     if as_of is None:
         return ""
-    aware = as_of if as_of.tzinfo else as_of.replace(tzinfo=UTC)
-    return f"b.IngestedAt <= fromUnixTimestamp64Micro({round(aware.timestamp() * 1_000_000)})"
+    return f"b.IngestedAt <= fromUnixTimestamp64Micro({microseconds(as_of)})"
 
 
-def _time(microseconds: int) -> datetime:
-    return datetime.fromtimestamp(microseconds / 1_000_000, UTC)
+def _time(since_1970: int) -> datetime:
+    return datetime.fromtimestamp(since_1970 / 1_000_000, UTC)

@@ -15,13 +15,13 @@ from datetime import datetime, timedelta
 import polars as pl
 
 from spangrad import semconv
-from spangrad.clickhouse import constant
+from spangrad.clickhouse import constant, microseconds
 from spangrad.datasets import rows_sql
 from spangrad.types import Mode
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema, concat, conform, empty
 from transition_builder.moved import CONCLUDED, KEYS
-from transition_builder.reading import Reader, batches, microseconds
+from transition_builder.reading import Reader, batches
 from transition_builder.resolve import NAMED
 
 OVERLAP = timedelta(seconds=120)

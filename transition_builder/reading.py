@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from spangrad import clickhouse
-from spangrad.clickhouse import KEYS_A_STATEMENT, LONG, constant, store_errors
+from spangrad.clickhouse import KEYS_A_STATEMENT, LONG, constant, microseconds, store_errors
 from spangrad.datasets import builds_sql
 from spangrad.settings import Settings
 from transition_builder.frames import BUILT, concat, conform
@@ -82,11 +82,6 @@ class Reader:
         """
         with store_errors(self.url):
             self.client.insert_arrow(f"otel.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
-
-
-def microseconds(time: datetime) -> int:
-    """Since 1970."""
-    return round(time.timestamp() * 1_000_000)
 
 
 def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:

@@ -7,16 +7,15 @@ counted as left out; what is in memory is one part, and a row of numbers and nam
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from spangrad import datasets
-from spangrad.clickhouse import store_errors
+from spangrad.clickhouse import constant, microseconds, store_errors
 from spangrad.errors import BuilderError
 from spangrad.selection import expression
 from spangrad.settings import Selection
@@ -51,7 +50,12 @@ _TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
 _COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
 _DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, Choice, {_TIME}, AgentName, Policy, Model, Reason"
 _REWARD = ("CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId")
-"""What tells the rewards of an attempt apart."""
+_KEYS = {
+    "transitions": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
+    "drops": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
+    "rewards": (("RunId", "Mode", "RolloutId"), _REWARD),
+}
+"""Of each table: the columns of its key that find a rollout, and those that tell the rows of an attempt apart."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +202,9 @@ class Reader:
         for reason, count in drops.filter(~pl.col("Reason").is_in(wanted)).group_by("Reason").len().sort("Reason").iter_rows():
             self.tally.left_out[f"dropped: {reason}"] += count
 
-    def _rows(self, table: str, columns: str, rollouts: pl.DataFrame, key: Sequence[str] = ("CallId",)) -> pl.DataFrame:
-        """Rows of the given builds, each once by the rest of the table's key; the key finds them."""
-        names = ("RunId", "Mode", "RolloutId") if table == "rewards" else ("RunId", "Mode", "GroupId", "RolloutId")
+    def _rows(self, table: str, columns: str, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Rows of the given builds, each once; the table's key finds them."""
+        names, apart = _KEYS[table]
         where = " AND ".join(f"{name} IN {name}s" for name in names)
         constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in names)
         revisions = ", ".join(map(str, rollouts["Revision"].unique(maintain_order=True)))
@@ -209,7 +213,7 @@ class Reader:
             f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
         )
         found = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
-        return found.unique(["RunId", "RolloutId", "Attempt", *key], keep="first", maintain_order=True)
+        return found.unique(["RunId", "RolloutId", "Attempt", *apart], keep="first", maintain_order=True)
 
     def _like_transitions(self, drops: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         about = rollouts.select(*_BUILD, "Mode", "GroupId", "GroupSize", "TaskId")
@@ -221,20 +225,22 @@ class Reader:
 
     def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
         """The weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that it was given."""
-        weight = pl.col("Rewards.Name").replace_strict(dict(self.wanted.reward_weights), default=1.0, return_dtype=pl.Float64)
         names = [*_BUILD, "Rewards.Name", "Rewards.Value"]
         each = transitions.select(names).explode("Rewards.Name", "Rewards.Value", empty_as_null=True)
-        value = (pl.col("Rewards.Value") * weight).fill_null(0.0) if self.wanted.reward_weights else pl.col("Rewards.Value").fill_null(0.0)
+        value = self._weighted("Rewards.Name", "Rewards.Value").fill_null(0.0)
         found = each.group_by(*_BUILD, maintain_order=True).agg(Return=value.sum())
         bare = rollouts.join(taken, on=list(_BUILD), how="semi").join(found, on=list(_BUILD), how="anti")
         return pl.concat([found, self._given_returns(bare)]) if bare.height else found
 
     def _given_returns(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Returns of rollouts of which no call was kept to carry their rewards."""
-        rewards = self._rows("rewards", ", ".join((*_BUILD, "Attempt", "Value", *_REWARD)), rollouts, _REWARD)
-        weight = pl.col("Name").replace_strict(dict(self.wanted.reward_weights), default=1.0, return_dtype=pl.Float64)
-        value = pl.col("Value") * weight if self.wanted.reward_weights else pl.col("Value")
-        return rewards.group_by(*_BUILD).agg(Return=value.sum())
+        rewards = self._rows("rewards", ", ".join((*_BUILD, "Attempt", "Value", *_REWARD)), rollouts)
+        return rewards.group_by(*_BUILD).agg(Return=self._weighted("Name", "Value").sum())
+
+    def _weighted(self, name: str, value: str) -> pl.Expr:
+        """Rewards of a column times the weights of their names."""
+        weights = dict(self.wanted.reward_weights)
+        return pl.col(value) * pl.col(name).replace_strict(weights, default=1.0, return_dtype=pl.Float64) if weights else pl.col(value)
 
     def _frame(self, sql: str) -> pl.DataFrame:
         with store_errors(self._url):
@@ -244,13 +250,3 @@ class Reader:
         return frame.with_columns(
             pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
         )
-
-
-def constant(texts: Iterable[str]) -> str:
-    """Texts as a constant array in SQL: in hexadecimal, because the store refuses statements with certain words in them."""
-    return f"JSONExtract(unhex('{json.dumps([str(one) for one in texts]).encode().hex()}'), 'Array(String)')"
-
-
-def microseconds(time: datetime) -> int:
-    """Since 1970; a time without a zone is UTC."""
-    return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1_000_000)
