@@ -163,10 +163,10 @@ def _rewards() -> Panel:
     sql = f"""
         SELECT $__timeInterval(IngestedAt) AS time, concat(Name, ', ', Source) AS reward, avg(Value) AS value
         FROM (
-            SELECT Name, Source, Value, min(r.IngestedAt) AS IngestedAt
+            SELECT * EXCEPT (BuildSpec, Revision, Content, IngestedAt), min(r.IngestedAt) AS IngestedAt
             FROM otel.v_rewards AS r
             WHERE {chosen("RunId", "run")} AND {chosen("Mode", "mode")} AND $__timeFilter(r.IngestedAt)
-            GROUP BY RunId, RolloutId, Attempt, CallId, Name, Value, Source, RuleHash, TraceId, SpanId)
+            GROUP BY ALL)
         GROUP BY time, reward
         ORDER BY time, reward"""
     return over_time(
