@@ -180,9 +180,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
                 probe.bind((host, port))
             except OSError:
                 continue
-            if not _reserve(port):
-                continue
-            found.append(port)
+            if _reserve(port):
+                found.append(port)
         if len(found) == count:
             return found
     raise SpangradError(f"there are no {count} free ports on {host} between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")

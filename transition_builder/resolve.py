@@ -71,10 +71,8 @@ def _keys_of_traces(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame
     """All that is named in each trace: TraceId, KEY, and whether it is a rollout of interest (ours)."""
     keys = _named(witnesses, runs).with_columns(witnesses["TraceId"], ours=pl.lit(True)).filter(pl.col("RolloutId").is_not_null())
     others = witnesses.filter(NAMED & ~pl.col("RolloutKey").is_in(runs["RolloutId"].implode()))
-    if others.height:
-        told = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
-        keys = pl.concat([keys, told.select(keys.columns)])
-    return keys.unique()
+    told = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
+    return pl.concat([keys, told.select(keys.columns)]).unique()
 
 
 def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:

@@ -152,9 +152,7 @@ class Source:
 
     def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         """NAMES of the traces of calls that name no rollout: rollouts that are not asked for may be among them."""
-        nameless = spans.select("TraceId", "SpanId", "RowKind", gateway=IS_GATEWAY, named=NAMED).filter(
-            (pl.col("RowKind") == "span") & ~pl.col("named")
-        )
+        nameless = spans.select(pl.col("TraceId", "SpanId").filter(~NAMED), gateway=IS_GATEWAY.filter(~NAMED))
         heirs = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
         asked = (_NAMES.format(traces=constant(some), arrived=self._reader.arrived("rollout_spans")) for some in batches(heirs))
         return concat(map(self._reader.frame, asked), NAMES)
