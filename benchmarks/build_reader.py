@@ -16,7 +16,8 @@ import polars as pl
 from benchmarks.meter import machine_cpu
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from transition_builder import loop
-from transition_builder.frames import BUILDS, DROPS, TRANSITIONS, Built, Frames, concat, empty
+from transition_builder.frames import Built, Frames, concat, empty
+from transition_builder.schemas import BUILDS, DROPS, TRANSITIONS
 from transition_builder.sink import Written
 
 ROUNDS = 3

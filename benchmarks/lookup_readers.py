@@ -18,7 +18,8 @@ from benchmarks.lookup_data import Workload
 from spangrad.clickhouse import connect
 from spangrad.settings import Settings, StoreSettings
 from transition_builder.complete import decide, facts
-from transition_builder.frames import CALLS, SPANS, Frames, conform
+from transition_builder.frames import Frames, conform
+from transition_builder.schemas import CALLS, SPANS
 from transition_builder.source import Source
 
 _Result = TypeVar("_Result")

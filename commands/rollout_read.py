@@ -154,7 +154,7 @@ def _described(rows: Sequence[Mapping[str, Any]]) -> list[Span]:
     import polars as pl
 
     from transition_builder.dialects import describe
-    from transition_builder.frames import SPANS
+    from transition_builder.schemas import SPANS
 
     columns = {name: [row.get(name) for row in rows] for name in SPANS}
     frame = pl.DataFrame(columns, schema=dict(SPANS), strict=False).with_columns(RolloutId=pl.col("RolloutKey"))

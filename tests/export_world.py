@@ -18,7 +18,7 @@ from spangrad import datasets
 from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
 from spangrad.types import call_id, transition_id
-from transition_builder.frames import BUILDS, DROPS, REWARDS, TRANSITIONS
+from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -366,7 +366,8 @@ class SpanFactory:
         """`transition_builder.frames.Frames`; of each rollout the last final root."""
         import polars as pl
 
-        from transition_builder.frames import ANSWERS, CALLS, ROLLOUTS, SPANS, Frames
+        from transition_builder.frames import Frames
+        from transition_builder.schemas import ANSWERS, CALLS, ROLLOUTS, SPANS
 
         final = {row["RolloutId"]: {name: row.get(name) for name in ROLLOUTS} for row in self.roots if row["Final"]}
         return Frames(

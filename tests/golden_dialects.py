@@ -20,7 +20,7 @@ from registry_spans import REGISTRY, Made
 
 import fakes
 from transition_builder import dialects
-from transition_builder.frames import NODES, SPANS
+from transition_builder.schemas import NODES, SPANS
 
 FILES = Path(__file__).parent / "golden" / "dialects"
 FIXTURES = Path(__file__).parent / "fixtures" / "spans"

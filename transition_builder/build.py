@@ -18,9 +18,10 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import transition_ids
 from transition_builder import dialects, join, lineage, placing, reconcile, rewards
 from transition_builder.dialects import gateway
-from transition_builder.frames import DROPS, NAMES, REWARDS, TRANSITIONS, Built, Frames, Verdict, concat, conform
+from transition_builder.frames import Built, Frames, Verdict, concat, conform
 from transition_builder.lineage import Forest
 from transition_builder.resolve import resolve, shared
+from transition_builder.schemas import DROPS, NAMES, REWARDS, TRANSITIONS
 
 REVISION = 0
 DEFAULT_TEMPERATURE = 1.0

@@ -15,8 +15,9 @@ import time
 import polars as pl
 
 from spangrad.clickhouse import constant
-from transition_builder.frames import MICROSECONDS, concat
+from transition_builder.frames import concat
 from transition_builder.reading import Reader, batches
+from transition_builder.schemas import MICROSECONDS
 
 SETTLE_SECONDS = 0.02
 """Longer than a claim usually takes to be seen after it was dated."""

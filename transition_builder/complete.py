@@ -20,9 +20,10 @@ from spangrad import semconv
 from spangrad.settings import BuilderSettings
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.dialects.reading import attribute
-from transition_builder.frames import COUNTS, PRESENCE, ROLLOUTS, ROOTS, Facts, Verdict, conform
+from transition_builder.frames import Facts, Verdict, conform
 from transition_builder.lineage import forest
 from transition_builder.resolve import NAMED, resolve
+from transition_builder.schemas import COUNTS, PRESENCE, ROLLOUTS, ROOTS
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]

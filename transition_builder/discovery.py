@@ -19,10 +19,11 @@ from spangrad.clickhouse import constant, microseconds
 from spangrad.datasets import rows_sql
 from spangrad.types import Mode
 from transition_builder.dialects import MODEL_SPAN_SQL
-from transition_builder.frames import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema, concat, conform, empty
+from transition_builder.frames import concat, conform, empty
 from transition_builder.moved import CONCLUDED, KEYS
 from transition_builder.reading import Reader, batches
 from transition_builder.resolve import NAMED
+from transition_builder.schemas import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema
 
 OVERLAP = timedelta(seconds=120)
 """Longer than any insert takes to become visible after its rows were dated."""

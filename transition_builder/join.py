@@ -27,9 +27,10 @@ import polars as pl
 
 from transition_builder import dialects, lineage, tries, twins
 from transition_builder.families import Families
-from transition_builder.frames import CALLS, DROPPED, empty
+from transition_builder.frames import empty
 from transition_builder.lineage import Forest, Indices, Mask
 from transition_builder.resolve import NAMED
+from transition_builder.schemas import CALLS, DROPPED
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]

@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 import polars as pl
 
 from transition_builder.discovery import OVERLAP
-from transition_builder.frames import TALLY, conform
+from transition_builder.frames import conform
 from transition_builder.resolve import NAMED
+from transition_builder.schemas import TALLY
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _ROLLOUT = ["RunId", "RolloutId"]

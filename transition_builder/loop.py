@@ -28,12 +28,13 @@ from transition_builder.claims import Claims
 from transition_builder.complete import decide, facts
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import OVERLAP, Discovery
-from transition_builder.frames import BUILT, LOOSE, ROOTS, Frames, Verdict, empty
+from transition_builder.frames import Frames, Verdict, empty
 from transition_builder.moved import CONCLUDED, MOVED
 from transition_builder.portions import Portions
 from transition_builder.reading import Reader
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import sql
+from transition_builder.schemas import BUILT, LOOSE, ROOTS
 from transition_builder.sink import Sink
 from transition_builder.source import Source
 from transition_builder.stopping import stoppable

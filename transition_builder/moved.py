@@ -12,7 +12,8 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import Mode
-from transition_builder.frames import LOOSE, ROLLOUTS, Verdict, conform
+from transition_builder.frames import Verdict, conform
+from transition_builder.schemas import LOOSE, ROLLOUTS
 from transition_builder.unclaimed import claim
 
 KEYS = {"TraceId": pl.String(), "RolloutKey": pl.String()}

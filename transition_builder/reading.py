@@ -15,7 +15,8 @@ from spangrad import clickhouse
 from spangrad.clickhouse import KEYS_A_STATEMENT, LONG, constant, microseconds, store_errors
 from spangrad.datasets import builds_sql
 from spangrad.settings import Settings
-from transition_builder.frames import BUILT, concat, conform
+from transition_builder.frames import concat, conform
+from transition_builder.schemas import BUILT
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -25,7 +25,8 @@ import polars as pl
 from spangrad.selection import conditions
 from spangrad.settings import BuilderSettings
 from spangrad.types import DropReason
-from transition_builder.frames import NANOSECONDS, Verdict
+from transition_builder.frames import Verdict
+from transition_builder.schemas import NANOSECONDS
 
 RETOKENIZED = "retokenized"
 """IdsSource of ids that the gateway made from a text."""

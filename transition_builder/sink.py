@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import polars as pl
 
 from spangrad.types import transition_id
-from transition_builder.frames import BUILDS, DROPS, REWARDS, TRANSITIONS, Built, Schema, conform
+from transition_builder.frames import Built, conform
 from transition_builder.reading import Reader
+from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS, Schema
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}

@@ -20,23 +20,11 @@ from spangrad.settings import Settings
 from transition_builder import dialects, join, late
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.discovery import Discovery
-from transition_builder.frames import (
-    ANSWERS,
-    ARRIVALS,
-    CALLS,
-    DROPPED,
-    MICROSECONDS,
-    NAMES,
-    ROLLOUTS,
-    SPANS,
-    Frames,
-    Schema,
-    concat,
-    conform,
-)
+from transition_builder.frames import Frames, concat, conform
 from transition_builder.reading import Reader, batches, span_constants
 from transition_builder.resolve import NAMED
 from transition_builder.rewards import responses, sql
+from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUTS, SPANS, Schema
 from transition_builder.unclaimed import claim
 
 if TYPE_CHECKING:

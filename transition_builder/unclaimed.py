@@ -19,8 +19,9 @@ import polars as pl
 
 from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
-from transition_builder.frames import LOOSE, ROLLOUTS, Verdict, conform
+from transition_builder.frames import Verdict, conform
 from transition_builder.resolve import NAMED
+from transition_builder.schemas import LOOSE, ROLLOUTS
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _GROUP = ["GroupId", "GroupSize", "TaskId"]

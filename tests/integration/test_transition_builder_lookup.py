@@ -18,8 +18,9 @@ from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from transition_builder.complete import decide, facts
-from transition_builder.frames import CALLS, SPANS, Frames, Schema, conform
+from transition_builder.frames import Frames, conform
 from transition_builder.loop import Builder
+from transition_builder.schemas import CALLS, SPANS, Schema
 from transition_builder.source import Source
 
 WORKLOAD = Workload(3 * RUNS * STEP, ordered=True)

@@ -16,7 +16,8 @@ from transition_builder import dialects
 from transition_builder.dialects import scopes
 from transition_builder.dialects.describe import READERS
 from transition_builder.dialects.others import VOCABULARIES
-from transition_builder.frames import ANSWERS, NODES, SPANS, empty
+from transition_builder.frames import empty
+from transition_builder.schemas import ANSWERS, NODES, SPANS
 
 GOLDEN = golden()
 KEYS = sorted(

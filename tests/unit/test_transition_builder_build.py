@@ -16,7 +16,8 @@ import fakes
 from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id, transition_id
 from transition_builder.build import build
-from transition_builder.frames import DROPS, REWARDS, TRANSITIONS, Built, Frames
+from transition_builder.frames import Built, Frames
+from transition_builder.schemas import DROPS, REWARDS, TRANSITIONS
 
 SPEC = BuilderSettings()
 

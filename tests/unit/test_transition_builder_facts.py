@@ -8,7 +8,7 @@ import polars as pl
 
 import fakes
 from transition_builder.complete import facts
-from transition_builder.frames import ARRIVALS, COUNTS, PRESENCE, ROOTS
+from transition_builder.schemas import ARRIVALS, COUNTS, PRESENCE, ROOTS
 
 
 def test_a_rollout_s_facts_count_each_span_once_and_date_its_last_delivery() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fakes
 from transition_builder import late
-from transition_builder.frames import BUILT
+from transition_builder.schemas import BUILT
 
 TIME = fakes.SpanFactory.time
 Row = tuple[str, str, str, str]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import fakes
 from transition_builder import portions
-from transition_builder.frames import ROLLOUTS, empty
+from transition_builder.frames import empty
 from transition_builder.portions import Portions
+from transition_builder.schemas import ROLLOUTS
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 

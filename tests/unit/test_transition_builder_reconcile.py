@@ -16,7 +16,7 @@ from spangrad import types
 from spangrad.settings import BuilderSettings, Selection
 from spangrad.types import DropReason
 from transition_builder import reconcile
-from transition_builder.frames import CALLS, ROLLOUTS
+from transition_builder.schemas import CALLS, ROLLOUTS
 
 ROOT = Path(__file__).parents[2]
 EXTRA = {

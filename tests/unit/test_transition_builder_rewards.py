@@ -13,8 +13,9 @@ import fakes
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import call_id
 from transition_builder.build import build
-from transition_builder.frames import SQL_REWARDS, Built
+from transition_builder.frames import Built
 from transition_builder.rewards import rule_hash
+from transition_builder.schemas import SQL_REWARDS
 
 
 def said(built: Built) -> list[tuple[Any, ...]]:

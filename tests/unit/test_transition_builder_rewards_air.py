@@ -16,8 +16,9 @@ from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings_sources import load_settings
 from spangrad.types import call_id
 from transition_builder.build import build
-from transition_builder.frames import RESPONSES, SQL_REWARDS, Built
+from transition_builder.frames import Built
 from transition_builder.rewards import check, rule_hash
+from transition_builder.schemas import RESPONSES, SQL_REWARDS
 
 Answer = tuple[str, str, list[tuple[str, str]]]
 """The span of a call, what it said, and the tool calls that it asked for."""

@@ -10,7 +10,8 @@ import fakes
 from spangrad.settings import BuilderSettings
 from spangrad.types import transition_id
 from transition_builder.build import build
-from transition_builder.frames import BUILDS, BUILT, DROPS, REWARDS, TRANSITIONS, Built, Frames, empty
+from transition_builder.frames import Built, Frames, empty
+from transition_builder.schemas import BUILDS, BUILT, DROPS, REWARDS, TRANSITIONS
 from transition_builder.sink import Written, contents, revise
 
 SPEC = BuilderSettings().spec

@@ -14,7 +14,7 @@ from spangrad.types import call_id
 from transition_builder.dialects.answers import TEXTS_WITH_TOOL_CALLS
 from transition_builder.dialects.describe import READERS
 from transition_builder.dialects.reading import NONE, OF_CLIENT, Said
-from transition_builder.frames import SAMPLING
+from transition_builder.schemas import SAMPLING
 
 _ASKED_TOOL = (
     r"^(llm\.output_messages\.\d+\.message\.(tool_calls\.\d+|contents\.\d+)\.tool_call\.id|gen_ai\.completion\.\d+\.tool_calls\.\d+\.id)$"

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from transition_builder.export.reading import Part, Reader
-from transition_builder.frames import TRANSITIONS
+from transition_builder.schemas import TRANSITIONS
 
 _REWARD = pa.struct([("Name", pa.string()), ("Value", pa.float64()), ("Source", pa.string())])
 _NOT_WRITTEN = frozenset({"Content"})

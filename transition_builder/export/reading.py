@@ -21,7 +21,8 @@ from spangrad.selection import expression
 from spangrad.settings import Selection
 from spangrad.types import DropReason
 from transition_builder.export.tally import LeftOut, Tally
-from transition_builder.frames import TRANSITIONS, empty
+from transition_builder.frames import empty
+from transition_builder.schemas import TRANSITIONS
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import polars as pl
 
 from spangrad.settings import BuilderSettings
-from transition_builder.frames import GIVEN, Frames, concat, conform
+from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import air, evaluations, precedence
 from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.precedence import SAID
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.spread import spread
+from transition_builder.schemas import GIVEN
 
 __all__ = ["Gathered", "check", "gather", "rule_hash", "spread"]
 

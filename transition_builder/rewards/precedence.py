@@ -13,7 +13,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
-from transition_builder.frames import GIVEN, NANOSECONDS, Schema
+from transition_builder.schemas import GIVEN, NANOSECONDS, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]

@@ -19,8 +19,9 @@ from spangrad import semconv
 from spangrad.clickhouse import LONG, store_errors
 from spangrad.settings import BuilderSettings
 from transition_builder.dialects.gateway import IS_GATEWAY
-from transition_builder.frames import RESPONSES, empty
+from transition_builder.frames import empty
 from transition_builder.reading import span_constants
+from transition_builder.schemas import RESPONSES
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

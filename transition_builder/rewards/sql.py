@@ -24,8 +24,9 @@ import polars as pl
 from spangrad.clickhouse import LONG, constant, store_errors
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings
-from transition_builder.frames import SQL_REWARDS, concat, conform, empty
+from transition_builder.frames import concat, conform, empty
 from transition_builder.reading import batches
+from transition_builder.schemas import SQL_REWARDS
 
 if TYPE_CHECKING:
     from pathlib import Path

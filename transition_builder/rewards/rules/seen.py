@@ -11,7 +11,7 @@ from functools import cached_property
 
 import polars as pl
 
-from transition_builder.frames import Schema
+from transition_builder.schemas import Schema
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]

@@ -1,0 +1,341 @@
+"""Columns of every table that flows through the builder, and their types.
+
+In: nothing. Out: a schema a table, and what its columns mean where their names do not say it. Invariant: a schema of rows of the store
+names columns that their table has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import polars as pl
+
+Schema = Mapping[str, pl.DataType]
+
+_TEXT = pl.String()
+_IDS = pl.List(pl.UInt32())
+_LOGPROBS = pl.List(pl.Float32())
+NANOSECONDS = pl.Datetime("ns", "UTC")
+MICROSECONDS = pl.Datetime("us", "UTC")
+
+_IDENTITY: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "RolloutKey": _TEXT,
+    "RolloutKeySource": _TEXT,
+    "Attempt": pl.UInt16(),
+    "Timestamp": NANOSECONDS,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Choice": pl.UInt16(),
+}
+
+SPANS: Schema = {
+    **_IDENTITY,
+    "Choice": pl.UInt64(),
+    "RowKind": _TEXT,
+    "ParentSpanId": _TEXT,
+    "ProcessId": _TEXT,
+    "Seq": pl.UInt64(),
+    "SpanName": _TEXT,
+    "ServiceName": _TEXT,
+    "ScopeName": _TEXT,
+    "Duration": pl.UInt64(),
+    "StatusCode": _TEXT,
+    "StatusMessage": _TEXT,
+    "Attributes": pl.Map(pl.String(), pl.String()),
+}
+"""Rows of otel.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
+
+NAMES: Schema = {name: _IDENTITY[name] for name in ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")}
+"""What rows name, and in which traces."""
+
+ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
+"""SPANS as they arrived: one that was delivered twice may be there twice. Dropped: its sender kept attributes of the span back."""
+
+_ANSWER: Schema = {
+    "Policy": _TEXT,
+    "VersionStart": pl.UInt64(),
+    "VersionEnd": pl.UInt64(),
+    "Model": _TEXT,
+    "ResponseId": _TEXT,
+    "TokenizerHash": _TEXT,
+    "PromptIds": _IDS,
+    "ResponseIds": _IDS,
+    "Logprobs": _LOGPROBS,
+    "FinishReason": _TEXT,
+}
+
+SAMPLING: Schema = {
+    "Temperature": pl.Float64(),
+    "TopP": pl.Float64(),
+    "TopK": pl.Int64(),
+    "MinP": pl.Float64(),
+    "PresencePenalty": pl.Float64(),
+    "FrequencyPenalty": pl.Float64(),
+    "RepetitionPenalty": pl.Float64(),
+    "Constrained": pl.Boolean(),
+}
+"""How a call was sampled; null: not known."""
+
+CALLS: Schema = {
+    **_IDENTITY,
+    "CallId": _TEXT,
+    "ParentSpanId": _TEXT,
+    "ProcessId": _TEXT,
+    "Seq": pl.UInt64(),
+    "Duration": pl.UInt64(),
+    "IdsSource": _TEXT,
+    **_ANSWER,
+    **SAMPLING,
+    "ErrorType": _TEXT,
+    "HttpStatus": pl.UInt16(),
+    "Aborted": pl.Boolean(),
+    "Redacted": pl.Boolean(),
+}
+"""Rows of otel.calls: a choice of a call that the gateway recorded."""
+
+ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Choice": pl.UInt16(), **_ANSWER}
+"""What openai-level spans of the plain road hold in `output.value`: a row a choice; empty where it held none."""
+
+ROOTS: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "GroupId": _TEXT,
+    "GroupSize": pl.UInt32(),
+    "TaskId": _TEXT,
+    "Calls": pl.UInt32(),
+    "Final": pl.Boolean(),
+    "Failure": _TEXT,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "IngestedAt": MICROSECONDS,
+}
+"""The root span of an attempt. Calls is null when there was no gateway to ask; IngestedAt is its first arrival."""
+
+PRESENCE: Schema = {
+    "RunId": _TEXT,
+    "RolloutKey": _TEXT,
+    "RolloutKeySource": _TEXT,
+    "Attempt": pl.UInt16(),
+    "TraceId": _TEXT,
+    "Evaluations": pl.UInt64(),
+    "LastArrival": MICROSECONDS,
+}
+"""What of a rollout has arrived, a row for each trace: evaluations with a score, and when the newest span came."""
+
+COUNTS: Schema = {
+    "RunId": _TEXT,
+    "RolloutKey": _TEXT,
+    "RolloutKeySource": _TEXT,
+    "Attempt": pl.UInt16(),
+    "TraceId": _TEXT,
+    "Calls": pl.UInt64(),
+}
+"""How many of the calls that a gateway counts have arrived, a row for each trace."""
+
+LOOSE: Schema = {
+    **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},
+    "IngestedAt": MICROSECONDS,
+}
+"""Rows that nobody has concluded, as far as they say whose they are, a row for each trace; IngestedAt: of the newest."""
+
+OWNERS: Schema = {
+    "TraceId": _TEXT,
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "RolloutId": _TEXT,
+    "SessionId": _TEXT,
+    "ConversationId": _TEXT,
+    "Attempt": pl.UInt16(),
+}
+"""Rows of otel.trace_rollouts: what any span of a trace says of all of it; empty where none does."""
+
+ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
+"""When the newest span came that names a rollout, a row for each run that such spans name."""
+
+TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "Torn": pl.Boolean()}
+"""When a trace's newest span came, and whether the parent of some span has not arrived."""
+
+BUILT: Schema = {
+    "RunId": _TEXT,
+    "RolloutId": _TEXT,
+    "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
+    "Watermark": MICROSECONDS,
+    "RowsRead": pl.UInt64(),
+    "IngestedAt": MICROSECONDS,
+}
+"""The newest revisions of rollouts that were built, and when they were written."""
+
+TALLY: Schema = {"RunId": _TEXT, "RolloutKey": _TEXT, "RolloutKeySource": _TEXT, "TraceId": _TEXT, "Rows": pl.UInt64()}
+"""How many rows of otel.rollout_spans have arrived, each counted once, by how they name their rollout and by their trace."""
+
+DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}
+"""Spans of which their sender kept attributes back."""
+
+ROLLOUTS: Schema = {
+    **{name: dtype for name, dtype in ROOTS.items() if name != "Final"},
+    "Verdict": _TEXT,
+    "Detail": _TEXT,
+    "LastArrival": MICROSECONDS,
+    "RowsRead": pl.UInt64(),
+}
+"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), whether it may be built, when the newest
+row of it arrived that is known, and how many of its rows were read; null before they are."""
+
+TRANSITIONS: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "BuildSpec": _TEXT,
+    "GroupId": _TEXT,
+    "GroupSize": pl.UInt32(),
+    "TaskId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
+    "Turn": pl.UInt32(),
+    "TransitionId": _TEXT,
+    "CallId": _TEXT,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Choice": pl.UInt16(),
+    "Timestamp": NANOSECONDS,
+    "ParentCallId": _TEXT,
+    "Branch": pl.UInt32(),
+    "AgentName": _TEXT,
+    "Components": pl.List(pl.String()),
+    "Tools": pl.List(pl.String()),
+    "Policy": _TEXT,
+    "Version": pl.UInt64(),
+    "Model": _TEXT,
+    "TokenizerHash": _TEXT,
+    "PromptIds": _IDS,
+    "ResponseIds": _IDS,
+    "Logprobs": _LOGPROBS,
+    "Temperature": pl.Float64(),
+    "FinishReason": _TEXT,
+    "Rewards.Name": pl.List(pl.String()),
+    "Rewards.Value": pl.List(pl.Float64()),
+    "Rewards.Source": pl.List(pl.String()),
+}
+
+DROPS: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "BuildSpec": _TEXT,
+    "GroupId": _TEXT,
+    "GroupSize": pl.UInt32(),
+    "TaskId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
+    "CallId": _TEXT,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Choice": pl.UInt16(),
+    "Timestamp": NANOSECONDS,
+    "AgentName": _TEXT,
+    "Policy": _TEXT,
+    "Model": _TEXT,
+    "Convention": _TEXT,
+    "Reason": _TEXT,
+    "Detail": _TEXT,
+}
+
+GIVEN: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "CallId": _TEXT,
+    "Name": _TEXT,
+    "Value": pl.Float64(),
+    "Source": _TEXT,
+    "RuleHash": _TEXT,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+}
+"""What a source gives: a reward of a call, or of a rollout, whose CallId is empty."""
+
+REWARDS: Schema = {**GIVEN, "BuildSpec": _TEXT, "Revision": pl.UInt32(), "Content": pl.UInt64()}
+
+SQL_REWARDS: Schema = {
+    "Name": _TEXT,
+    "RuleHash": _TEXT,
+    "PerCall": pl.Boolean(),
+    "RunId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "CallId": _TEXT,
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Value": pl.Float64(),
+}
+"""What the files of rewards/*.sql say of the attempts that count. Name: of the file, RuleHash: of its content. PerCall: the file's rows
+are of calls, named by CallId or by a span; where they are not, CallId, TraceId and SpanId are empty and each rollout has a row. Value is
+null where the file gives none."""
+
+RESPONSES: Schema = {
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Choice": pl.UInt16(),
+    "Text": _TEXT,
+    "ToolCalls": pl.List(pl.Struct({"Name": pl.String(), "Arguments": pl.String()})),
+}
+"""What a call answered: its text, and the tool calls that it asked for. A call whose answer nobody recorded has no row."""
+
+BUILDS: Schema = {
+    "RunId": _TEXT,
+    "Mode": _TEXT,
+    "BuildSpec": _TEXT,
+    "GroupId": _TEXT,
+    "GroupSize": pl.UInt32(),
+    "TaskId": _TEXT,
+    "RolloutId": _TEXT,
+    "Attempt": pl.UInt16(),
+    "Revision": pl.UInt32(),
+    "Content": pl.UInt64(),
+    "Calls": pl.UInt32(),
+    "Transitions": pl.UInt32(),
+    "Drops": pl.UInt32(),
+    "Watermark": MICROSECONDS,
+    "RowsRead": pl.UInt64(),
+    "Builder": _TEXT,
+}
+"""A revision of a rollout that was built. Revision and Content of TRANSITIONS, DROPS and REWARDS are those of its row here; `build` leaves
+them 0, and the sink fills them in."""
+
+NODES: Schema = {
+    **SPANS,
+    "RolloutId": _TEXT,
+    "Convention": _TEXT,
+    "IsClient": pl.Boolean(),
+    "IsModel": pl.Boolean(),
+    "IsEngine": pl.Boolean(),
+    "IsTool": pl.Boolean(),
+    "IsChain": pl.Boolean(),
+    "IsSuspect": pl.Boolean(),
+    "ResponseId": _TEXT,
+    "Model": _TEXT,
+    "InputTokens": pl.Int64(),
+    "OutputTokens": pl.Int64(),
+    "AgentName": _TEXT,
+    "ToolName": _TEXT,
+    "ToolFailed": pl.Boolean(),
+    "ToolCallId": _TEXT,
+    "ToolArguments": _TEXT,
+    "ToolResult": _TEXT,
+    "Scores": pl.List(pl.Struct({"Name": pl.String(), "Value": pl.Float64()})),
+}
+"""Described, resolved spans: what each is, whichever convention says so (`dialects.describe`). At least these columns.
+
+Convention: the dialect that read the span; empty where none did. IsClient: a call, told by the library that speaks to the model's
+server. IsModel: a call, told by a framework above it. IsEngine: a call, told by the server itself (vLLM's own span). IsSuspect: something
+seems to have called a model, and no dialect reads it. ResponseId, Model, InputTokens, OutputTokens: of those four kinds; null where the
+span says none, and on every other span. AgentName, ToolCallId, ToolArguments, ToolResult: null where the span says
+none. Scores: rewards that stand in the span's own attributes."""
