@@ -1,8 +1,8 @@
 """The schema, brought up to date: numbered SQL files, each applied once and recorded.
 
 In: collector/schema/*.sql, the layout of the servers, and anything that runs a statement. Out: tables, and rows of
-`otel.schema_migrations`. Invariant: an applied file never changes; a file stopped in its middle, or applied by two at once, is
-applied again: its statements are idempotent, and its record replaces itself.
+`otel.schema_migrations`. Invariant: an applied file never changes; a file stopped in its middle, applied by two at once, or of which
+somebody has dropped a table, is applied again: its statements are idempotent, and its record replaces itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ SCHEMA = Path(__file__).parent / "schema"
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
 _VIEW = re.compile(r"CREATE MATERIALIZED VIEW IF NOT EXISTS otel\.(\w+)")
+_MADE = re.compile(r"CREATE (?:TABLE|VIEW|MATERIALIZED VIEW) IF NOT EXISTS otel\.(\w+)")
+_THERE = "SELECT name FROM system.tables WHERE database = 'otel'"
 _RECORD = """CREATE TABLE IF NOT EXISTS otel.schema_migrations (
     Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
 ) ENGINE = ReplacingMergeTree ORDER BY Number"""
@@ -46,6 +48,10 @@ class Migration:
         """Of the file's bytes."""
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
+    def makes(self, layout: Layout) -> list[str]:
+        """Names of the tables and views that it makes on these servers."""
+        return [made[1] for statement in layout.statements(statements(self.sql)) if (made := _MADE.match(statement))]
+
     def script(self, layout: Layout) -> list[str]:
         """The file's statements for these servers, and the one that records it."""
         record = f"({self.number}, '{self.name}', '{self.sha256}', '{layout}')"
@@ -61,6 +67,8 @@ class State(StrEnum):
     APPLIED = "applied"
     NEW = "new"
     """The store lacks it: `spangrad schema migrate`."""
+    INCOMPLETE = "incomplete"
+    """It was applied, and somebody has dropped a table or view that it made: `spangrad schema migrate`."""
     CHANGED = "changed"
     """The file is no longer what was applied."""
     UNKNOWN = "unknown-newer"
@@ -76,6 +84,8 @@ class Entry:
     state: State
     applied_at: str
     """UTC; empty when it is not applied."""
+    lacks: tuple[str, ...] = ()
+    """Tables and views that it made, and that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +117,9 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
         StoreError: an applied file was changed or is gone, a file's name or number is wrong, the store has another layout, or it
             refused a statement.
     """
-    new = pending(execute, layout, directory)
+    entries = status(execute, layout, directory)
+    new = _pending(entries, directory)
+    gone = {entry.number: entry.lacks for entry in entries}
     for statement in preamble(layout):
         execute(statement)
     for migration in new:
@@ -117,23 +129,27 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
                 execute(statement)
             except StoreError as error:
                 raise StoreError(f"{migration.name} stopped at {first_line(statement)!r}: {error}") from error
-        report(f"applied {migration.name} ({len(script) - 1} statements)")
+        again = f": {', '.join(lacks)} was gone, and is made anew, without its rows" if (lacks := gone[migration.number]) else ""
+        report(f"applied {migration.name} ({len(script) - 1} statements){again}")
     return new
 
 
 def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Migration]:
-    """What was not applied yet, in order; changes nothing.
+    """What was not applied yet, or is not whole any longer, in order; changes nothing.
 
     Raises:
         StoreError: as for `migrate`.
     """
-    migrations = read_migrations(directory)
+    return _pending(status(execute, layout, directory), directory)
+
+
+def _pending(entries: list[Entry], directory: Path) -> list[Migration]:
     new: set[int] = set()
-    for entry in status(execute, layout, directory):
+    for entry in entries:
         match entry.state:
             case State.APPLIED:
                 pass
-            case State.NEW:
+            case State.NEW | State.INCOMPLETE:
                 new.add(entry.number)
             case State.CHANGED:
                 raise StoreError(
@@ -145,7 +161,7 @@ def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[
                     f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
                     " Upgrade it."
                 )
-    return [migration for migration in migrations if migration.number in new]
+    return [migration for migration in read_migrations(directory) if migration.number in new]
 
 
 def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Entry]:
@@ -162,16 +178,20 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
                 f"the store's tables were made for {other.layout}, and the settings name {layout}. Set store.cluster and store.sharded"
                 " as they were, or copy the data into a new store."
             )
-    return [_entry(number, known.get(number), applied.get(number)) for number in sorted({*known, *applied})]
+    there = frozenset(execute(_THERE).splitlines())
 
+    def entry(number: int) -> Entry:
+        migration, record = known.get(number), applied.get(number)
+        if migration is None:
+            return Entry(number, applied[number].name, State.UNKNOWN, applied[number].at)
+        if record is None:
+            return Entry(number, migration.name, State.NEW, "")
+        if migration.sha256 != record.sha256:
+            return Entry(number, migration.name, State.CHANGED, record.at)
+        lacks = tuple(f"otel.{name}" for name in migration.makes(layout) if name not in there)
+        return Entry(number, migration.name, State.INCOMPLETE if lacks else State.APPLIED, record.at, lacks)
 
-def _entry(number: int, migration: Migration | None, applied: _Applied | None) -> Entry:
-    if migration is None:
-        assert applied is not None
-        return Entry(number, applied.name, State.UNKNOWN, applied.at)
-    if applied is None:
-        return Entry(number, migration.name, State.NEW, "")
-    return Entry(number, migration.name, State.APPLIED if migration.sha256 == applied.sha256 else State.CHANGED, applied.at)
+    return [entry(number) for number in sorted({*known, *applied})]
 
 
 def _applied(execute: Execute) -> dict[int, _Applied]:

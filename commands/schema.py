@@ -33,7 +33,8 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
         entries = status(execute, Layout.of(store))
     table = Table("number", "name", "applied at (UTC)", "state", box=None, pad_edge=False)
     for entry in entries:
-        table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, entry.state)
+        state = f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state
+        table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, state)
     plain_console(10_000).print(table)
     if any(entry.state is not State.APPLIED for entry in entries):
         sys.exit(OUTDATED)

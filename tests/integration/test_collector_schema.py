@@ -125,6 +125,20 @@ def test_the_commands_bring_a_store_up_to_date(tmp_path: Path) -> None:
         assert (code, stdout.splitlines()[2].split()[-1]) == (3, "changed")
 
 
+def test_a_table_that_somebody_dropped_is_told_and_made_anew(tmp_path: Path) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
+        execute("DROP TABLE otel.calls SYNC")
+        code, stdout, _ = answer(spangrad(settings, "status", cwd=tmp_path))
+        assert code == 3
+        assert stdout.splitlines()[2].endswith("incomplete: otel.calls is gone")
+    with running_store(settings, tmp_path / "again.log"), executing(settings) as execute:
+        assert "0002_rollouts.sql" in (again := (tmp_path / "again.log").read_text())
+        assert "otel.calls was gone, and is made anew, without its rows" in again
+        assert execute("SELECT count() FROM otel.calls") == "0\n"
+        assert answer(spangrad(settings, "status", cwd=tmp_path))[0] == 0
+
+
 def test_two_at_once_apply_everything_once(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:

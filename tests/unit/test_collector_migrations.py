@@ -19,6 +19,7 @@ class RecordedStore:
         self.ran: list[str] = []
         self.applied: list[tuple[str, ...]] = []
         self.exists = False
+        self.tables: list[str] = []
         self.refuses = ""
 
     def __call__(self, sql: str) -> str:
@@ -26,6 +27,8 @@ class RecordedStore:
             raise StoreError("Code: 241. no memory")
         if sql.startswith("EXISTS"):
             return f"{int(self.exists)}\n"
+        if "system.tables" in sql:
+            return "".join(f"{name}\n" for name in self.tables)
         if sql.startswith("SELECT"):
             return "".join("\t".join((*row, "2026-01-02 03:04:05")) + "\n" for row in self.applied)
         if inserted := re.search(r"VALUES \((\d+), '(.*)', '(.*)', '(.*)'\)", sql):
@@ -34,6 +37,7 @@ class RecordedStore:
             self.exists = True
         elif "CREATE DATABASE" not in sql:
             self.ran.append(sql)
+            self.tables += re.findall(r"EXISTS otel\.(\w+)", sql)
         return ""
 
 
@@ -85,6 +89,26 @@ def test_status_tells_what_the_store_lacks_and_changes_nothing(schema: Path) -> 
         Entry(1, "0001_first.sql", State.CHANGED, "2026-01-02 03:04:05"),
         Entry(2, "0002_second.sql", State.UNKNOWN, "2026-01-02 03:04:05"),
     ]
+
+
+def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None:
+    (schema / "0002_second.sql").write_text(
+        "CREATE TABLE IF NOT EXISTS otel.c (x String);\nCREATE MATERIALIZED VIEW IF NOT EXISTS otel.c_mv TO otel.c AS SELECT 1 AS x"
+    )
+    store = RecordedStore()
+    migrate(store, Layout(), schema)
+    store.tables.remove("c")
+
+    incomplete = Entry(2, "0002_second.sql", State.INCOMPLETE, "2026-01-02 03:04:05", ("otel.c",))
+    assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", State.APPLIED, "2026-01-02 03:04:05"), incomplete]
+    lines: list[str] = []
+    assert [migration.number for migration in migrate(store, Layout(), schema, report=lines.append)] == [2]
+    assert lines == ["applied 0002_second.sql (2 statements): otel.c was gone, and is made anew, without its rows"]
+
+
+def test_the_sharded_layout_has_a_table_for_its_own_rows_and_one_over_all() -> None:
+    calls = [name for name in read_migrations(SCHEMA)[1].makes(Layout("prod", sharded=True)) if name.startswith("calls")]
+    assert calls == ["calls_local", "calls", "calls_mv"]
 
 
 def test_a_refused_statement_is_named_and_the_file_not_recorded(schema: Path) -> None:
