@@ -118,7 +118,7 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
             refused a statement.
     """
     entries = status(execute, layout, directory)
-    new = _pending(entries, directory)
+    new = _pending(entries, directory, {State.NEW, State.INCOMPLETE})
     gone = {entry.number: entry.lacks for entry in entries}
     for statement in preamble(layout):
         execute(statement)
@@ -134,23 +134,25 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
     return new
 
 
-def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Migration]:
-    """What was not applied yet, or is not whole any longer, in order; changes nothing.
+def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incomplete: bool = True) -> list[Migration]:
+    """What was not applied yet, in order; changes nothing.
+
+    Args:
+        execute: runs a statement on the store.
+        layout: of its servers.
+        directory: of the SQL files.
+        incomplete: also what is not whole any longer. A user sees tables only that it may use: one who inserts misses most.
 
     Raises:
         StoreError: as for `migrate`.
     """
-    return _pending(status(execute, layout, directory), directory)
+    wanted = {State.NEW, State.INCOMPLETE} if incomplete else {State.NEW}
+    return _pending(status(execute, layout, directory), directory, wanted)
 
 
-def _pending(entries: list[Entry], directory: Path) -> list[Migration]:
-    new: set[int] = set()
+def _pending(entries: list[Entry], directory: Path, wanted: set[State]) -> list[Migration]:
     for entry in entries:
         match entry.state:
-            case State.APPLIED:
-                pass
-            case State.NEW | State.INCOMPLETE:
-                new.add(entry.number)
             case State.CHANGED:
                 raise StoreError(
                     f"{directory / entry.name} was changed after it was applied to this store."
@@ -161,7 +163,10 @@ def _pending(entries: list[Entry], directory: Path) -> list[Migration]:
                     f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
                     " Upgrade it."
                 )
-    return [migration for migration in read_migrations(directory) if migration.number in new]
+            case _:
+                pass
+    numbers = {entry.number for entry in entries if entry.state in wanted}
+    return [migration for migration in read_migrations(directory) if migration.number in numbers]
 
 
 def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Entry]:

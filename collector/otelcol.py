@@ -117,7 +117,7 @@ def require_schema(store: StoreSettings) -> None:
             return client.raw_query(sql).decode()
 
     try:
-        lacking = pending(execute, Layout.of(store))
+        lacking = pending(execute, Layout.of(store), incomplete=False)
     finally:
         client.close()
     if lacking:

@@ -101,6 +101,8 @@ def test_a_file_is_applied_again_when_what_it_made_is_gone(schema: Path) -> None
 
     incomplete = Entry(2, "0002_second.sql", State.INCOMPLETE, "2026-01-02 03:04:05", ("otel.c",))
     assert status(store, Layout(), schema) == [Entry(1, "0001_first.sql", State.APPLIED, "2026-01-02 03:04:05"), incomplete]
+    assert [migration.number for migration in pending(store, Layout(), schema)] == [2]
+    assert pending(store, Layout(), schema, incomplete=False) == []
     lines: list[str] = []
     assert [migration.number for migration in migrate(store, Layout(), schema, report=lines.append)] == [2]
     assert lines == ["applied 0002_second.sql (2 statements): otel.c was gone, and is made anew, without its rows"]
