@@ -87,7 +87,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         client = connect(settings)
         for table, rows in FILL.items():
             names = ", ".join(f"`{name}`" for name in client.query(f"{rows} LIMIT 0").column_names)
-            client.command(f"INSERT INTO otel.{table} ({names}) {rows}")
+            # Larger blocks, as the engine makes them by itself, need more memory than a statement gets.
+            client.command(f"INSERT INTO otel.{table} ({names}) {rows} SETTINGS min_insert_block_size_bytes = 67108864")
         yield client
         client.close()
 
