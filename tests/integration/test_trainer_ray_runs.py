@@ -89,6 +89,14 @@ class Service:
         settings = self.settings(branch).trainer
         return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
 
+    def agree(self, one: str, other: str) -> bool:
+        """Whether what training made of the model on two branches differs by rounding alone.
+
+        All weights are judged together: Adam moves one whose gradient is rounding noise as far as any other, and so in any direction.
+        """
+        begun, left, right = load_file(self.model / "model.safetensors"), self.weights(one, STEPS), self.weights(other, STEPS)
+        return distance(left, right) < 1e-4 * distance(left, begun)
+
 
 @pytest.fixture(scope="module")
 def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
@@ -136,8 +144,8 @@ def listening(family: list[psutil.Process]) -> set[str]:
     return {found.laddr.ip for one in family for found in one.net_connections("inet") if found.status == psutil.CONN_LISTEN}
 
 
-def near(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one) < 1e-5
+def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return sum(float(np.square(one[name] - other[name], dtype=np.float64).sum()) for name in one) ** 0.5
 
 
 def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Service) -> None:
@@ -150,11 +158,10 @@ def test_a_whole_run_with_two_workers_makes_what_one_process_makes(service: Serv
     assert [(path.name[:4], path.exists()) for path in directories] == [("ray-", False)]
     assert service.story("two") == service.story("alone")
     assert len(service.story("two")) == STEPS + 1
-    alone, two = (service.weights(branch, STEPS) for branch in ("alone", "two"))
-    assert near(alone, two)
+    assert service.agree("alone", "two")
     assert not list(Path.home().glob(".ray/auth_token")), "the token of a cluster of its own is written nowhere"
     service.run_whole("one", workers=1)
-    one = service.weights("one", STEPS)
+    alone, one = (service.weights(branch, STEPS) for branch in ("alone", "one"))
     assert all(np.array_equal(alone[name], one[name]) for name in alone)
 
 
@@ -176,7 +183,7 @@ def test_two_nodes_of_a_cluster_that_others_began(service: Service, tmp_path: Pa
         assert stranger.wait(300) == 1
     assert "no Ray cluster let this trainer in at trainer.ray_address" in service.log("stranger").read_text()
     service.run_whole("one process")
-    assert near(service.weights("nodes", STEPS), service.weights("one process", STEPS))
+    assert service.agree("nodes", "one process")
 
 
 def test_a_killed_worker_undoes_the_lease_and_the_next_start_goes_on(service: Service) -> None:
