@@ -13,7 +13,7 @@ from store_world import World, trainer_over
 
 from benchmarks.credit_sampling import Call, Sampled
 from benchmarks.credit_spans import Author, Served
-from benchmarks.two_policies import conclude, draw
+from benchmarks.two_policies import STEPS, conclude, draw
 from benchmarks.two_policies_run import BOTH, GROUPS, Result, account, run, successes
 from benchmarks.two_policies_task import AGENTS, ARGUMENTS, ITEMS, PLANNER, TOOLS, TROUBLES, WORDS, WRITER, Desk, agent_of
 from spangrad.settings import Selection, Settings, StoreSettings, TrainerSettings
@@ -169,7 +169,8 @@ def test_what_does_not_hold_is_counted(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_both_policies_learn(tmp_path: Path) -> None:
-    result = run(Desk(), 0, 45, tmp_path)
+    # As many as the benchmark's: after three quarters of them it depends on the processor how far the writer is.
+    result = run(Desk(), 0, STEPS, tmp_path)
     assert set(result.checked.values()) == {0}
     assert max(result.begun.values()) <= 0.45
     assert min(result.final.values()) >= 0.85
