@@ -44,8 +44,9 @@ SHARD_BY = {
 _EVERYWHERE = "schema_migrations"
 """One table for all servers, whatever their shard: each knows what was applied."""
 
+CREATE = re.compile(r"CREATE (DATABASE|TABLE|MATERIALIZED VIEW|VIEW) IF NOT EXISTS (?:otel\.)?(\w+)")
+"""How every statement of the schema begins: what it makes, and that one's name."""
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"", re.DOTALL)
-_CREATE = re.compile(r"CREATE (DATABASE|TABLE|MATERIALIZED VIEW|VIEW) IF NOT EXISTS (?:otel\.)?(\w+)")
 _ENGINE = re.compile(r"\bENGINE = (\w*MergeTree)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
 _TABLE = re.compile(r"\botel\.(\w+)")
 _IN = re.compile(r"\b((?:NOT )?IN)(?=\s*\(\s*(?:SELECT|WITH)\b)")
@@ -102,7 +103,7 @@ class Layout:
         return statements if self.cluster is None else [made for one in statements for made in self._create(one)]
 
     def _create(self, sql: str) -> list[str]:
-        found = _CREATE.match(sql)
+        found = CREATE.match(sql)
         if not found:
             raise StoreError(f"no cluster's form of {first_line(sql)!r} is known. Teach it to collector/cluster.py.")
         kind, name = found.groups()

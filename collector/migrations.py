@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from collector.cluster import Layout, first_line
+from collector.cluster import CREATE, Layout, first_line
 from spangrad.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ Execute = Callable[[str], str]
 SCHEMA = Path(__file__).parent / "schema"
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
-_VIEW = re.compile(r"CREATE MATERIALIZED VIEW IF NOT EXISTS otel\.(\w+)")
-_MADE = re.compile(r"CREATE (?:TABLE|VIEW|MATERIALIZED VIEW) IF NOT EXISTS otel\.(\w+)")
 _THERE = "SELECT name FROM system.tables WHERE database = 'otel'"
 _RECORD = """CREATE TABLE IF NOT EXISTS otel.schema_migrations (
     Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
@@ -50,7 +48,8 @@ class Migration:
 
     def makes(self, layout: Layout) -> list[str]:
         """Names of the tables and views that it makes on these servers."""
-        return [made[1] for statement in layout.statements(statements(self.sql)) if (made := _MADE.match(statement))]
+        created = map(CREATE.match, layout.statements(statements(self.sql)))
+        return [one[2] for one in created if one and one[1] != "DATABASE"]
 
     def script(self, layout: Layout) -> list[str]:
         """The file's statements for these servers, and the one that records it."""
@@ -73,6 +72,9 @@ class State(StrEnum):
     """The file is no longer what was applied."""
     UNKNOWN = "unknown-newer"
     """The store has it from a newer spangrad, and this one has no such file."""
+
+
+_TO_APPLY = frozenset({State.NEW, State.INCOMPLETE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def preamble(layout: Layout) -> list[str]:
 
 
 def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
-    """Apply what was not applied yet, in order.
+    """Apply what was not applied yet, or is not whole any longer, in order.
 
     Args:
         execute: runs a statement on the store.
@@ -118,7 +120,7 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
             refused a statement.
     """
     entries = status(execute, layout, directory)
-    new = _pending(entries, directory, {State.NEW, State.INCOMPLETE})
+    new = _pending(entries, directory, _TO_APPLY)
     gone = {entry.number: entry.lacks for entry in entries}
     for statement in preamble(layout):
         execute(statement)
@@ -146,25 +148,20 @@ def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incom
     Raises:
         StoreError: as for `migrate`.
     """
-    wanted = {State.NEW, State.INCOMPLETE} if incomplete else {State.NEW}
-    return _pending(status(execute, layout, directory), directory, wanted)
+    return _pending(status(execute, layout, directory), directory, _TO_APPLY if incomplete else {State.NEW})
 
 
-def _pending(entries: list[Entry], directory: Path, wanted: set[State]) -> list[Migration]:
+def _pending(entries: list[Entry], directory: Path, wanted: Collection[State]) -> list[Migration]:
     for entry in entries:
-        match entry.state:
-            case State.CHANGED:
-                raise StoreError(
-                    f"{directory / entry.name} was changed after it was applied to this store."
-                    " Restore it, and put the change in a new file."
-                )
-            case State.UNKNOWN:
-                raise StoreError(
-                    f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
-                    " Upgrade it."
-                )
-            case _:
-                pass
+        if entry.state is State.CHANGED:
+            raise StoreError(
+                f"{directory / entry.name} was changed after it was applied to this store. Restore it, and put the change in a new file."
+            )
+        if entry.state is State.UNKNOWN:
+            raise StoreError(
+                f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
+                " Upgrade it."
+            )
     numbers = {entry.number for entry in entries if entry.state in wanted}
     return [migration for migration in read_migrations(directory) if migration.number in numbers]
 
@@ -225,7 +222,8 @@ def read_migrations(directory: Path) -> list[Migration]:
 
 def materialized_views(directory: Path = SCHEMA) -> list[str]:
     """Names of the views that an insert fills."""
-    return [name for migration in read_migrations(directory) for name in _VIEW.findall(migration.sql)]
+    created = (one for migration in read_migrations(directory) for one in CREATE.findall(migration.sql))
+    return [name for kind, name in created if kind == "MATERIALIZED VIEW"]
 
 
 def statements(sql: str) -> list[str]:

@@ -186,7 +186,7 @@ ROLLOUTS: Schema = {
 """One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), whether it may be built, when the newest
 row of it arrived that is known, and how many of its rows were read; null before they are."""
 
-TRANSITIONS: Schema = {
+_REVISION: Schema = {
     "RunId": _TEXT,
     "Mode": _TEXT,
     "BuildSpec": _TEXT,
@@ -197,6 +197,10 @@ TRANSITIONS: Schema = {
     "Attempt": pl.UInt16(),
     "Revision": pl.UInt32(),
     "Content": pl.UInt64(),
+}
+
+TRANSITIONS: Schema = {
+    **_REVISION,
     "Turn": pl.UInt32(),
     "TransitionId": _TEXT,
     "CallId": _TEXT,
@@ -224,16 +228,7 @@ TRANSITIONS: Schema = {
 }
 
 DROPS: Schema = {
-    "RunId": _TEXT,
-    "Mode": _TEXT,
-    "BuildSpec": _TEXT,
-    "GroupId": _TEXT,
-    "GroupSize": pl.UInt32(),
-    "TaskId": _TEXT,
-    "RolloutId": _TEXT,
-    "Attempt": pl.UInt16(),
-    "Revision": pl.UInt32(),
-    "Content": pl.UInt64(),
+    **_REVISION,
     "CallId": _TEXT,
     "TraceId": _TEXT,
     "SpanId": _TEXT,
@@ -290,16 +285,7 @@ RESPONSES: Schema = {
 """What a call answered: its text, and the tool calls that it asked for. A call whose answer nobody recorded has no row."""
 
 BUILDS: Schema = {
-    "RunId": _TEXT,
-    "Mode": _TEXT,
-    "BuildSpec": _TEXT,
-    "GroupId": _TEXT,
-    "GroupSize": pl.UInt32(),
-    "TaskId": _TEXT,
-    "RolloutId": _TEXT,
-    "Attempt": pl.UInt16(),
-    "Revision": pl.UInt32(),
-    "Content": pl.UInt64(),
+    **_REVISION,
     "Calls": pl.UInt32(),
     "Transitions": pl.UInt32(),
     "Drops": pl.UInt32(),
