@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from commands.rollout_record import Build, Call, Conclusion, Record, Reward, Span, Trained
 from spangrad import semconv
+from spangrad.clickhouse import moment
 from spangrad.datasets import builds_sql, rows_sql
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def read(client: Client, id_: str, attempt: int | None = None, put_aside: PutAsi
         _builds(rows, attempt, put_aside),
         [Trained(*row) for row in rows(_TRAINED)],
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
-        _time(max(row["Arrived"] for row in found)),
-        _time(now),
+        moment(max(row["Arrived"] for row in found)),
+        moment(now),
     )
 
 
@@ -221,9 +221,5 @@ def _builds(rows: Any, attempt: int | None, put_aside: PutAside | None) -> list[
         ((built,),) = rows(_GROUP, run=run, spec=spec, group=group, mode=mode)
         aside = put_aside(run, mode, spec, group) if put_aside else ()
         names = ", ".join(datasets[spec])
-        builds.append(Build(spec, of_attempt, names, run, revision, final, calls, _time(at), group, size, built, aside))
+        builds.append(Build(spec, of_attempt, names, run, revision, final, calls, moment(at), group, size, built, aside))
     return builds
-
-
-def _time(microseconds: int) -> datetime:
-    return datetime.fromtimestamp(microseconds / 1_000_000, UTC)

@@ -87,6 +87,11 @@ def microseconds(time: datetime) -> int:
     return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1_000_000)
 
 
+def moment(since_1970: int) -> datetime:
+    """The time that microseconds tell, as the store answers them."""
+    return datetime.fromtimestamp(since_1970 / 1_000_000, UTC)
+
+
 @contextmanager
 def store_errors(url: str) -> Generator[None]:
     """Turn the driver's errors into one sentence with a remedy."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from spangrad.clickhouse import microseconds, store_errors
+from spangrad.clickhouse import microseconds, moment, store_errors
 from spangrad.errors import SettingsError, StoreError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def known(client: Client, url: str) -> list[Dataset]:
     """
     with store_errors(url):
         rows = client.query(f"SELECT {_COLUMNS} FROM otel.v_datasets ORDER BY Name, Revision").result_rows
-    return [Dataset(name, revision, spec, json.loads(text), reason, _time(created)) for name, revision, spec, text, reason, created in rows]
+    return [Dataset(name, number, spec, json.loads(text), reason, moment(created)) for name, number, spec, text, reason, created in rows]
 
 
 def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
@@ -195,7 +195,3 @@ def _until(as_of: datetime | None) -> str:
     if as_of is None:
         return ""
     return f"b.IngestedAt <= fromUnixTimestamp64Micro({microseconds(as_of)})"
-
-
-def _time(since_1970: int) -> datetime:
-    return datetime.fromtimestamp(since_1970 / 1_000_000, UTC)
