@@ -15,7 +15,7 @@ from spangrad.errors import LedgerError, StoreError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
-    from commands.rollout_read import PutAside
+    from commands.rollout_read import SkipLookup
     from commands.rollout_record import Record
     from trainer.ledger import Ledger
 
@@ -104,7 +104,7 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
         closing(connect(store)) as client,
         store_errors(store.url),
     ):
-        record = replace(read(client, id_, attempt, _put_aside(ledger) if ledger else None), ledger_silent=silent)
+        record = replace(read(client, id_, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=silent)
         alike = "" if record.spans else near(client, id_, attempt)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
@@ -122,11 +122,11 @@ def _ledger(settings: Settings) -> tuple[Ledger | None, str]:
         return None, str(error)
 
 
-def _put_aside(ledger: Ledger) -> PutAside:
-    from trainer.policies import put_aside_by
+def _skip_lookup(ledger: Ledger) -> SkipLookup:
+    from trainer.policies import skipped_by
     from trainer.source import Group
 
     def of(run: str, mode: str, spec: str, group: str) -> list[tuple[str, str, str]]:
-        return put_aside_by(ledger.database, Group(run, mode, spec, group))
+        return skipped_by(ledger.database, Group(run, mode, spec, group))
 
     return of

@@ -75,18 +75,18 @@ ORDER BY b.Policy, b.Branch, b.Version
 _NEWEST = "SELECT Policy, Branch, max(Version) FROM otel.v_policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
 _KEYS = "SELECT RolloutKey FROM otel.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
 
-PutAside = Callable[[str, str, str, str], Sequence[tuple[str, str, str]]]
+SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str]]]
 """Run, mode, build specification and id of a group -> policy, branch and reason of each trainer that will never train it."""
 
 
-def read(client: Client, id_: str, attempt: int | None = None, put_aside: PutAside | None = None) -> Record:
+def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
     """What is known of a rollout, or of one of its attempts; without spans, where nothing is.
 
     Args:
         client: of the store.
         id_: of the rollout; of a session, conversation or trace that no runner announced.
         attempt: this one alone. None: all.
-        put_aside: asks the trainers' ledger, in which alone it stands why groups were put aside. None: there is none at hand.
+        skipped: asks the trainers' ledger, in which alone it stands why groups were skipped. None: there is none at hand.
     """
 
     def rows(sql: str, **parameters: Any) -> list[Any]:
@@ -118,7 +118,7 @@ def read(client: Client, id_: str, attempt: int | None = None, put_aside: PutAsi
         spans,
         [call for call in calls if (call.trace, call.span) in kept],
         rewards,
-        _builds(rows, attempt, put_aside),
+        _builds(rows, attempt, skipped),
         [Trained(*row) for row in rows(_TRAINED)],
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
         moment(max(row["Arrived"] for row in found)),
@@ -205,7 +205,7 @@ def _span(row: Mapping[str, Any], said: Mapping[str, Any]) -> Span:
     )
 
 
-def _builds(rows: Any, attempt: int | None, put_aside: PutAside | None) -> list[Build]:
+def _builds(rows: Any, attempt: int | None, skipped: SkipLookup | None) -> list[Build]:
     datasets = defaultdict[str, list[str]](list)
     for spec, name in rows(_DATASETS):
         datasets[spec].append(name)
@@ -219,7 +219,7 @@ def _builds(rows: Any, attempt: int | None, put_aside: PutAside | None) -> list[
     for run, spec, mode, group, size, revision, final, calls, at in rows(_BUILDS):
         of_attempt = [one for one in made[run, spec] if attempt is None or one.attempt == attempt]
         ((built,),) = rows(_GROUP, run=run, spec=spec, group=group, mode=mode)
-        aside = put_aside(run, mode, spec, group) if put_aside else ()
+        by = skipped(run, mode, spec, group) if skipped else ()
         names = ", ".join(datasets[spec])
-        builds.append(Build(spec, of_attempt, names, run, revision, final, calls, moment(at), group, size, built, aside))
+        builds.append(Build(spec, of_attempt, names, run, revision, final, calls, moment(at), group, size, built, by))
     return builds

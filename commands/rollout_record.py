@@ -141,7 +141,7 @@ class Build:
     group_size: int = 0
     group_built: int = 0
     """Rollouts of the group that this specification has built."""
-    put_aside: Sequence[tuple[str, str, str]] = ()
+    skipped: Sequence[tuple[str, str, str]] = ()
     """Policy, branch and reason of each trainer at hand that will never train the group."""
 
     @property
@@ -194,7 +194,7 @@ class Record:
     now: datetime | None = None
     """The store's clock."""
     ledger_silent: str = ""
-    """Why the trainers' ledger could not be asked what they have put aside; empty: it was asked, or there is none here."""
+    """Why the trainers' ledger could not be asked what they have skipped; empty: it was asked, or there is none here."""
 
     def of_run(self, run: str) -> Record:
         """The same of one run alone, with the spans that name none."""

@@ -189,10 +189,10 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
     """Why no version has used it."""
     trainer = settings.trainer
     mode = next((span.mode for span in record.spans if span.mode), Mode.PRODUCTION.value)
-    if build.put_aside:
+    if build.skipped:
         return [
-            f"the trainer of policy {policy} (branch {branch}) put its group aside for ever as {reason}; docs/drops.md says more."
-            for policy, branch, reason in build.put_aside
+            f"the trainer of policy {policy} (branch {branch}) skipped its group as {reason}; docs/drops.md says more."
+            for policy, branch, reason in build.skipped
         ]
     if not build.transitions:
         return ["it left no transitions."]
@@ -218,7 +218,7 @@ def _ready(build: Build, record: Record, settings: Settings) -> str:
     place = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
     look = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({place})."
     if record.ledger_silent:
-        look = f"Whether a trainer has put its group aside is not known: {record.ledger_silent}"
+        look = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
     if newest is not None and newest - oldest > trainer.max_staleness:
         behind = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
         return f"it is stale: {behind} (trainer.max_staleness = {trainer.max_staleness}). {look}"

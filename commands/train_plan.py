@@ -1,6 +1,6 @@
 """A plan of `spangrad train`, for people and for programs.
 
-In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: what is history (trained before, put aside before) is counted, not listed.
+In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: what is history (trained before, skipped before) is counted, not listed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _WORDS = {
     "batch": "would be trained",
     "left": "waits for others: a batch takes more",
-    "put_aside": "put aside",
+    "skipped": "skipped",
     "waiting": "waits for its rollouts",
     "no_group": "rollouts without a group",
     "other_mode": "of a mode that is not trained",

@@ -3,7 +3,7 @@
 In: tasks, and the demand that the queue holds. Out: groups in the queue. Invariant: the demand is a level: what is enqueued is told by the
 queue each time, so a source that is killed and started again enqueues nothing twice and leaves nothing out. One source a run.
 
-A group that the trainer puts aside raises the level, and one that is cancelled lowers what counts as enqueued; either way its place is
+A group that the trainer skips raises the level, and one that is cancelled lowers what counts as enqueued; either way its place is
 filled by the next task. With runner.extra_groups more run than are wanted, and those that are still at it when the trainer has what it
 wants are cancelled: the extra ones come back with the next level, not before.
 """

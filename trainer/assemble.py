@@ -15,9 +15,9 @@ from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, layout
 from trainer.chains import Chains, chains
 from trainer.credit import GROUP, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
-from trainer.eligibility import fits
 from trainer.learning import ESTIMATORS
 from trainer.merge import merge, separate
+from trainer.skips import fits
 from trainer.source import Loaded
 
 logger = logging.getLogger(__name__)

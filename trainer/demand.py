@@ -1,10 +1,10 @@
 """How many groups of rollouts the trainer wants of its run, in all, and the word of it to the queue.
 
-In: what the ledger has committed and put aside, the trainer's settings. Out: a `Demand`, which the queue is told whenever it changes.
+In: what the ledger has committed and skipped, the trainer's settings. Out: a `Demand`, which the queue is told whenever it changes.
 Invariant: the level is a pure function of facts that only grow, so that under the same settings it never falls, and a crash anywhere
 leaves it right. A queue that is away holds up nothing.
 
-What is spent is asked for again: a group that was trained makes room for the next, and one that was put aside (stale, without anything to
+What is spent is asked for again: a group that was trained makes room for the next, and one that was skipped (stale, without anything to
 learn from: DAPO's filter) is replaced. In flight are wanted as many as the steps within the staleness bound can use. When so many are
 whole, the queue hears that, too: what else runs could not be used in time. A group that was cancelled is counted by neither.
 """
@@ -23,9 +23,9 @@ from spangrad.demand import Demand, state
 from spangrad.errors import QueueError
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
-from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
-from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, TUNED_ROLLOUTS, VERSIONS
+from trainer.ledger_tables import BATCH_ROLLOUTS, SKIPPED, TUNED_ROLLOUTS, VERSIONS
+from trainer.skips import SkipReason
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ class Spent:
     """Versions that the branch has committed, of whichever run."""
     trained: int
     """Groups in their batches, or of which a run over files trained a rollout."""
-    put_aside: Mapping[ExpiryReason, int]
+    skipped: Mapping[SkipReason, int]
     """Other groups, by the reason; those that were cancelled too."""
 
     @property
     def groups(self) -> int:
         """All of them but those that were cancelled: the queue does not count them as enqueued."""
-        return self.trained + sum(count for reason, count in self.put_aside.items() if reason is not ExpiryReason.CANCELLED)
+        return self.trained + sum(count for reason, count in self.skipped.items() if reason is not SkipReason.CANCELLED)
 
 
 def in_flight(settings: TrainerSettings, steps: int) -> int:
@@ -85,7 +85,7 @@ def demand(spent: Spent, settings: TrainerSettings, lineage: Sequence[int], read
 
 
 def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
-    """Read from the ledger what is spent; what another specification put aside may yet be trained by this one."""
+    """Read from the ledger what is spent; what another specification skipped may yet be trained by this one."""
     mine, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
 
     def of(table: sa.Table, facts: Mapping[str, str]) -> list[sa.ColumnElement[bool]]:
@@ -96,16 +96,16 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
     )
     tables = (BATCH_ROLLOUTS,) if settings.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
     groups = sa.union(*(sa.select(one.c.group_id).where(*of(one, {**mine, **run}), one.c.batch_id.in_(made)) for one in tables))
-    aside = (
-        sa.select(EXPIRED.c.reason, sa.func.count())
-        .where(*of(EXPIRED, {**mine, **run, "build_spec": build_spec}), EXPIRED.c.group_id.not_in(groups))
-        .group_by(EXPIRED.c.reason)
+    skipped = (
+        sa.select(SKIPPED.c.reason, sa.func.count())
+        .where(*of(SKIPPED, {**mine, **run, "build_spec": build_spec}), SKIPPED.c.group_id.not_in(groups))
+        .group_by(SKIPPED.c.reason)
     )
     with ledger.database.transaction() as transaction:
         return Spent(
             transaction.execute(sa.select(sa.func.count()).select_from(made.subquery())).scalar_one(),
             transaction.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
-            Counter({ExpiryReason(reason): count for reason, count in transaction.execute(aside)}),
+            Counter({SkipReason(reason): count for reason, count in transaction.execute(skipped)}),
         )
 
 
@@ -148,9 +148,9 @@ class Caller:
         self._told, self._away, self._quiet_until = now, False, time.monotonic() + AGAIN_SECONDS
 
     def figures(self) -> dict[str, float]:
-        """Metrics: how many groups are wanted in all, and how many of the run are put aside."""
+        """Metrics: how many groups are wanted in all, and how many of the run are skipped."""
         gone = self._spent()
-        return {"groups_wanted": float(wanted(gone, self._settings.trainer)), "groups_put_aside": float(sum(gone.put_aside.values()))}
+        return {"groups_wanted": float(wanted(gone, self._settings.trainer)), "groups_skipped": float(sum(gone.skipped.values()))}
 
     def _spent(self) -> Spent:
         return spent(self._ledger, self._settings.trainer, self._build_spec)

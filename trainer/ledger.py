@@ -31,8 +31,8 @@ from spangrad.errors import LedgerError
 from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
 from trainer import tunings
-from trainer.eligibility import ExpiryReason
-from trainer.ledger_tables import BATCH_ROLLOUTS, EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
+from trainer.ledger_tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, Database, LedgerVersion, version_of
+from trainer.skips import SkipReason
 from trainer.source import BatchRollout, Group
 
 
@@ -212,11 +212,11 @@ class Ledger:
             transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=version))
             return version_of(found)
 
-    def expire(self, groups: Iterable[Group], reason: ExpiryReason) -> None:
-        """Put groups aside for good; idempotent."""
+    def skip(self, groups: Iterable[Group], reason: SkipReason) -> None:
+        """Skip groups, with a reason; idempotent: the first reason stays."""
         with self.database.transaction() as transaction:
             rows = [{**self._branch, **_group_key(group), "reason": reason.value} for group in groups]
-            self.database.insert_new(transaction, EXPIRED, rows)
+            self.database.insert_new(transaction, SKIPPED, rows)
 
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
         """Add what was not known when the version was committed."""
@@ -233,16 +233,16 @@ class Ledger:
         with self.database.transaction() as transaction:
             tables = (BATCH_ROLLOUTS, tunings.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
             taken = [sa.select(one.c.mode, one.c.group_id).where(*self._mine(one), one.c.run_id == run_id) for one in tables]
-            expired = sa.select(EXPIRED.c.mode, EXPIRED.c.group_id).where(
-                *self._mine(EXPIRED), EXPIRED.c.run_id == run_id, EXPIRED.c.build_spec == build_spec
+            skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
+                *self._mine(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec
             )
-            return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, expired))}
+            return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
 
-    def expired(self) -> dict[Group, ExpiryReason]:
-        """Every group put aside, and why."""
+    def skipped(self) -> dict[Group, SkipReason]:
+        """Return every skipped group, and why."""
         with self.database.transaction() as transaction:
-            rows = transaction.execute(sa.select(EXPIRED).where(*self._mine(EXPIRED))).mappings()
-            return {_group(row): ExpiryReason(row["reason"]) for row in rows}
+            rows = transaction.execute(sa.select(SKIPPED).where(*self._mine(SKIPPED))).mappings()
+            return {_group(row): SkipReason(row["reason"]) for row in rows}
 
     def versions(self) -> list[LedgerVersion]:
         """All versions, oldest first."""

@@ -99,8 +99,8 @@ TUNED_ROLLOUTS = sa.Table(
     sa.Column("revision", sa.Integer, nullable=False),
     comment="the rollouts that rows of a batch of TUNINGS came from: named, not claimed, since a run goes through its rows several times",
 )
-EXPIRED = sa.Table(
-    "expired_groups",
+SKIPPED = sa.Table(
+    "skipped_groups",
     METADATA,
     *_branch_key(),
     *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "mode", "build_spec", "group_id")],

@@ -31,7 +31,6 @@ from trainer.batch import Batch
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred, Optimiser
 from trainer.demand import Caller
-from trainer.eligibility import ExpiryReason, put_aside
 from trainer.evaluate import Evaluation, best, describe_best
 from trainer.heartbeat import beating
 from trainer.learning import check
@@ -44,6 +43,7 @@ from trainer.planning import plan_of
 from trainer.publisher import Publisher, publisher_of
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
+from trainer.skips import SkipReason, find_skips
 from trainer.source import Group, Loaded, Source
 from trainer.tunings import has_trainers_state
 from trainer.view import LogLines
@@ -187,7 +187,7 @@ class Trainer:
             logger.info("%s", describe_best(champion, self.settings.trainer))
 
     def take(self) -> Loaded | None:
-        """The oldest groups that make a whole batch, once those that may not be trained are put aside. None: too few are ready."""
+        """The oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
         settings = self.settings.trainer
         while True:
             self._head = newest_version(self.ledger)
@@ -199,15 +199,15 @@ class Trainer:
             self.clock.begin()
             with self.clock.stage("load"):
                 loaded = self.source.load(chosen)
-            reasons = put_aside(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
+            reasons = find_skips(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
             if not reasons:
                 self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in ready))
                 return loaded
-            if ExpiryReason.STALE in reasons.values():
+            if SkipReason.STALE in reasons.values():
                 self._publish_again()
             for reason in set(reasons.values()):
                 groups = [group for group, why in reasons.items() if why is reason]
-                self.ledger.expire(groups, reason)
+                self.ledger.skip(groups, reason)
                 logger.warning("%d groups will not be trained (%s): %s", len(groups), reason, ", ".join(one.group_id for one in groups))
 
     def _busy(self) -> bool:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
 from spangrad.types import Mode
-from trainer.eligibility import ExpiryReason, put_aside
+from trainer.skips import SkipReason, find_skips
 from trainer.source import Group, GroupState, Loaded
 
 
@@ -25,7 +25,7 @@ class Fate(StrEnum):
     """It is trained."""
     LEFT = "left"
     """It is ready, and too few others are for a batch (trainer.groups_per_batch)."""
-    PUT_ASIDE = "put_aside"
+    SKIPPED = "skipped"
     """It may not be trained, now or later: the reason says why."""
     WAITING = "waiting"
     """Some of its rollouts are not built yet."""
@@ -53,8 +53,8 @@ class PlannedGroup:
     fate: Fate
     batch: int | None = None
     """1 for the next batch. None: it is in none."""
-    reason: ExpiryReason | None = None
-    """Why it is put aside. None: it is not."""
+    reason: SkipReason | None = None
+    """Why it is skipped. None: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Past:
     """Mode and id of groups that must not be taken."""
     leased: frozenset[tuple[str, str]]
     """Those of them whose step is under way."""
-    expired: dict[Group, ExpiryReason]
+    skipped: dict[Group, SkipReason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Plan:
     """That the next step trains."""
     groups_per_batch: int
     in_flight: int
-    """Groups of mode train that are wanted beyond those that are trained, put aside or in a batch above (`demand.in_flight`)."""
+    """Groups of mode train that are wanted beyond those that are trained, skipped or in a batch above (`demand.in_flight`)."""
     groups: tuple[PlannedGroup, ...]
     """All that the store knows of the run; the ready ones first, in the order in which they are taken."""
     unbuilt: int
@@ -113,16 +113,16 @@ class Plan:
         if not self.wanted:
             return ""
         told = f"{_count(self.wanted, 'more group')} {'is' if self.wanted == 1 else 'are'} wanted: {self.in_flight} shall be in flight"
-        aside = self._aside()
-        return f"{told}, {self._there} {'is' if self._there == 1 else 'are'} there{f'; {aside}' if aside else ''}."
+        skips = self._skips()
+        return f"{told}, {self._there} {'is' if self._there == 1 else 'are'} there{f'; {skips}' if skips else ''}."
 
     @property
     def _there(self) -> int:
         return sum(one.mode == Mode.TRAIN for one in self.having(Fate.LEFT, Fate.WAITING, Fate.UNDER_WAY))
 
-    def _aside(self) -> str:
-        aside = Counter(one.reason.value for one in self.having(Fate.PUT_ASIDE) if one.reason)
-        return f"{_are(aside.total(), 'group')} put aside ({', '.join(f'{n} {why}' for why, n in sorted(aside.items()))})" if aside else ""
+    def _skips(self) -> str:
+        skips = Counter(one.reason.value for one in self.having(Fate.SKIPPED) if one.reason)
+        return f"{_are(skips.total(), 'group')} skipped ({', '.join(f'{n} {why}' for why, n in sorted(skips.items()))})" if skips else ""
 
     @property
     def sentence(self) -> str:
@@ -144,8 +144,8 @@ class Plan:
             told.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
         if self.unbuilt:
             told.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
-        if aside := self._aside():
-            told.append(aside)
+        if skips := self._skips():
+            told.append(skips)
         if loose:
             told.append(f"{_count(sum(one.rollouts for one in loose), 'rollout')} without a group (docs/training.md)")
         for mode, n in sorted(Counter(one.mode for one in self.having(Fate.OTHER_MODE)).items()):
@@ -177,8 +177,8 @@ def planned(
     for state in states:
         group = state.group
         key = (group.mode, group.group_id)
-        if group in past.expired:
-            fates[group] = _fate(state, Fate.PUT_ASIDE, reason=past.expired[group])
+        if group in past.skipped:
+            fates[group] = _fate(state, Fate.SKIPPED, reason=past.skipped[group])
         elif key in past.leased:
             fates[group] = _fate(state, Fate.UNDER_WAY)
         elif key in past.finished:
@@ -196,7 +196,7 @@ def planned(
         chosen = ready[: settings.groups_per_batch]
         reasons = _reasons(chosen, load, lineage, past.tokenizer_hash, settings)
         if reasons:
-            fates |= {one.group: _fate(one, Fate.PUT_ASIDE, reason=reasons[one.group]) for one in chosen if one.group in reasons}
+            fates |= {one.group: _fate(one, Fate.SKIPPED, reason=reasons[one.group]) for one in chosen if one.group in reasons}
             ready = [one for one in ready if one.group not in reasons]
         elif len(chosen) < settings.groups_per_batch:
             fates |= {one.group: _fate(one, Fate.LEFT) for one in chosen}
@@ -216,13 +216,13 @@ def _reasons(
     lineage: Sequence[int],
     tokenizer: str,
     settings: TrainerSettings,
-) -> dict[Group, ExpiryReason]:
+) -> dict[Group, SkipReason]:
     groups = [one.group for one in chosen]
     loaded = load(groups)
-    return put_aside(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer)
+    return find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer)
 
 
-def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: ExpiryReason | None = None) -> PlannedGroup:
+def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: SkipReason | None = None) -> PlannedGroup:
     return PlannedGroup(state.group.mode, state.group.group_id, state.rollouts, state.size, fate, batch, reason)
 
 

@@ -71,7 +71,7 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
     under_way = [one.policy_version.batch_id for one in ledger.versions() if one.status is None]
     leased = {(one.group.mode, one.group.group_id) for batch in under_way if batch for one in ledger.batch(batch)}
     finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.retrain_tuned)
-    return Past(tuple(ledger.lineage()), newest.tokenizer_hash, frozenset(finished), frozenset(leased), ledger.expired())
+    return Past(tuple(ledger.lineage()), newest.tokenizer_hash, frozenset(finished), frozenset(leased), ledger.skipped())
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> Past:

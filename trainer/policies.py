@@ -1,6 +1,6 @@
 """The whole ledger for those who look at it: every branch of every policy.
 
-In: an opened ledger. Out: an `Overview`, and who has put a group aside. Invariant: what is told in one answer is of one moment.
+In: an opened ledger. Out: an `Overview`, and who has skipped a group. Invariant: what is told in one answer is of one moment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from spangrad.leases import shown
-from trainer.ledger_tables import EXPIRED, HEADS, LEASES, PINS, VERSIONS, Database, LedgerVersion, version_of
+from trainer.ledger_tables import HEADS, LEASES, PINS, SKIPPED, VERSIONS, Database, LedgerVersion, version_of
 from trainer.source import Group
 
 
@@ -41,12 +41,12 @@ def overview(database: Database) -> Overview:
         )
 
 
-def put_aside_by(database: Database, group: Group) -> list[tuple[str, str, str]]:
+def skipped_by(database: Database, group: Group) -> list[tuple[str, str, str]]:
     """Policy, branch and reason of each trainer that will never train a group."""
     key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
-    columns = (EXPIRED.c.policy, EXPIRED.c.branch, EXPIRED.c.reason)
+    columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason)
     with database.transaction() as transaction:
-        rows = transaction.execute(sa.select(*columns).where(*(EXPIRED.c[name] == value for name, value in key.items())).order_by(*columns))
+        rows = transaction.execute(sa.select(*columns).where(*(SKIPPED.c[name] == value for name, value in key.items())).order_by(*columns))
         return [(policy, branch, reason) for policy, branch, reason in rows]
 
 

@@ -121,7 +121,7 @@ class TrainerSettings(Section):
     norm_by_std: bool = True
     """GRPO and its kin: divide by the group's standard deviation. False is Dr. GRPO."""
     skip_equal_groups: bool = False
-    """Put groups aside in which no value differs from those that it is compared with (DAPO)."""
+    """Skip groups in which no value differs from those that it is compared with (DAPO)."""
     merge: bool = False
     """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
     lora_rank: int = Field(default=0, ge=0)
@@ -163,7 +163,7 @@ class TrainerSettings(Section):
     clip_grad: float = 1.0
     max_tokens_per_device: int = 16384
     max_staleness: int = 0
-    """How many versions behind the newest a call's policy may be; older calls' groups are expired, with a reason."""
+    """How many versions behind the newest a call's policy may be; older calls' groups are skipped, with a reason."""
     logprob_gap_alarm: float = 0.01
     """Largest tolerated |rollout logprob - trainer logprob|; beyond it the step is refused."""
     gaming_reward: str = "reward"

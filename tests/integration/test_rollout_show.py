@@ -12,8 +12,8 @@ from running_store import running_store, store_settings
 import fakes
 from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
-from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
+from trainer.skips import SkipReason
 from trainer.source import Group
 from transition_builder.loop import build_once
 
@@ -169,10 +169,10 @@ def test_why_before_and_after_it_is_built(store: StoreSettings, tmp_path: Path) 
     ]
     place = f"sqlite:///{tmp_path / 'elsewhere.db'}"
     ledger = Ledger(place, "policy", "tried")
-    ledger.expire([Group("asked", "train", settings.builder.spec, "g")], ExpiryReason.EQUAL)
+    ledger.skip([Group("asked", "train", settings.builder.spec, "g")], SkipReason.EQUAL)
     ledger.close()
-    aside = "the trainer of policy policy (branch tried) put its group aside for ever as equal; docs/drops.md says more."
-    assert why(store, "asked-1", f"trainer.ledger_url={place}")[-1] == f"It is not trained: {aside}"
+    skipped = "the trainer of policy policy (branch tried) skipped its group as equal; docs/drops.md says more."
+    assert why(store, "asked-1", f"trainer.ledger_url={place}")[-1] == f"It is not trained: {skipped}"
 
 
 def test_a_rollout_that_is_built_again_after_it_was_trained(store: StoreSettings) -> None:

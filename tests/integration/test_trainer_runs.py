@@ -157,9 +157,9 @@ def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -
     one = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1})})
     ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
     try:
-        before = (ledger.versions(), ledger.expired())
+        before = (ledger.versions(), ledger.skipped())
         plan = make_plan(one)
-        assert (ledger.versions(), ledger.expired()) == before
+        assert (ledger.versions(), ledger.skipped()) == before
         group = Group(RUN, "production", plan.build_spec, "e")
         ledger.begin([BatchRollout(group, f"e-{at}", 0, 0) for at in range(2)])
         during = make_plan(one)
@@ -173,7 +173,7 @@ def test_a_plan_is_made_beside_a_trainer_and_changes_nothing(service: Service) -
     assert after == plan
     fresh = service.settings.model_copy(update={"trainer": trainer.model_copy(update={"groups_per_batch": 1, "max_staleness": 1})})
     stale = make_plan(fresh)
-    assert [(one.group_id, str(one.reason)) for one in stale.having(Fate.PUT_ASIDE)] == [("e", "stale")]
+    assert [(one.group_id, str(one.reason)) for one in stale.having(Fate.SKIPPED)] == [("e", "stale")]
 
 
 def test_the_pipelines_own_spans_link_to_what_they_consumed_and_are_nobodys_rollout(service: Service) -> None:

@@ -20,13 +20,13 @@ from spangrad import datasets, semconv
 from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory
-from trainer.eligibility import ExpiryReason, put_aside
 from trainer.evaluate import Evaluation
 from trainer.ledger import Ledger
 from trainer.loop import train
 from trainer.measures import measures
 from trainer.mirror import Mirror
 from trainer.recovery import open_ledger, prepare
+from trainer.skips import SkipReason, find_skips
 from trainer.source import BatchRollout, Group, Source
 
 SPEC = BuilderSettings().spec
@@ -111,7 +111,7 @@ def test_remax_waits_for_the_greedy_rollout_and_keeps_it_apart(settings: Setting
     assert (len(plain.transitions), plain.greedy) == (2, None)
 
 
-def test_a_group_of_which_a_rollout_was_cancelled_is_put_aside(settings: Settings, world: World, run: str):
+def test_a_group_of_which_a_rollout_was_cancelled_is_skipped(settings: Settings, world: World, run: str):
     """It is whole by its roots; its calls would be fresh enough and differ. One whose attempt was lost, and made again, is trained."""
     world.group("cancelled", [1.0, 0.0, None])
     world.group("lost", [1.0, 0.0])
@@ -132,8 +132,8 @@ def test_a_group_of_which_a_rollout_was_cancelled_is_put_aside(settings: Setting
     assert {one.group_id for one in groups} == {"cancelled", "lost"}
     loaded = source(settings, world).load(groups)
     assert loaded.cancelled == {"cancelled"}
-    reasons = put_aside(groups, loaded, settings.trainer, lineage=[0], tokenizer_hash=world.tokenizer)
-    assert reasons == {Group(run, "train", SPEC, "cancelled"): ExpiryReason.CANCELLED}
+    reasons = find_skips(groups, loaded, settings.trainer, lineage=[0], tokenizer_hash=world.tokenizer)
+    assert reasons == {Group(run, "train", SPEC, "cancelled"): SkipReason.CANCELLED}
 
 
 def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):

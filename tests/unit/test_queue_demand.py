@@ -12,7 +12,7 @@ from trainer_world import FakeSource, committed, settings, wired, write_base
 from runner.queue.client import QueueClient
 from spangrad.demand import Stated, read
 from spangrad.settings import RunnerSettings
-from trainer.eligibility import ExpiryReason
+from trainer.skips import SkipReason
 
 
 class Answered(FakeSource):
@@ -52,8 +52,8 @@ def test_a_source_that_follows_the_demand_keeps_the_trainer_fed(tmp_path: Path) 
         source.version = lambda: trainer.ledger.committed_versions()[-1]
         source.equal = {"TokenizerHash": frontier.tokenizer_hash}
         trainer.run(follow=True)
-        aside = trainer.ledger.expired()
-        assert set(aside.values()) == {ExpiryReason.EQUAL}
+        skipped = trainer.ledger.skipped()
+        assert set(skipped.values()) == {SkipReason.EQUAL}
         assert len(committed(trainer)) == 4
         assert source.levels == sorted(source.levels)
-        assert read(runner, "run") == Stated(6 + len(aside), 6 + len(aside))
+        assert read(runner, "run") == Stated(6 + len(skipped), 6 + len(skipped))

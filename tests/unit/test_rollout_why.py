@@ -145,9 +145,9 @@ LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and 
             f"(trainer.max_staleness = {SETTINGS.trainer.max_staleness}). {LOOK}",
         ),
         (
-            replace(WHOLE_GROUP, put_aside=[("policy", "main", "stale")]),
+            replace(WHOLE_GROUP, skipped=[("policy", "main", "stale")]),
             {},
-            "the trainer of policy policy (branch main) put its group aside for ever as stale; docs/drops.md says more.",
+            "the trainer of policy policy (branch main) skipped its group as stale; docs/drops.md says more.",
         ),
         (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
         (replace(BUILD, group_size=0), {}, "nobody said how many rollouts its group has, so that the group is never whole."),
@@ -167,10 +167,10 @@ def test_why_it_is_not_trained(build: Build, facts: dict[str, Any], sentence: st
     assert last(record(*WHOLE_SPANS, builds=(build,), **facts)) == f"It is not trained: {sentence}"
 
 
-def test_a_ledger_that_is_silent_leaves_open_what_was_put_aside() -> None:
+def test_a_ledger_that_is_silent_leaves_open_what_was_skipped() -> None:
     told = last(record(*WHOLE_SPANS, builds=(WHOLE_GROUP,), ledger_silent="the ledger postgresql://HOST/NAME failed (no answer)."))
     assert told == (
-        "It is not trained: its group is whole and waits for `spangrad train`. Whether a trainer has put its group aside is not known: the "
+        "It is not trained: its group is whole and waits for `spangrad train`. Whether a trainer has skipped its group is not known: the "
         "ledger postgresql://HOST/NAME failed (no answer)."
     )
 

@@ -24,8 +24,8 @@ from spangrad.errors import QueueError
 from spangrad.settings import RunnerSettings, Settings, TrainerSettings
 from trainer import demand as demand_module
 from trainer.demand import Spent, demand, in_flight, spent, wanted
-from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
+from trainer.skips import SkipReason
 from trainer.source import BatchRollout, Group
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
@@ -101,18 +101,18 @@ def train(ledger: Ledger, *names: str, mode: str = "train", run: str = "run") ->
     ledger.commit(lease, **MADE)  # type: ignore[arg-type]
 
 
-def test_what_is_spent_is_what_was_trained_and_what_was_put_aside(place: Place):
+def test_what_is_spent_is_what_was_trained_and_what_was_skipped(place: Place):
     ledger = begun(place)
     train(ledger, "a", "b")
     train(ledger, "c", "d", run="another run")
     train(ledger, "e", "f", mode="production")
-    ledger.expire([group("g"), group("h"), group("i"), replace(group("a"), build_spec="spec")], ExpiryReason.EQUAL)
-    ledger.expire([group("j")], ExpiryReason.STALE)
-    ledger.expire([replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], ExpiryReason.STALE)
+    ledger.skip([group("g"), group("h"), group("i"), replace(group("a"), build_spec="spec")], SkipReason.EQUAL)
+    ledger.skip([group("j")], SkipReason.STALE)
+    ledger.skip([replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], SkipReason.STALE)
     ledger.begin(rollouts("m", "n"))
-    assert spent(ledger, TWO, SPEC) == Spent(3, 2, {ExpiryReason.EQUAL: 3, ExpiryReason.STALE: 1})
-    # Of another specification: what this one put aside may be trained there, and one group is put aside that the other has trained.
-    assert spent(ledger, TWO, "spec") == Spent(3, 2, {ExpiryReason.STALE: 1})
+    assert spent(ledger, TWO, SPEC) == Spent(3, 2, {SkipReason.EQUAL: 3, SkipReason.STALE: 1})
+    # Of another specification: what this one skipped may be trained there, and one group is skipped that the other has trained.
+    assert spent(ledger, TWO, "spec") == Spent(3, 2, {SkipReason.STALE: 1})
     assert spent(ledger, TWO.model_copy(update={"branch": "other"}), SPEC) == Spent(0, 0, {})
 
 
@@ -120,15 +120,15 @@ def test_what_is_spent_is_what_was_trained_and_what_was_put_aside(place: Place):
 def test_in_flight_are_batches_within_the_staleness_bound_and_no_more_than_steps_are_left(steps: int, most: int, flying: int):
     chosen = TWO.model_copy(update={"max_steps": most})
     assert in_flight(chosen, steps) == flying
-    gone = Spent(steps, 2 * steps, {ExpiryReason.EQUAL: 5})
+    gone = Spent(steps, 2 * steps, {SkipReason.EQUAL: 5})
     assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
     assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
-    cancelled = Spent(steps, 2 * steps, {ExpiryReason.EQUAL: 5, ExpiryReason.CANCELLED: 7})
+    cancelled = Spent(steps, 2 * steps, {SkipReason.EQUAL: 5, SkipReason.CANCELLED: 7})
     assert wanted(cancelled, chosen) == wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
     assert demand(gone, chosen, [7]).oldest_version == 7
 
 
-EVENTS = st.lists(st.sampled_from(["step", "crash", "expire", "restart", "back", "late"]), max_size=24)
+EVENTS = st.lists(st.sampled_from(["step", "crash", "skip", "restart", "back", "late"]), max_size=24)
 
 
 @given(EVENTS, st.integers(0, 4), st.randoms(use_true_random=False))
@@ -162,8 +162,8 @@ def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[s
                     assert ledger.begin(rollouts(*names))
                     look()
                     ledger.recover()
-                case "expire":
-                    ledger.expire([group(one) for one in names], random.choice(list(ExpiryReason)))
+                case "skip":
+                    ledger.skip([group(one) for one in names], random.choice(list(SkipReason)))
                 case "restart":
                     ledger.close()
                     ledger = opened()
@@ -221,7 +221,7 @@ def with_queue(chosen: Settings, queue: Queue) -> Settings:
 
 
 def test_filtered_groups_are_run_again_until_the_batches_are_full(tmp_path: Path, queue: Queue):
-    """DAPO: each group put aside raises the level by one, a runner answers it, and training ends with as many groups as were needed."""
+    """DAPO: each group skipped raises the level by one, a runner answers it, and training ends with as many groups as were needed."""
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", skip_equal_groups=True, max_staleness=0, max_steps=3)
     source = Runner(queue)
     trainer = wired(with_queue(chosen, queue), source)
@@ -230,13 +230,13 @@ def test_filtered_groups_are_run_again_until_the_batches_are_full(tmp_path: Path
     trainer.run(follow=True)
     levels = [body["groups"] for _, body, _ in queue.asked if body]
     assert levels == sorted(levels)  # type: ignore[type-var]
-    aside = trainer.ledger.expired()
-    assert set(aside.values()) == {ExpiryReason.EQUAL}
+    skipped = trainer.ledger.skipped()
+    assert set(skipped.values()) == {SkipReason.EQUAL}
     assert len(committed(trainer)) == 4
-    assert levels[-1] == queue.enqueued == 6 + len(aside), "not one more than was needed"
-    assert [one for one in aside if one.group_id == "g02"]
+    assert levels[-1] == queue.enqueued == 6 + len(skipped), "not one more than was needed"
+    assert [one for one in skipped if one.group_id == "g02"]
     metrics = trainer.ledger.versions()[-1].metrics
-    assert (metrics["groups_wanted"], metrics["groups_put_aside"]) == (queue.enqueued, len(aside))
+    assert (metrics["groups_wanted"], metrics["groups_skipped"]) == (queue.enqueued, len(skipped))
 
 
 def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
@@ -257,7 +257,7 @@ def test_a_queue_that_is_away_is_told_of_once_and_holds_up_nothing(
     trainer.demand.call()
     assert len(queue.asked) == asked, "nothing has changed"
     monkeypatch.setattr(demand_module, "AGAIN_SECONDS", 0.0)
-    trainer.ledger.expire([group("x")], ExpiryReason.EQUAL)
+    trainer.ledger.skip([group("x")], SkipReason.EQUAL)
     trainer.demand.call()
     queue.levels.clear()
     trainer.demand.call()

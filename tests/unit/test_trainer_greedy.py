@@ -16,7 +16,7 @@ from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer import credit
 from trainer.credit import CreditRule
-from trainer.eligibility import ExpiryReason, put_aside
+from trainer.skips import SkipReason, find_skips
 from trainer.source import Group, Loaded
 
 REMAX = TrainerSettings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
@@ -42,9 +42,9 @@ def loaded(rows: list[dict[str, object]], of_greedy: list[dict[str, object]]) ->
     return Loaded([], pl.DataFrame(rows), pl.DataFrame(of_greedy, schema=schema))
 
 
-def reasons(rows: list[dict[str, object]], of_greedy: list[dict[str, object]], **changes: object) -> dict[Group, ExpiryReason]:
+def reasons(rows: list[dict[str, object]], of_greedy: list[dict[str, object]], **changes: object) -> dict[Group, SkipReason]:
     chosen = REMAX.model_copy(update=changes)
-    return put_aside([GROUP], loaded(rows, of_greedy), chosen, lineage=(0, 1, 2, 3), tokenizer_hash="tokenizer")
+    return find_skips([GROUP], loaded(rows, of_greedy), chosen, lineage=(0, 1, 2, 3), tokenizer_hash="tokenizer")
 
 
 NEW = {"Version": 3}
@@ -54,17 +54,17 @@ NEW = {"Version": 3}
     ("of_greedy", "reason"),
     [
         ([greedy(**NEW)], None),
-        ([], ExpiryReason.NO_BASELINE),
-        ([greedy(**NEW, GroupId="another")], ExpiryReason.NO_BASELINE),
-        ([greedy(**NEW, Temperature=1.0)], ExpiryReason.NO_BASELINE),
-        ([greedy(Version=2)], ExpiryReason.NO_BASELINE),
-        ([greedy(**NEW), {**greedy(Version=2), "Turn": 1}], ExpiryReason.NO_BASELINE),
+        ([], SkipReason.NO_BASELINE),
+        ([greedy(**NEW, GroupId="another")], SkipReason.NO_BASELINE),
+        ([greedy(**NEW, Temperature=1.0)], SkipReason.NO_BASELINE),
+        ([greedy(Version=2)], SkipReason.NO_BASELINE),
+        ([greedy(**NEW), {**greedy(Version=2), "Turn": 1}], SkipReason.NO_BASELINE),
         # Another model's call, a judge's say: it is part of the task.
         ([greedy(**NEW), {**greedy(Policy="judge", Temperature=1.0), "Turn": 1}], None),
-        ([greedy(Policy="judge")], ExpiryReason.NO_BASELINE),
+        ([greedy(Policy="judge")], SkipReason.NO_BASELINE),
     ],
 )
-def test_a_group_is_compared_with_a_sound_greedy_rollout_or_not_trained(of_greedy: list[dict[str, object]], reason: ExpiryReason | None):
+def test_a_group_is_compared_with_a_sound_greedy_rollout_or_not_trained(of_greedy: list[dict[str, object]], reason: SkipReason | None):
     rows = [{**row, **NEW} for row in rollouts(1.0, 0.0)]
     assert reasons(rows, of_greedy) == ({GROUP: reason} if reason else {})
 
@@ -72,14 +72,14 @@ def test_a_group_is_compared_with_a_sound_greedy_rollout_or_not_trained(of_greed
 def test_the_bound_of_staleness_holds_for_the_greedy_rollout_too():
     rows = [{**row, **NEW} for row in rollouts(1.0, 0.0)]
     assert reasons(rows, [greedy(Version=2)], max_staleness=1) == {}
-    assert reasons(rows, [greedy(Version=1)], max_staleness=1) == {GROUP: ExpiryReason.NO_BASELINE}
+    assert reasons(rows, [greedy(Version=1)], max_staleness=1) == {GROUP: SkipReason.NO_BASELINE}
 
 
 def test_a_rollout_alone_is_trained_and_equal_ones_are_unless_they_equal_the_greedy_one():
     for rewards, skip, reason in (
         ((1.0,), True, None),
         ((1.0, 1.0), True, None),
-        ((0.5, 0.5), True, ExpiryReason.EQUAL),
+        ((0.5, 0.5), True, SkipReason.EQUAL),
         ((0.5,), False, None),
     ):
         rows = [{**row, **NEW} for row in rollouts(*rewards)]
@@ -135,7 +135,7 @@ def test_a_step_of_remax_from_whole_groups_to_the_batch(tmp_path: Path):
     trainer.normalise = minus_greedy
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "c-0", "c-1"]}, "greedy rollouts are in no batch"
-    assert trainer.ledger.expired() == {group("b"): ExpiryReason.NO_BASELINE}
+    assert trainer.ledger.skipped() == {group("b"): SkipReason.NO_BASELINE}
     (batch,) = optimiser.batches
     assert batch.advantages[:, 0].tolist() == [0.0, -1.0, 0.75, -0.25]
     metrics = trainer.ledger.versions()[-1].metrics

@@ -12,9 +12,9 @@ from crash import crashes
 from spangrad.errors import LedgerError
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import ledger as ledger_module
-from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
-from trainer.policies import put_aside_by
+from trainer.policies import skipped_by
+from trainer.skips import SkipReason
 from trainer.source import BatchRollout, Group
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
@@ -127,13 +127,13 @@ def test_every_boundary_of_begin_and_commit_is_a_safe_place_to_die(place: Place)
     assert seen == {(0, 0), (0, 1), (2, 0)}, "deaths fell before, within and after the batch"
 
 
-def test_expired_groups_stay_out_and_are_counted(place: Place):
+def test_skipped_groups_stay_out_and_are_counted(place: Place):
     ledger = begun(place)
-    ledger.expire([group("x"), group("y")], ExpiryReason.STALE)
-    ledger.expire([group("x")], ExpiryReason.GREEDY)
-    assert put_aside_by(ledger.database, group("x")) == [("policy", "main", "stale")]
-    assert put_aside_by(ledger.database, group("z")) == []
-    assert ledger.expired() == {group("x"): ExpiryReason.STALE, group("y"): ExpiryReason.STALE}
+    ledger.skip([group("x"), group("y")], SkipReason.STALE)
+    ledger.skip([group("x")], SkipReason.GREEDY)
+    assert skipped_by(ledger.database, group("x")) == [("policy", "main", "stale")]
+    assert skipped_by(ledger.database, group("z")) == []
+    assert ledger.skipped() == {group("x"): SkipReason.STALE, group("y"): SkipReason.STALE}
     assert ledger.finished_groups("run", "spec") == {("train", "x"), ("train", "y")}
     assert ledger.finished_groups("run", "another specification may do better") == set()
     assert ledger.finished_groups("another run", "spec") == set()

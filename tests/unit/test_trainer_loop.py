@@ -25,10 +25,10 @@ from spangrad.settings import Selection
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
 from trainer.deferred import Deferred
-from trainer.eligibility import ExpiryReason
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.shutdown import Shutdown, Stopped
+from trainer.skips import SkipReason
 from trainer.source import Group, Loaded
 
 
@@ -74,7 +74,7 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
         "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
-        "groups_wanted": 22.0, "groups_put_aside": 0.0,
+        "groups_wanted": 22.0, "groups_skipped": 0.0,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.
     assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
@@ -95,11 +95,11 @@ def test_the_batch_holds_the_advantages_and_knows_what_is_on_policy(tmp_path: Pa
     assert [one.current.tolist() for one in optimiser.batches] == [[True] * 4, [False] * 4]
 
 
-def test_stale_groups_are_put_aside_once_and_counted(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(["a", "b", "c", "d", "e"]))
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
-    assert trainer.ledger.expired() == {group("c"): ExpiryReason.STALE, group("d"): ExpiryReason.STALE}
+    assert trainer.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
     assert "2 groups will not be trained (stale): c, d" in caplog.text
 
 
@@ -108,7 +108,7 @@ def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path,
     trainer = wired(settings(base, tmp_path), source)
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
-    assert trainer.ledger.expired() == {group("a"): ExpiryReason.GREEDY}
+    assert trainer.ledger.skipped() == {group("a"): SkipReason.GREEDY}
 
 
 def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -126,19 +126,19 @@ def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, bas
     assert "4 transitions, 4 calls too long, return +0.50" in caplog.text
 
 
-def test_a_group_without_a_call_that_fits_is_put_aside(tmp_path: Path, base: Path):
+def test_a_group_without_a_call_that_fits_is_skipped(tmp_path: Path, base: Path):
     trainer = wired(settings(base, tmp_path, max_tokens_per_device=4), FakeSource(["a", "b"]))
     trainer.run(follow=False)
-    assert trainer.ledger.expired() == {group("a"): ExpiryReason.TOO_LONG, group("b"): ExpiryReason.TOO_LONG}
+    assert trainer.ledger.skipped() == {group("a"): SkipReason.TOO_LONG, group("b"): SkipReason.TOO_LONG}
 
 
-def test_groups_with_nothing_to_learn_from_are_put_aside_where_asked(tmp_path: Path, base: Path):
+def test_groups_with_nothing_to_learn_from_are_skipped_where_asked(tmp_path: Path, base: Path):
     """DAPO's filter: the next groups fill the batch."""
     equal = {"Rewards.Value": [1.0]}
     trainer = wired(settings(base, tmp_path, skip_equal_groups=True), FakeSource(["a", "b", "c"], changes={"a": equal}))
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
-    assert trainer.ledger.expired() == {group("a"): ExpiryReason.EQUAL}
+    assert trainer.ledger.skipped() == {group("a"): SkipReason.EQUAL}
 
 
 def test_merging_trains_the_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -169,7 +169,7 @@ def test_only_selected_calls_are_trained_and_the_others_rewards_count(tmp_path: 
     assert (batch.prompts.tolist(), batch.advantages[:, 0].tolist()) == ([[2]] * 4, [1.0, -1.0, 1.0, -1.0])
     nobody = wired(settings(base, tmp_path / "nobody", selection=Selection(agents="cod")), source)
     nobody.run(follow=False)
-    assert nobody.ledger.expired() == {group("a"): ExpiryReason.NO_TRANSITIONS, group("b"): ExpiryReason.NO_TRANSITIONS}
+    assert nobody.ledger.skipped() == {group("a"): SkipReason.NO_TRANSITIONS, group("b"): SkipReason.NO_TRANSITIONS}
 
 
 def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
@@ -185,14 +185,14 @@ def test_a_branch_of_a_branch_trains_on_what_the_old_one_sampled(tmp_path: Path,
     brevity = wired(fork, source, FakeOptimiser(2.0))
     brevity.run(follow=False)
     assert committed(brevity) == {2: [], 3: ["a-0", "a-1", "b-0", "b-1"]}
-    assert brevity.ledger.expired() == {group("c"): ExpiryReason.STALE, group("d"): ExpiryReason.STALE}
+    assert brevity.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
     assert "branch brevity begins with version 2 of branch main" in caplog.text
     first, second = brevity.ledger.versions()
     assert (first.parent_branch, first.policy_version.checksum) == ("main", of_main.checksum)
     assert (second.policy_version.parent, second.parent_branch) == (2, "brevity")
     stranger = wired(settings(base, tmp_path / "elsewhere", branch="brevity"), source)
     stranger.run(follow=False)
-    assert stranger.ledger.expired()[group("a")] is ExpiryReason.UNKNOWN_VERSION, "without main's past its versions mean nothing"
+    assert stranger.ledger.skipped()[group("a")] is SkipReason.UNKNOWN_VERSION, "without main's past its versions mean nothing"
 
 
 def test_a_checkpoint_that_another_branch_begins_with_is_kept(tmp_path: Path, base: Path):
@@ -297,7 +297,7 @@ def test_settings_that_cannot_be_trained_are_refused(tmp_path: Path, base: Path)
         loop.newest_version(ledger)
 
 
-def test_a_restarted_engine_gets_the_newest_version_before_its_stale_groups_are_put_aside(tmp_path: Path, base: Path):
+def test_a_restarted_engine_gets_the_newest_version_before_its_stale_groups_are_skipped(tmp_path: Path, base: Path):
     served = tmp_path / "policies/served.json"
     source = FakeSource(["a", "b"])
     trainer = wired(settings(base, tmp_path / "policies", max_staleness=0), source)

@@ -14,9 +14,9 @@ from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer import loop
-from trainer.eligibility import ExpiryReason
 from trainer.plan import Fate, Past, Plan, planned
 from trainer.planning import past_of
+from trainer.skips import SkipReason
 from trainer.source import Group, GroupState
 
 SETTINGS = TrainerSettings(groups_per_batch=2, max_staleness=1)
@@ -42,12 +42,12 @@ def fates(made: Plan) -> dict[str, tuple[str, int | None, str | None]]:
 def test_later_batches_age_with_the_versions_that_earlier_ones_make():
     """All were sampled by version 0; the third batch would train version 2, which is one too far."""
     made = plan(states("a", "b", "c", "d", "e", "f", "g"))
-    stale = ("put_aside", None, ExpiryReason.STALE)
+    stale = ("skipped", None, SkipReason.STALE)
     first, second = ("batch", 1, None), ("batch", 2, None)
     assert fates(made) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
     assert made.batches == 2
-    assert made.sentence == "2 batches of 2 groups would be trained: 3 groups are put aside (3 stale)."
-    assert made.demand == "4 more groups are wanted: 4 shall be in flight, 0 are there; 3 groups are put aside (3 stale)."
+    assert made.sentence == "2 batches of 2 groups would be trained: 3 groups are skipped (3 stale)."
+    assert made.demand == "4 more groups are wanted: 4 shall be in flight, 0 are there; 3 groups are skipped (3 stale)."
 
 
 def test_every_reason_not_to_train_is_told():
@@ -56,18 +56,18 @@ def test_every_reason_not_to_train_is_told():
         *states("old"), *states("gone"), *states("busy"),
     ]  # fmt: skip
     busy = ("train", "busy")
-    past = Past((0, 1), TOKENIZER, frozenset({("train", "old"), busy}), frozenset({busy}), {group("gone"): ExpiryReason.GREEDY})
+    past = Past((0, 1), TOKENIZER, frozenset({("train", "old"), busy}), frozenset({busy}), {group("gone"): SkipReason.GREEDY})
     made = plan(of, past, unbuilt=1)
     assert fates(made) == {
-        "left": ("left", None, None), "gone": ("put_aside", None, ExpiryReason.GREEDY), "whole": ("waiting", None, None),
+        "left": ("left", None, None), "gone": ("skipped", None, SkipReason.GREEDY), "whole": ("waiting", None, None),
         "": ("no_group", None, None), "held": ("other_mode", None, None), "busy": ("under_way", None, None), "old": ("trained", None, None),
     }  # fmt: skip
     assert made.sentence == (
         "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.groups_per_batch); 1 group waits for 3 rollouts to be "
-        "built; 1 rollout ended and not built (`spangrad build`); 1 group is put aside (1 greedy); 5 rollouts without a group "
+        "built; 1 rollout ended and not built (`spangrad build`); 1 group is skipped (1 greedy); 5 rollouts without a group "
         "(docs/training.md); 1 group is of mode validate; 1 group is in a step under way; 1 group trained before."
     )
-    assert (made.wanted, made.demand) == (1, "1 more group is wanted: 4 shall be in flight, 3 are there; 1 group is put aside (1 greedy).")
+    assert (made.wanted, made.demand) == (1, "1 more group is wanted: 4 shall be in flight, 3 are there; 1 group is skipped (1 greedy).")
     assert plan(of, past, in_flight=3).demand == ""
 
 
@@ -103,7 +103,7 @@ def test_an_empty_store_names_what_else_it_holds():
 
 @pytest.mark.parametrize(("staleness", "skip"), [(0, False), (1, True), (9, True), (9, False)])
 def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int, skip: bool):
-    """Against the loop itself: the same groups in the same batches, and the same put aside for the same reasons."""
+    """Against the loop itself: the same groups in the same batches, and the same skipped for the same reasons."""
     names = [f"g{i}" for i in range(7)]
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=staleness, skip_equal_groups=skip)
     source = FakeSource(names, changes={"g1": {"Temperature": 0.0}, "g2": {"Rewards.Value": [0.5]}})
@@ -117,8 +117,8 @@ def test_the_plan_is_what_a_run_then_does(tmp_path: Path, staleness: int, skip: 
     assert batches == {
         number: sorted(one.group_id for one in made if one.batch == number) for number in {one.batch for one in made if one.batch}
     }
-    aside = {group(one.group_id): one.reason for one in made if one.fate is Fate.PUT_ASIDE}
-    ran = trainer.ledger.expired()
-    assert {one: aside[one] for one in ran} == ran, "a run puts aside only what was planned"
+    skips = {group(one.group_id): one.reason for one in made if one.fate is Fate.SKIPPED}
+    ran = trainer.ledger.skipped()
+    assert {one: skips[one] for one in ran} == ran, "a run skips only what was planned"
     # What is left over at the end is looked at by the plan alone: a run waits for others first.
-    assert all(reason is ExpiryReason.STALE for one, reason in aside.items() if one not in ran)
+    assert all(reason is SkipReason.STALE for one, reason in skips.items() if one not in ran)

@@ -1,7 +1,7 @@
 """Which ready groups may be trained, and why the others never will be.
 
-In: transitions of ready groups, the ledger's committed versions, the trainer's settings. Out: a reason for each group that must be put
-aside. Invariant: a pure function of facts that do not get better with time, so that a group put aside stays so: versions only grow,
+In: transitions of ready groups, the ledger's committed versions, the trainer's settings. Out: a reason for each group that must be
+skipped. Invariant: a pure function of facts that do not get better with time, so that a skipped group stays so: versions only grow,
 and a finished group gains no rollout.
 """
 
@@ -18,7 +18,7 @@ from trainer.learning import ESTIMATORS
 from trainer.source import GROUP_COLUMNS, Group, Loaded
 
 
-class ExpiryReason(StrEnum):
+class SkipReason(StrEnum):
     """Why a ready group is never trained."""
 
     CANCELLED = "cancelled"
@@ -44,17 +44,17 @@ class ExpiryReason(StrEnum):
     """No value in it differs from one that it is compared with, and trainer.skip_equal_groups says to leave such groups out."""
 
 
-def put_aside(
+def find_skips(
     groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
-) -> dict[Group, ExpiryReason]:
-    """The groups that the settings' trainer never trains, and why: those of which a rollout was cancelled, and see `expiry_reasons`."""
+) -> dict[Group, SkipReason]:
+    """The groups that the settings' trainer never trains, and why: those of which a rollout was cancelled, and see `skip_reasons`."""
     own, transitions = loaded.own(settings.policy, settings.selection), loaded.transitions
     compared: pl.DataFrame | None = None
     if loaded.greedy is not None:
         transitions = with_greedy(transitions, loaded.greedy, settings.reward_weights)
         compared = _compared(loaded.greedy.filter(pl.col("Policy") == settings.policy), lineage[-1 - settings.max_staleness :])
-    cancelled = dict.fromkeys((group for group in groups if group.group_id in loaded.cancelled), ExpiryReason.CANCELLED)
-    return cancelled | expiry_reasons(
+    cancelled = dict.fromkeys((group for group in groups if group.group_id in loaded.cancelled), SkipReason.CANCELLED)
+    return cancelled | skip_reasons(
         [group for group in groups if group not in cancelled],
         transitions.filter(own),
         lineage=lineage,
@@ -67,7 +67,7 @@ def put_aside(
     )
 
 
-def expiry_reasons(
+def skip_reasons(
     groups: Sequence[Group],
     transitions: pl.DataFrame,
     *,
@@ -78,8 +78,8 @@ def expiry_reasons(
     alone: bool = False,
     live: pl.DataFrame | None = None,
     compared: pl.DataFrame | None = None,
-) -> dict[Group, ExpiryReason]:
-    """Find the groups that must be put aside; the first reason in the order of `ExpiryReason` that holds is given.
+) -> dict[Group, SkipReason]:
+    """Find the groups that must be skipped; the first reason in the order of `SkipReason` that holds is given.
 
     Args:
         groups: ready groups.
@@ -109,15 +109,15 @@ def expiry_reasons(
         there = compared.with_columns(no_baseline=pl.lit(value=False))
         facts = facts.join(there, on=compared.columns, how="left").with_columns(pl.col("no_baseline").fill_null(value=True))
     found = {Group(*(row[name] for name in GROUP_COLUMNS)): row for row in facts.iter_rows(named=True)}
-    reasons: dict[Group, ExpiryReason] = {}
+    reasons: dict[Group, SkipReason] = {}
     for group in groups:
         row = found.get(group)
         if row is None:
-            reasons[group] = ExpiryReason.NO_TRANSITIONS
+            reasons[group] = SkipReason.NO_TRANSITIONS
         elif row["rollouts"] < 2 and not alone:
-            reasons[group] = ExpiryReason.ONE_ROLLOUT
+            reasons[group] = SkipReason.ONE_ROLLOUT
         else:
-            holds = [reason for reason in ExpiryReason if row.get(reason.value) is True]
+            holds = [reason for reason in SkipReason if row.get(reason.value) is True]
             if holds:
                 reasons[group] = holds[0]
     return reasons
