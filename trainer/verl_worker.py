@@ -72,6 +72,8 @@ def training_worker(
                 max_token_len_per_gpu=settings.max_tokens_per_device,
                 infer_max_token_len_per_gpu=settings.max_tokens_per_device,
                 use_torch_compile=False,
+                # Gradients that wait for their sync lie unsharded on each rank, 4 bytes a parameter, where zero_grad does not clear them.
+                use_no_sync_for_gradient_accumulation=False,
                 mixed_precision={"param_dtype": settings.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             ),
             optimizer_config=optimizer,

@@ -1,0 +1,118 @@
+"""A step that is refused leaves no trace: weights, moments and gradients are as before, wherever its bad row lay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from sampling import sampled_rows
+
+from spangrad.errors import TrainerError
+from spangrad.settings import TrainerSettings
+from trainer import checkpoint
+from trainer.batch import Batch, layout
+from trainer.chains import Chains
+from trainer.engine import Engine
+from trainer.merge import separate
+
+ROWS = 8
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "max_tokens_per_device": 24}
+"""Two rows a micro-batch, and a rate at which any trace shows."""
+
+
+@pytest.fixture(scope="module")
+def sound(tiny_model: Path) -> Batch:
+    return batch(tiny_model, seed=5)
+
+
+@pytest.fixture(scope="module")
+def other(tiny_model: Path) -> Batch:
+    return batch(tiny_model, seed=1)
+
+
+def batch(model: Path, *, seed: int) -> Batch:
+    rows = pl.DataFrame(sampled_rows(model, ROWS, temperature=1.0, seed=seed))
+    return layout(separate(rows, pl.Series(np.resize([1.0, -1.0], ROWS))), version=0)
+
+
+def wrong_at(batch: Batch, row: int) -> Batch:
+    """The batch with one row whose logprobs are not those of the weights that it names."""
+    logprobs = batch.logprobs.copy()
+    logprobs[row] -= 9 * batch.response_mask[row]
+    return replace(batch, logprobs=logprobs)
+
+
+def micro_batches(engine: Engine, batch: Batch, row: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each micro-batch of a forward pass, in order: whether it holds a row."""
+    fsdp, order = engine._workers._rank._models["policy"].engine, list[bool]()
+    original = fsdp.forward_step
+
+    def recorded(micro_batch: Any, **options: Any) -> Any:
+        order.append(bool((micro_batch["rollout_log_probs"] < -8).any()))
+        return original(micro_batch, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsdp, "forward_step", recorded)
+        engine._logprobs("policy", wrong_at(batch, row))
+    return order
+
+
+def facts(engine: Engine, directory: Path) -> dict[str, torch.Tensor]:
+    """Every weight and every tensor of the state (moments, steps, the critic's), by name."""
+    named: dict[str, torch.Tensor] = {name: torch.from_numpy(value.copy()) for name, value in engine.weights()}
+
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                collect(f"{prefix}.{key}", inner)
+        elif isinstance(value, torch.Tensor | int | float):
+            named[prefix] = torch.as_tensor(value)
+
+    engine.save_state(directory)
+    collect("state", torch.load(directory / checkpoint.STATE, weights_only=False))
+    return named
+
+
+def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
+    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alone = Engine(tiny_model, TrainerSettings(**SETTINGS))
+    expected = alone.step(sound)
+    stepped = facts(alone, tmp_path)
+    held_at, count = set[int](), 0
+    for row in range(ROWS):
+        engine = Engine(tiny_model, TrainerSettings(**SETTINGS))
+        order = micro_batches(engine, other, row, monkeypatch)
+        held_at.add(order.index(True))
+        count = len(order)
+        before = facts(engine, tmp_path)
+        with pytest.raises(TrainerError, match="so no step was taken"):
+            engine.step(wrong_at(other, row))
+        require_same(facts(engine, tmp_path), before)
+        assert engine.step(sound) == expected, f"row {row} left gradients behind"
+        require_same(facts(engine, tmp_path), stepped)
+    assert count >= 3, "one micro-batch shows nothing"
+    assert {0, count // 2, count - 1} <= held_at
+
+
+def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path):
+    links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS))
+    good, bad = replace(sound, chains=links), replace(other, chains=links)
+    settings = TrainerSettings(**SETTINGS, estimator="gae", critic_learning_rate=1e-2)
+    alone, engine = Engine(tiny_model, settings), Engine(tiny_model, settings)
+    expected = alone.step(good)
+    for row in (0, ROWS // 2, ROWS - 1):
+        with pytest.raises(TrainerError, match="so no step was taken"):
+            engine.step(wrong_at(bad, row))
+    assert engine.step(good) == expected
+    require_same(facts(engine, tmp_path), facts(alone, tmp_path))
