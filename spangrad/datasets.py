@@ -27,7 +27,7 @@ KEY = ("RunId", "BuildSpec", "RolloutId")
 ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
 """What rows of otel.transitions, otel.drops and otel.rewards have in common with the row of otel.builds that makes them count."""
 _OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
-_FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Watermark", "RowsRead")
+_FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Rewards", "Failure", "Watermark", "RowsRead")
 _COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
 _TRIES = 10
 _LONGEST = 120

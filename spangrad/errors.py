@@ -5,6 +5,8 @@ Every message names the value, the place and the remedy. Bad rollouts are data (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class SpangradError(Exception):
     """Base of all errors that a user can mend; the command line prints the sentence and exits with `exit_code`."""
@@ -52,6 +54,15 @@ class BuilderError(SpangradError):
 
 class TrainerError(SpangradError):
     """A batch could not be trained."""
+
+
+class BadRowsError(TrainerError):
+    """Some rows of a batch failed a check before anything was changed: weights, moments and gradients are as they were."""
+
+    def __init__(self, message: str, rows: Mapping[int, str]) -> None:
+        """Name the rows of the batch that failed, each with the reason that its group is skipped for (`trainer.skips.SkipReason`)."""
+        super().__init__(message)
+        self.rows = dict(rows)
 
 
 class LedgerError(SpangradError):

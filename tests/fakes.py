@@ -36,13 +36,19 @@ def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = 
         "Model": "policy",
         "TransitionId": f"transition-{rollout}-{turn}",
         "Version": 0,
+        "Versions.Start": [0],
+        "Versions.Version": [changes.get("Version", 0)],
         "TokenizerHash": "tokenizer",
         "Temperature": 1.0,
+        "Reshaping": "",
+        "FinishReason": "stop",
         "PromptIds": [1, 2, 3],
         "ResponseIds": [4, 5],
         "Logprobs": [-0.5, -1.5],
         "Rewards.Name": ["reward"] * len(rewards),
         "Rewards.Value": list(rewards),
+        "Rewards.CallId": [""] * len(rewards),
+        "Rewards.Role": [""] * len(rewards),
     }
     return {**row, **changes}
 

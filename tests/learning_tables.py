@@ -127,7 +127,7 @@ def tokens_here(settings: TrainerSettings) -> list[float]:
     """The advantage of each sampled token, by rollout and turn, of an estimator that looks at each."""
     calls = rollouts().sample(fraction=1, shuffle=True, seed=3)
     rows, links = chains(calls, calls["Policy"] == "policy", settings.reward_weights)
-    batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), version=0, divisor=4), chains=links)
+    batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), lineage=[0], divisor=4), chains=links)
     cells = batch.response_mask.astype(bool)
     known: dict[str, np.ndarray] = {}
     for key, flat in told(settings.estimator, int(cells.sum())).items():
@@ -198,7 +198,7 @@ def loss_here(model: Path, settings: TrainerSettings) -> float:
     rows, worth = sampled(model)
     engine = Engine(model, settings)
     torch.manual_seed(0)
-    return engine.step(layout(separate(rows, worth), version=0))["loss"]
+    return engine.step(layout(separate(rows, worth), lineage=[0]))["loss"]
 
 
 def padded(rows: list[list[float]]) -> torch.Tensor:

@@ -7,6 +7,7 @@ Invariant: a pure function but for its warnings; every call of the policy that i
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import polars as pl
@@ -27,7 +28,7 @@ _NAMED = 5
 
 
 def assemble(
-    loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, version: int, divisor: int
+    loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, lineage: Sequence[int], divisor: int
 ) -> tuple[Batch, dict[str, float]]:
     """The arrays of a step, and its metrics.
 
@@ -37,7 +38,7 @@ def assemble(
         loaded: whole groups, other policies' calls and calls that are not selected among them: their rewards count.
         settings: policy, selection, credit, merging and lengths.
         normalise: how values are compared.
-        version: of the weights that will be trained.
+        lineage: committed versions, oldest first; the last one will be trained.
         divisor: the number of rows will be a multiple of it.
 
     Returns:
@@ -68,7 +69,7 @@ def assemble(
         calls = loaded.transitions.filter(own & short)
         values = advantages(transitions, own, rule, normalise=normalise).filter(short.filter(own))
     sequences = (merge if settings.merge else separate)(calls, values)
-    batch = replace(layout(sequences, version=version, divisor=divisor), chains=links)
+    batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
     metrics = {
         "transitions": len(calls),
         "too_long": len(long),

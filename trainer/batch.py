@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from trainer.chains import Chains
 from trainer.merge import Sequences
+from trainer.token_versions import UNKNOWN, staleness
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -39,8 +40,17 @@ class Batch:
     """On each sampled token, its call's advantage."""
     temperature: NDArray[np.float32]
     """The row's sampling temperature: the logprobs are those of logits divided by it."""
-    current: NDArray[np.bool_]
-    """Whether the weights to be trained sampled the row, so that their logprobs must agree with its own."""
+    versions: NDArray[np.int64]
+    """Of each response token: the policy version that sampled it; -1 where none did."""
+    staleness: NDArray[np.int16]
+    """Of each response token: how many committed versions lie between its version and the one that is trained; -1 where none sampled it,
+    or a version that is not known."""
+    checked: NDArray[np.bool_]
+    """Of each response token: whether its logprob under the weights to be trained must agree with the recorded one."""
+    rollout: NDArray[np.int64]
+    """Of each row: the number of its rollout within the batch, from 0; -1 for no-op rows."""
+    group: NDArray[np.int64]
+    """Of each row: the number of its group within the batch, from 0; -1 for no-op rows."""
     real_rows: int
     """Rows that are sequences; the rest are no-op rows."""
     old_logprobs: NDArray[np.float32] | None = None
@@ -67,12 +77,12 @@ class Batch:
         return self.attention_mask.sum(axis=1).tolist()
 
 
-def layout(sequences: Sequences, *, version: int, divisor: int = 1) -> Batch:
+def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:
     """Lay sequences out for a training step.
 
     Args:
         sequences: of `merge.separate` or `merge.merge`.
-        version: of the weights that will be trained.
+        lineage: committed versions, oldest first; the last one will be trained.
         divisor: the number of rows will be a multiple of it.
     """
     lengths = np.diff(sequences.offsets)
@@ -93,6 +103,9 @@ def layout(sequences: Sequences, *, version: int, divisor: int = 1) -> Batch:
     mask[cells] = 1
     logprobs[cells] = sequences.logprobs[sampled]
     advantages[cells] = sequences.advantages[sampled]
+    versions = np.full((count, length), UNKNOWN, np.int64)
+    versions[cells] = sequences.versions[sampled]
+    behind = staleness(versions, lineage)
     padding = count - len(sequences)
     return Batch(
         prompts=ids[:, :width],
@@ -102,7 +115,11 @@ def layout(sequences: Sequences, *, version: int, divisor: int = 1) -> Batch:
         logprobs=logprobs,
         advantages=advantages,
         temperature=np.pad(sequences.temperature, (0, padding), constant_values=1),
-        current=np.pad(sequences.version == version, (0, padding)),
+        versions=versions,
+        staleness=behind,
+        checked=behind == 0,
+        rollout=np.pad(sequences.rollout, (0, padding), constant_values=-1),
+        group=np.pad(sequences.group, (0, padding), constant_values=-1),
         real_rows=len(sequences),
     )
 
@@ -142,7 +159,11 @@ def _take(batch: Batch, rows: NDArray[np.int64], count: int) -> Batch:
         logprobs=of(batch.logprobs),
         advantages=of(batch.advantages),
         temperature=of(batch.temperature, 1),
-        current=of(batch.current),
+        versions=of(batch.versions, UNKNOWN),
+        staleness=of(batch.staleness, UNKNOWN),
+        checked=of(batch.checked),
+        rollout=of(batch.rollout, -1),
+        group=of(batch.group, -1),
         real_rows=len(rows),
         old_logprobs=maybe(batch.old_logprobs),
         reference_logprobs=maybe(batch.reference_logprobs),

@@ -125,7 +125,7 @@ class Engine:
             if self.settings.correction.weights or self.settings.correction.reject:
                 changes, metrics = correct(batch, self.settings)
                 batch, told = replace(batch, **changes), {**told, **metrics}
-        return replace(batch, current=np.zeros_like(batch.current)), told
+        return replace(batch, checked=np.zeros_like(batch.checked)), told
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """A batch's mini-batches, drawn anew each time from the random state that is saved with the optimiser's."""
@@ -152,7 +152,7 @@ class Engine:
                 f"trainer.learning_rate = {self.settings.learning_rate:g} if earlier steps grew."
             )
         told = {ours: metrics[theirs] for theirs, ours in _TOLD.items() if theirs in metrics} | correction_metrics(metrics)
-        if batch.current.any():
+        if batch.checked.any():
             told |= {"logprob_gap": metrics["logprob_gap"], "logprob_gap_mean": metrics["logprob_gap_mean"]}
         return {**told, "grad_norm": norm}
 

@@ -241,8 +241,9 @@ class Trainer:
             self._load(parent)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
-            batch, facts = assemble(loaded, settings, self.normalise, version=parent.version, divisor=rows)
-            facts |= measures(loaded, settings, self.ledger.lineage()) | self.demand.figures()
+            lineage = self.ledger.lineage()
+            batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows)
+            facts |= measures(loaded, settings, lineage) | self.demand.figures()
             rule = alarms.GamingRule.of(settings)
             history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)

@@ -79,7 +79,7 @@ def checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, dp
     from verl.workers.utils.padding import no_padding_2_padding
 
     logprobs = no_padding_2_padding(model_output["log_probs"], data).detach()
-    sampled = data["response_mask"].bool() & data["current"].bool()[:, None]
+    sampled = data["response_mask"].bool() & data["checked"].bool()
     gap = torch.where(sampled, (logprobs.float() - data["rollout_log_probs"]).abs(), 0.0)
     largest = gap.max().nan_to_num(nan=torch.inf, posinf=torch.inf)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=dp_group)
@@ -92,7 +92,7 @@ def checked_ppo_loss(config: Any, alarm: float, model_output: Any, data: Any, dp
             "stay first in line: a new trainer.run_id leaves them behind."
         )
     loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    mean = gap.sum() * data["dp_size"] / max(data["current_tokens"], 1)  # verl averages over ranks, and sums over micro-batches
+    mean = gap.sum() * data["dp_size"] / max(data["checked_tokens"], 1)  # verl averages over ranks, and sums over micro-batches
     return loss, {
         **metrics,
         "logprob_gap": Metric(AggregationType.MAX, largest),

@@ -22,7 +22,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from spangrad.errors import TrainerError
-from trainer.credit import KEY
+from trainer.credit import GROUP, KEY
+from trainer.token_versions import UNKNOWN, token_versions
 
 _ALIKE = ("Policy", "Version", "TokenizerHash", "Temperature")
 """What calls must share, beside their rollout's attempt, to be one sequence: it has one temperature and one version."""
@@ -48,8 +49,12 @@ class Sequences:
     """Of each token: its call's; 0 where the mask is off."""
     temperature: NDArray[np.float32]
     """Of each sequence."""
-    version: NDArray[np.int64]
-    """Of each sequence: the weights that sampled it."""
+    versions: NDArray[np.int64]
+    """Of each token: the policy version that sampled it; -1 where the mask is off."""
+    rollout: NDArray[np.int64]
+    """Of each sequence: the number of its rollout's attempt among those of the rows, from 0."""
+    group: NDArray[np.int64]
+    """Of each sequence: the number of its group among those of the rows, from 0."""
     calls: pl.Series
     """Of each sequence: the CallIds that it holds, in order (lists)."""
     separate_tokens: int
@@ -79,7 +84,8 @@ def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
     """One sequence a call, in their order.
 
     Args:
-        transitions: rows with TransitionId, CallId, PromptIds, ResponseIds, Logprobs, Temperature and Version.
+        transitions: rows with the columns of `credit.KEY`, TransitionId, CallId, PromptIds, ResponseIds, Logprobs, Temperature, Version,
+            `Versions.Start` and `Versions.Version`.
         advantages: one a row.
 
     Raises:
@@ -96,7 +102,7 @@ def merge(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
     and temperature that its prompt begins with; of several calls that begin with the same one, the first continues it.
 
     Args:
-        transitions: as for `separate`, with the columns of `credit.KEY`, Turn, Policy and TokenizerHash.
+        transitions: as for `separate`, with Turn, Policy and TokenizerHash.
         advantages: one a row.
 
     Raises:
@@ -161,6 +167,8 @@ def _assemble(rows: pl.DataFrame, advantages: pl.Series, predecessors: NDArray[n
     logprobs[sampled] = _flat(rows["Logprobs"], pl.Float32())
     spread = np.zeros(len(ids), np.float32)
     spread[sampled] = np.repeat(advantages.cast(pl.Float32).to_numpy(), responses)
+    versions = np.full(len(ids), UNKNOWN, np.int64)
+    versions[sampled] = token_versions(rows)
     heads = rows.filter(first)
     return Sequences(
         ids=ids,
@@ -170,10 +178,17 @@ def _assemble(rows: pl.DataFrame, advantages: pl.Series, predecessors: NDArray[n
         logprobs=logprobs,
         advantages=spread,
         temperature=heads["Temperature"].cast(pl.Float32).to_numpy(),
-        version=heads["Version"].cast(pl.Int64).to_numpy(),
+        versions=versions,
+        rollout=_numbers(rows, KEY)[first],
+        group=_numbers(rows, GROUP)[first],
         calls=_calls(rows["CallId"], sequence),
         separate_tokens=int(prompts.sum() + responses.sum()),
     )
+
+
+def _numbers(rows: pl.DataFrame, key: tuple[str, ...]) -> NDArray[np.int64]:
+    """Number what the rows are of by their keys, in the order of keys, so that the order of rows does not matter."""
+    return rows.select(pl.struct(key).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
 def ragged(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

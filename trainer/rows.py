@@ -42,7 +42,8 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, **flags: bool)
             "old_log_probs": torch.from_numpy(batch.logprobs if batch.old_logprobs is None else batch.old_logprobs),
             "advantages": torch.from_numpy(batch.advantages),
             "temperature": torch.from_numpy(batch.temperature),
-            "current": torch.from_numpy(batch.current),
+            "checked": torch.from_numpy(batch.checked),
+            "staleness": torch.from_numpy(batch.staleness),
             **({} if batch.values is None else {"values": torch.from_numpy(batch.values), "returns": torch.from_numpy(batch.returns)}),
             **({} if batch.weights is None else {"rollout_is_weights": torch.from_numpy(batch.weights)}),
             **({} if batch.reference_logprobs is None else {"ref_log_prob": torch.from_numpy(batch.reference_logprobs)}),
@@ -56,7 +57,7 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, **flags: bool)
         calculate_entropy=entropy,
         global_batch_size=batch.real_rows,
         global_token_num=batch.token_counts,
-        current_tokens=int(batch.response_mask[batch.current].sum()),
+        checked_tokens=int((batch.response_mask.astype(bool) & batch.checked).sum()),
         update_lr_scheduler=batch.trainable,
         **flags,
     )

@@ -111,9 +111,14 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
             pl.col("Temperature").fill_null(DEFAULT_TEMPERATURE),
             # What was retokenised names no version, and is kept only where somebody asks for it.
             Version=pl.col("VersionStart").fill_null(0),
+            Reshaping=pl.lit(""),
+        )
+        .with_columns(
+            pl.lit([0], pl.List(pl.UInt32())).alias("Versions.Start"),
+            pl.concat_list("Version").alias("Versions.Version"),
         )
         .join(given, on="CallId", how="left")
-        .with_columns(pl.col("Rewards.Name", "Rewards.Value", "Rewards.Source").fill_null([]))
+        .with_columns(pl.col(f"Rewards.{name}" for name in rewards.SPREAD).fill_null([]))
         .sort(*_ATTEMPT, "Turn", "Choice", "CallId")
     )
     return conform(rows.hstack(arrays[rows["Row"]]), TRANSITIONS)

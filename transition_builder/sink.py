@@ -109,12 +109,12 @@ def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFra
 
 
 def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFrame, spec: str, builder: str) -> pl.DataFrame:
-    kept = transitions.group_by(_ROLLOUT).agg(Transitions=pl.len())
+    kept = transitions.group_by(_ROLLOUT).agg(Transitions=pl.len(), Rewards=pl.col("Rewards.Value").list.len().sum())
     dropped = drops.group_by(_ROLLOUT).agg(Drops=pl.len(), named=(pl.col("CallId") != "").sum())
     return (
         rollouts.join(kept, on=_ROLLOUT, how="left")
         .join(dropped, on=_ROLLOUT, how="left")
-        .with_columns(pl.col("Transitions", "Drops", "named").fill_null(0))
+        .with_columns(pl.col("Transitions", "Drops", "Rewards", "named").fill_null(0))
         .with_columns(
             Calls=pl.col("Transitions") + pl.col("named"),
             BuildSpec=pl.lit(spec),

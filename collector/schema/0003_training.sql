@@ -11,6 +11,7 @@ CREATE TABLE IF NOT EXISTS otel.rewards (
     Content UInt64 COMMENT 'Of otel.builds: rows of a build that was never concluded are nobody''s' CODEC(ZSTD(1)),
     CallId String COMMENT 'Empty: the reward is of the whole rollout' CODEC(ZSTD(1)),
     Name LowCardinality(String) CODEC(ZSTD(1)),
+    Role LowCardinality(String) COMMENT 'Agent or policy that the reward is of; empty: everybody''s' CODEC(ZSTD(1)),
     Value Float64 CODEC(ZSTD(1)),
     Source LowCardinality(String) COMMENT 'Precedence: runner, evaluation_event, evaluation_log, span_attribute, sql, air' CODEC(ZSTD(1)),
     RuleHash LowCardinality(String) COMMENT 'Of the rule or query that gave it; empty where there is none' CODEC(ZSTD(1)),
@@ -20,7 +21,7 @@ CREATE TABLE IF NOT EXISTS otel.rewards (
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1
 ) ENGINE = ReplacingMergeTree(IngestedAt)
-ORDER BY (RunId, Mode, BuildSpec, RolloutId, Attempt, Revision, Content, CallId, Name, Source, RuleHash, TraceId, SpanId)
+ORDER BY (RunId, Mode, BuildSpec, RolloutId, Attempt, Revision, Content, CallId, Name, Role, Source, RuleHash, TraceId, SpanId)
 SETTINGS index_granularity = 1024;
 
 CREATE TABLE IF NOT EXISTS otel.transitions (
@@ -47,19 +48,26 @@ CREATE TABLE IF NOT EXISTS otel.transitions (
     Components Array(LowCardinality(String)) COMMENT 'Names of the agents, chains and tools around the call, outermost first' CODEC(ZSTD(1)),
     Tools Array(LowCardinality(String)) COMMENT 'Names of the tools that the call caused to run, in order' CODEC(ZSTD(1)),
     Policy LowCardinality(String) CODEC(ZSTD(1)),
-    Version UInt64 COMMENT 'Of the weights that sampled the response' CODEC(ZSTD(1)),
+    Version UInt64 COMMENT 'Of the weights that sampled the response''s first token' CODEC(ZSTD(1)),
+    Versions Nested (
+        Start UInt32,
+        Version UInt64
+    ) COMMENT 'Response token at which each policy version begins; the first Start is 0' CODEC(ZSTD(1)),
     Model LowCardinality(String) CODEC(ZSTD(1)),
     TokenizerHash LowCardinality(String) CODEC(ZSTD(1)),
     PromptIds Array(UInt32) CODEC(ZSTD(1)),
     ResponseIds Array(UInt32) CODEC(ZSTD(1)),
     Logprobs Array(Float32) CODEC(ZSTD(1)),
     Temperature Float64 CODEC(ZSTD(1)),
+    Reshaping LowCardinality(String) COMMENT 'Sampling parameters that reshaped the distribution, such as top_p=0.9; empty: none did' CODEC(ZSTD(1)),
     FinishReason LowCardinality(String) CODEC(ZSTD(1)),
     Rewards Nested (
         Name LowCardinality(String),
         Value Float64,
-        Source LowCardinality(String)
-    ) CODEC(ZSTD(1)),
+        Source LowCardinality(String),
+        CallId String,
+        Role LowCardinality(String)
+    ) COMMENT 'CallId: of the call that earned the reward, empty for the whole rollout''s; Role: as in otel.rewards' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1,
@@ -113,6 +121,8 @@ CREATE TABLE IF NOT EXISTS otel.builds (
     Calls UInt32 COMMENT 'Policy calls of all attempts, a choice each: transitions and drops that name a call' CODEC(ZSTD(1)),
     Transitions UInt32 CODEC(ZSTD(1)),
     Drops UInt32 COMMENT 'With the one of a rollout that has no calls' CODEC(ZSTD(1)),
+    Rewards UInt32 COMMENT 'Entries of Rewards on the transitions' CODEC(ZSTD(1)),
+    Failure LowCardinality(String) COMMENT 'Of the attempt that counts; empty: it ended well' CODEC(ZSTD(1)),
     Watermark DateTime64(6) COMMENT 'Arrival of the newest span that was read' CODEC(ZSTD(1)),
     RowsRead UInt64 COMMENT 'Of otel.rollout_spans: a row that is dated before the watermark may be seen after it' CODEC(ZSTD(1)),
     Builder LowCardinality(String) CODEC(ZSTD(1)),

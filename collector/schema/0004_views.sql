@@ -34,11 +34,12 @@ CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL
 -- spangrad/datasets.py says the same as of a time.
 CREATE VIEW IF NOT EXISTS otel.v_builds AS
 SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
-    newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Watermark,
-    newest.12 AS RowsRead, newest.13 AS IngestedAt, FirstBuiltAt
+    newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Rewards,
+    newest.12 AS Failure, newest.13 AS Watermark, newest.14 AS RowsRead, newest.15 AS IngestedAt, FirstBuiltAt
 FROM (
     SELECT RunId, BuildSpec, RolloutId, min(b.IngestedAt) AS FirstBuiltAt,
-        argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Watermark, RowsRead, b.IngestedAt),
+        argMin((Mode, GroupId, GroupSize, TaskId, Attempt, Revision, Content, Calls, Transitions, Drops, Rewards, Failure, Watermark, RowsRead,
+            b.IngestedAt),
             (-toInt64(Revision), b.IngestedAt, Content)) AS newest
     FROM otel.builds AS b
     GROUP BY RunId, BuildSpec, RolloutId);

@@ -32,7 +32,7 @@ MERGED = ALONE.model_copy(update={"road": "disk"})
 
 def sampled(model: Path, seed: int = 1) -> Batch:
     rows = pl.DataFrame(sampled_rows(model, 24, temperature=1.0, seed=seed))
-    return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), version=0)
+    return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), lineage=[0])
 
 
 def trained(model: Path, settings: TrainerSettings) -> Engine:

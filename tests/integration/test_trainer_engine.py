@@ -38,7 +38,7 @@ ADVANTAGES = pl.Series(np.linspace(-1, 1, 24))
 
 
 def batch(rows: pl.DataFrame, advantages: pl.Series = ADVANTAGES, *, version: int = 0, divisor: int = 1) -> Batch:
-    return layout(separate(rows, advantages), version=version, divisor=divisor)
+    return layout(separate(rows, advantages), lineage=[version], divisor=divisor)
 
 
 def weights(engine: Engine) -> dict[str, np.ndarray]:
@@ -199,7 +199,7 @@ def test_merged_calls_train_as_they_do_one_by_one(tiny_model: Path):
     assert len(alone) == len(rows) > len(together) > 24, "calls were merged, and breaks and choices forked"
     assert together.merge_ratio > 1.5
     one, other = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
-    found = [one.step(layout(alone, version=0)), other.step(layout(together, version=0, divisor=8))]
+    found = [one.step(layout(alone, lineage=[0])), other.step(layout(together, lineage=[0], divisor=8))]
     for metrics in found:
         assert metrics["logprob_gap"] < 1e-4, "merged, each token still has the logprob that it was sampled with"
         assert (metrics["clip_fraction"], metrics["updated"]) == (0, 1)
@@ -215,7 +215,7 @@ def test_merged_calls_of_older_weights_train_as_they_do_one_by_one(tiny_model: P
     off = np.random.default_rng(5)
     rows = rows.with_columns(pl.Series("Logprobs", [[one + off.normal(0, 0.3) for one in row] for row in rows["Logprobs"].to_list()]))
     worth = pl.Series(np.linspace(-1, 1, len(rows)))
-    found = [Engine(tiny_model, SETTINGS).step(layout(make(rows, worth), version=1)) for make in (separate, merge)]
+    found = [Engine(tiny_model, SETTINGS).step(layout(make(rows, worth), lineage=[1])) for make in (separate, merge)]
     assert found[0]["clip_fraction"] > 0.1
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
     assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
@@ -231,7 +231,7 @@ def test_a_wrong_logprob_in_a_merged_sequence_raises_the_alarm(engine: Engine, t
     sequences = merge(rows.with_columns(pl.Series("Logprobs", wrong)), pl.Series(np.ones(len(rows))))
     assert len(next(one for one in sequences.calls.to_list() if rows["CallId"][last] in one)) > 1
     with pytest.raises(TrainerError, match=r"by up to 0\.02 nats"):
-        engine.step(layout(sequences, version=0))
+        engine.step(layout(sequences, lineage=[0]))
 
 
 def test_training_starts_no_ray_cluster_and_says_nothing(engine: Engine, rows: pl.DataFrame, capfd: pytest.CaptureFixture[str]):

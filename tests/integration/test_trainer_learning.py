@@ -98,7 +98,7 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
         rewards = {"Rewards.Name": ["reward"], "Rewards.Value": [worth]}
         rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
     frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
-    return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), version=0), chains=links)
+    return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0]), chains=links)
 
 
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
@@ -214,7 +214,7 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
     ]
     for correction, facts in cases:
         settings = TrainerSettings(recompute_logprobs=True, correction=correction)
-        found = Engine(tiny_model, settings).step(layout(separate(rows, worth), version=0, divisor=8))
+        found = Engine(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
         weights, kept, told = compute_rollout_correction_and_rejection_mask(trainers, padded(old), mask, **facts)
         config = actor_config(settings, None)
         loss, _ = get_policy_loss_fn("vanilla")(
@@ -238,11 +238,11 @@ def test_old_logprobs_and_corrections_are_verls_own(tiny_model: Path):
 def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     settings = TrainerSettings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
-    found = Engine(tiny_model, settings).step(layout(separate(rows, worth), version=0))
+    found = Engine(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
     assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
     critic = TrainerSettings(estimator="gae", recompute_logprobs=True, correction=settings.correction)
     batch = chained(tiny_model)
-    found = Engine(tiny_model, critic).step(replace(batch, logprobs=batch.logprobs - batch.response_mask, current=batch.current & False))
+    found = Engine(tiny_model, critic).step(replace(batch, logprobs=batch.logprobs - batch.response_mask, checked=batch.checked & False))
     assert (found["updated"], "critic_loss" in found) == (0, False)
 
 
@@ -255,14 +255,14 @@ def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
     tight = TrainerSettings(**{**dict(settings), "max_tokens_per_device": 10})
     alone, among = (
-        Engine(tiny_model, tight).step(layout(separate(rows[:1], worth[:1]), version=0, divisor=divisor)) for divisor in (1, 32)
+        Engine(tiny_model, tight).step(layout(separate(rows[:1], worth[:1]), lineage=[0], divisor=divisor)) for divisor in (1, 32)
     )
     assert among["loss"] == pytest.approx(alone["loss"], abs=1e-6), "micro-batches of no-op rows add nothing"
 
 
 def test_the_alarm_stands_before_a_correction(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
-    current = layout(separate(rows.with_columns(Version=pl.lit(0)), worth), version=0)
+    current = layout(separate(rows.with_columns(Version=pl.lit(0)), worth), lineage=[0])
     correction = Correction(weights="token")
     with pytest.raises(TrainerError, match="so no step was taken"):
         Engine(tiny_model, TrainerSettings(recompute_logprobs=True, correction=correction)).step(current)
@@ -274,12 +274,12 @@ def test_the_alarm_stands_before_a_correction(tiny_model: Path):
 def fresh(tiny_model: Path) -> Any:
     """24 true samples, a batch of the current weights."""
     rows = pl.DataFrame(sampled_rows(tiny_model, 24, temperature=1.0, seed=1))
-    return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), version=0)
+    return layout(separate(rows, pl.Series(np.linspace(-1, 1, 24))), lineage=[0])
 
 
 @pytest.mark.parametrize("name", list(learning.LOSSES))
 def test_every_loss_pulls_the_better_above_the_worse(name: Any, tiny_model: Path):
-    batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), version=0)
+    batch = layout(separate(pl.DataFrame(sampled_rows(tiny_model, 8, temperature=1.0, seed=1)), pl.Series([1.0, -1.0] * 4)), lineage=[0])
     engine = Engine(tiny_model, TrainerSettings(loss=name, loss_options={"dro_beta": 0.1} if name == "dro" else {}, learning_rate=RATE))
     engine.step(batch)
     moved = engine._logprobs("policy", batch) - batch.logprobs
@@ -304,7 +304,7 @@ def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
     twice, one = Engine(tiny_model, TrainerSettings(learning_rate=RATE, epochs=2)), Engine(tiny_model, TrainerSettings(learning_rate=RATE))
     twice.step(batch)
     one.step(batch)
-    one.step(replace(batch, current=np.zeros_like(batch.current)))
+    one.step(replace(batch, checked=np.zeros_like(batch.checked)))
     for (name, ours), (_, theirs) in zip(twice.weights(), one.weights(), strict=True):
         assert np.array_equal(ours, theirs), name
 
@@ -325,7 +325,7 @@ def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
 def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: Path, tmp_path: Path):
     """Who lowers the learning rate, because a gradient was not finite, gets the lower one; warm-up counts the steps that were made."""
     batch = fresh(tiny_model)
-    stale = replace(batch, current=np.zeros_like(batch.current))
+    stale = replace(batch, checked=np.zeros_like(batch.checked))
 
     def furthest(engine: Engine) -> float:
         before = {name: value.copy() for name, value in engine.weights()}
@@ -376,7 +376,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
     build_model(tmp_path, seed=1)
     engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
     batch = fresh(tiny_model)
-    still = replace(batch, advantages=np.zeros_like(batch.advantages), current=np.zeros_like(batch.current))
+    still = replace(batch, advantages=np.zeros_like(batch.advantages), checked=np.zeros_like(batch.checked))
     found = [engine.step(still) for _ in range(6)]
     assert found[0]["updated"] == 1
     assert found[-1]["reference_kl"] < 0.9 * found[0]["reference_kl"]
@@ -384,7 +384,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
 
 def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
-    stale = replace(batch, advantages=np.zeros_like(batch.advantages), current=np.zeros_like(batch.current))
+    stale = replace(batch, advantages=np.zeros_like(batch.advantages), checked=np.zeros_like(batch.checked))
     engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, entropy_coef=1.0))
     found = [engine.step(stale) for _ in range(8)]
     assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
@@ -404,7 +404,7 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
     changed = {name for name, value in engine.weights() if not np.array_equal(before[name], value)}
     assert changed == {name for name in before if "proj" in name}, "every linear layer but the head"
     sampled = pl.DataFrame(sampled_rows(made.path, 24, temperature=1.0, seed=2))
-    from_merged = layout(separate(sampled, pl.Series(np.linspace(-1, 1, 24))), version=0)
+    from_merged = layout(separate(sampled, pl.Series(np.linspace(-1, 1, 24))), lineage=[0])
     assert engine.step(replace(from_merged, advantages=0 * from_merged.advantages))["logprob_gap"] < 1e-4, (
         "what is served is what is trained"
     )

@@ -69,8 +69,8 @@ def settings(model: Path, **changes: Any) -> TrainerSettings:
 
 
 def batch(engine: Engine, rows: pl.DataFrame, *, current: bool = True) -> Batch:
-    made = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), version=0, divisor=engine.data_parallel_size)
-    return made if current else replace(made, current=np.zeros_like(made.current))
+    made = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), lineage=[0], divisor=engine.data_parallel_size)
+    return made if current else replace(made, checked=np.zeros_like(made.checked))
 
 
 def weights(engine: Engine) -> dict[str, np.ndarray]:
@@ -133,7 +133,9 @@ def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, Engine
     engine = engines[2]
     before = weights(engine)
     good = batch(engine, rows, current=False)
-    wrong = replace(good, current=np.arange(len(good.current)) == ROWS - 1, logprobs=good.logprobs - np.float32(9))
+    wrong = replace(
+        good, checked=good.checked | (np.arange(len(good.checked)) == ROWS - 1)[:, None], logprobs=good.logprobs - np.float32(9)
+    )
     with pytest.raises(TrainerError, match=r"by up to \d.*so no step was taken") as raised:
         engine.step(wrong)
     assert type(raised.value) is TrainerError

@@ -286,4 +286,4 @@ def close() -> Iterator[Callable[[Engine], Engine]]:
 
 def rows(model: Path, engine: Engine, *, current: bool = True) -> Batch:
     frame = pl.DataFrame(sampled_rows(model, 11, temperature=1.0, seed=5, Version=0 if current else -1))
-    return layout(separate(frame, pl.Series(np.linspace(-1, 1, 11))), version=0, divisor=engine.data_parallel_size)
+    return layout(separate(frame, pl.Series(np.linspace(-1, 1, 11))), lineage=[0], divisor=engine.data_parallel_size)

@@ -18,7 +18,7 @@ ROWS = pl.DataFrame(
 
 
 def test_whole_layout_with_no_op_rows():
-    batch = layout(separate(ROWS, pl.Series([1.5, -0.5])), version=3, divisor=3)
+    batch = layout(separate(ROWS, pl.Series([1.5, -0.5])), lineage=[2, 3], divisor=3)
     assert batch.prompts.tolist() == [[0, 0, 7], [4, 5, 6], [0, 0, 0]]
     assert batch.responses.tolist() == [[8, 9, 10], [2, 0, 0], [0, 0, 0]]
     assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0]]
@@ -26,8 +26,20 @@ def test_whole_layout_with_no_op_rows():
     assert batch.logprobs.tolist() == [[-1.0, -2.0, -3.0], [-0.25, 0, 0], [0, 0, 0]]
     assert batch.advantages.tolist() == [[1.5, 1.5, 1.5], [-0.5, 0, 0], [0, 0, 0]]
     assert batch.temperature.tolist() == [0.5, 1.0, 1.0]
-    assert batch.current.tolist() == [True, False, False]
+    assert batch.versions.tolist() == [[3, 3, 3], [2, -1, -1], [-1, -1, -1]]
+    assert batch.staleness.tolist() == [[0, 0, 0], [1, -1, -1], [-1, -1, -1]]
+    assert batch.checked.tolist() == [[True] * 3, [False] * 3, [False] * 3]
+    assert (batch.rollout.tolist(), batch.group.tolist()) == ([0, 1, -1], [0, 0, -1])
     assert (batch.real_rows, batch.trainable, batch.token_counts) == (2, True, [4, 4, 1])
+
+
+def test_layout_of_a_call_that_crossed_versions_tells_each_tokens_own():
+    crossed = {"Version": 1, "Versions.Start": [0, 1, 3], "Versions.Version": [1, 4, 9]}
+    rows = pl.DataFrame([transition_row("a", ResponseIds=[5, 6, 7, 8], Logprobs=[-1.0] * 4, **crossed), transition_row("b", Version=4)])
+    batch = layout(separate(rows, pl.Series([1.0, 1.0])), lineage=[1, 2, 4])
+    assert batch.versions.tolist() == [[1, 4, 4, 9], [4, 4, -1, -1]]
+    assert batch.staleness.tolist() == [[2, 0, 0, -1], [0, 0, -1, -1]], "9 is not of this branch"
+    assert batch.checked.tolist() == [[False, True, True, False], [True, True, False, False]]
 
 
 def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
@@ -38,25 +50,25 @@ def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
             transition_row("b", 0, PromptIds=[1], ResponseIds=[2], Logprobs=[-4.0]),
         ]
     )
-    batch = layout(merge(rows, pl.Series([0.5, -0.5, 2.0])), version=0)
+    batch = layout(merge(rows, pl.Series([0.5, -0.5, 2.0])), lineage=[0])
     assert batch.prompts.tolist() == [[7, 8], [0, 1]]
     assert batch.responses.tolist() == [[9, 5, 6, 4, 3], [2, 0, 0, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
     assert batch.response_mask.tolist() == [[1, 0, 0, 1, 1], [1, 0, 0, 0, 0]]
     assert batch.logprobs.tolist() == [[-1.0, 0, 0, -2.0, -3.0], [-4.0, 0, 0, 0, 0]]
     assert batch.advantages.tolist() == [[0.5, 0, 0, -0.5, -0.5], [2.0, 0, 0, 0, 0]]
-    assert (batch.real_rows, batch.token_counts, batch.current.tolist()) == (2, [7, 2], [True, True])
+    assert (batch.real_rows, batch.token_counts, batch.checked.any(axis=1).tolist()) == (2, [7, 2], [True, True])
 
 
 def test_zero_advantages_are_not_trainable():
-    batch = layout(separate(ROWS, pl.Series([0.0, 0.0])), version=3)
+    batch = layout(separate(ROWS, pl.Series([0.0, 0.0])), lineage=[3])
     assert (batch.real_rows, len(batch.prompts), batch.trainable) == (2, 2, False)
 
 
 def test_ids_and_logprobs_keep_their_bits():
     rows = pl.DataFrame([transition_row("a", PromptIds=[2**31 + 5], ResponseIds=[2**32 - 1], Logprobs=[np.float32(-0.1).item()])])
     for make in (separate, merge):
-        batch = layout(make(rows, pl.Series([1.0])), version=0)
+        batch = layout(make(rows, pl.Series([1.0])), lineage=[0])
         assert (batch.prompts.tolist(), batch.responses.tolist()) == ([[2**31 + 5]], [[2**32 - 1]])
         assert batch.logprobs.dtype == np.float32
         assert batch.logprobs.tolist() == [[np.float32(-0.1).item()]]

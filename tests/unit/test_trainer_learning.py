@@ -86,7 +86,11 @@ def numbered(real: int, padding: int) -> Batch:
         logprobs=wide.astype(np.float32),
         advantages=wide.astype(np.float32),
         temperature=numbers.astype(np.float32),
-        current=numbers % 2 == 0,
+        versions=wide.astype(np.int64),
+        staleness=wide.astype(np.int16),
+        checked=wide % 2 == 0,
+        rollout=numbers,
+        group=numbers,
         real_rows=real,
         old_logprobs=wide.astype(np.float32),
         weights=wide.astype(np.float32),
@@ -109,7 +113,11 @@ def test_parts_share_the_rows_out(real: int, padding: int, count: int, divisor: 
         for array in (one.responses, one.logprobs, one.advantages, one.temperature[:, None], one.old_logprobs, one.weights):
             assert array is not None
             assert array[:kept, 0].tolist() == numbers
-        assert one.current[:kept].tolist() == [number % 2 == 0 for number in numbers]
+        assert one.checked[:kept, 0].tolist() == [number % 2 == 0 for number in numbers]
+        for array in (one.versions, one.staleness):
+            assert (array[:kept, 0].tolist(), array[kept:].tolist()) == (numbers, [[-1, -1]] * (rows - kept))
+        for row_numbers in (one.rollout, one.group):
+            assert row_numbers.tolist() == numbers + [-1] * (rows - kept)
         assert one.reference_logprobs is None
         assert not one.response_mask[kept:].any(), "no-op rows"
         assert one.attention_mask[kept:].sum(axis=1).tolist() == [1] * (rows - kept)

@@ -92,7 +92,7 @@ def test_the_batch_holds_the_advantages_and_knows_what_is_on_policy(tmp_path: Pa
     trainer = wired(settings(base, tmp_path), FakeSource(["a", "b", "c", "d"]), optimiser)
     trainer.run(follow=False)
     assert [one.advantages[:, 0].tolist() for one in optimiser.batches] == [[1.0, -1.0, 1.0, -1.0]] * 2
-    assert [one.current.tolist() for one in optimiser.batches] == [[True] * 4, [False] * 4]
+    assert [one.checked.any(axis=1).tolist() for one in optimiser.batches] == [[True] * 4, [False] * 4]
 
 
 def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):

@@ -47,7 +47,9 @@ def test_a_growing_conversation_is_one_sequence():
     assert told(found) == [(["a-0", "a-1", "a-2"], "1 2 | [3] [4] 5 [6] [7] [8]")]
     assert found.logprobs.tolist() == [0, 0, -0.375, -0.5, 0, -0.75, -0.875, -1.0]
     assert found.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -1.0, 2.0, 2.0]
-    assert (found.offsets.tolist(), found.prompts.tolist(), found.temperature.tolist(), found.version.tolist()) == ([0, 8], [2], [1.0], [0])
+    assert (found.offsets.tolist(), found.prompts.tolist(), found.temperature.tolist()) == ([0, 8], [2], [1.0])
+    assert found.versions.tolist() == [-1, -1, 0, 0, -1, 0, 0, 0]
+    assert (found.rollout.tolist(), found.group.tolist()) == ([0], [0])
     assert (found.tokens, found.separate_tokens, found.trained_tokens, found.merge_ratio) == (8, 18, 5, 2.25)
     assert (found.logprobs.dtype, found.ids.dtype) == (np.float32, np.uint32)
 

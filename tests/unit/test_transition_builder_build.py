@@ -69,16 +69,21 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         "Tools": [],
         "Policy": "policy",
         "Version": 3,
+        "Versions.Start": [0],
+        "Versions.Version": [3],
         "Model": "policy",
         "TokenizerHash": "tok",
         "PromptIds": [1, 2, 3],
         "ResponseIds": [4, 5],
         "Logprobs": [-0.5, -0.25],
         "Temperature": 0.7,
+        "Reshaping": "",
         "FinishReason": "stop",
         "Rewards.Name": ["reward"],
         "Rewards.Value": [0.25],
         "Rewards.Source": ["runner"],
+        "Rewards.CallId": [""],
+        "Rewards.Role": [""],
     }
 
 

@@ -48,7 +48,7 @@ def test_a_rollout_that_nobody_built_is_revision_0() -> None:
     ]
     content = dict(contents(built).select("RolloutId", "Content").iter_rows())
     assert written.builds.rows() == [
-        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, TIME(5), 7, "me") for rollout in ("a", "b")
+        ("run", "train", SPEC, "g", 2, "t", rollout, 0, 0, content[rollout], 2, 1, 1, 1, "", TIME(5), 7, "me") for rollout in ("a", "b")
     ]
     for rows in (written.rows.transitions, written.rows.drops):
         assert rows.select("RolloutId", "Revision", "Content").rows() == [("a", 0, content["a"]), ("b", 0, content["b"])]

@@ -19,10 +19,10 @@ from transition_builder.rewards import air, evaluations, precedence
 from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.precedence import SAID
 from transition_builder.rewards.rules.seen import Seen
-from transition_builder.rewards.spread import spread
+from transition_builder.rewards.spread import SPREAD, spread
 from transition_builder.schemas import GIVEN
 
-__all__ = ["Gathered", "check", "gather", "rule_hash", "spread"]
+__all__ = ["SPREAD", "Gathered", "check", "gather", "rule_hash", "spread"]
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 
@@ -66,5 +66,5 @@ def gather(
     winning = precedence.winners(concat(found, SAID))
     rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(
-        rewards.sort(*_ATTEMPT, "CallId", "Name", "Source", "RuleHash", "TraceId", "SpanId"), precedence.faults(rollouts, winning)
+        rewards.sort(*_ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"), precedence.faults(rollouts, winning)
     )

@@ -48,6 +48,7 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
                 rows.with_columns(
                     Value=pl.when(pl.col("Value").is_finite()).then("Value"),
                     Name=pl.lit(rule.name),
+                    Role=pl.lit(""),
                     Source=pl.lit(RewardSource.AIR.value),
                     RuleHash=pl.lit(rule_hash(rule, spec)),
                     ResponseId=pl.lit(None, pl.String),

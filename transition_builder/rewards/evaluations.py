@@ -130,6 +130,7 @@ def _as_said(rows: pl.DataFrame) -> pl.DataFrame:
     """SAID rows of rows with Value: no longer a value where it is not finite."""
     lacking = {
         "RuleHash": pl.lit(""),
+        "Role": pl.lit(""),
         "ResponseId": pl.lit(None, pl.String),
         "CallId": pl.lit(None, pl.String),
         "Fault": pl.lit(NOT_FINITE),

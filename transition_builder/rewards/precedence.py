@@ -1,6 +1,6 @@
 """Which of several sources is believed.
 
-In: what all sources say, each of a call or of a rollout. Out: what counts. Invariant: for one target and one name the first source in
+In: what all sources say, each of a call or of a rollout. Out: what counts. Invariant: for one target, name and role the first source in
 RewardSource's order wins; the others' rows are no rewards, and what is wrong with them does no harm.
 
 Within the winning source a span that repeats itself is believed the last time. Different spans add up, and so do different rules.
@@ -17,7 +17,7 @@ from transition_builder.schemas import GIVEN, NANOSECONDS, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
-_TARGET = [*_ATTEMPT, "CallId", "Name"]
+_TARGET = [*_ATTEMPT, "CallId", "Name", "Role"]
 
 SAID: Schema = {
     **GIVEN,

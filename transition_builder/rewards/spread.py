@@ -12,12 +12,14 @@ from transition_builder.rewards.precedence import RANK
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
+SPREAD = ("Name", "Value", "Source", "CallId", "Role")
+"""Columns of a transition's `Rewards`. CallId: the call that earned the reward, empty where it is the rollout's own."""
 _BEYOND = 2**62
 """A place after every call's."""
 
 
 def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
-    """Give every reward to a kept call: CallId and the lists `Rewards.Name`, `.Value`, `.Source`, for calls that got any.
+    """Give every reward to a kept call: CallId and the lists `Rewards.Name` and so on (SPREAD), for calls that got any.
 
     The rollout's own go to its last kept call; those of a dropped call to the nearest earlier kept one, else to the
     first. Rewards of rollouts that keep no call go nowhere.
@@ -35,8 +37,9 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
         .sort("at")
         .join_asof(kept, on="at", by=_ATTEMPT, strategy="backward", check_sortedness=False)
         .join(first, on=_ATTEMPT)
-        .with_columns(CallId=pl.coalesce("target", "first"), rank=pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64))
-        .sort("rank", "Name", *_SPAN)
-        .group_by("CallId", maintain_order=True)
-        .agg(pl.col(name).alias(f"Rewards.{name}") for name in ("Name", "Value", "Source"))
+        .with_columns(target=pl.coalesce("target", "first"), rank=pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64))
+        .sort("rank", "Name", "Role", *_SPAN)
+        .group_by("target", maintain_order=True)
+        .agg(pl.col(name).alias(f"Rewards.{name}") for name in SPREAD)
+        .rename({"target": "CallId"})
     )

@@ -1,0 +1,58 @@
+"""The policy version that sampled each response token, and how far it lies behind the one that is trained.
+
+In: transitions with `Versions.Start` and `Versions.Version`; the committed versions that led to the one about to be trained. Out: flat
+arrays with an element a response token. Invariant: pure functions; a token's version is what the engine recorded for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+UNKNOWN = -1
+"""Version of a token that was not sampled; staleness of one whose version is not in the lineage."""
+
+
+def token_versions(transitions: pl.DataFrame) -> NDArray[np.int64]:
+    """Return the version of every response token, call after call.
+
+    Args:
+        transitions: rows with Version, `Versions.Start`, `Versions.Version` (lists; empty: Version sampled all of it) and ResponseIds.
+
+    Returns:
+        int64, one element a response token of all rows, in their order.
+    """
+    lengths = transitions["ResponseIds"].list.len().fill_null(0).to_numpy().astype(np.int64)
+    several = pl.col("Versions.Start").list.len() > 0
+    segments = (
+        transitions.select(
+            Start=pl.when(several).then("Versions.Start").otherwise(pl.concat_list(pl.lit(0, pl.UInt32))),
+            Version=pl.when(several).then("Versions.Version").otherwise(pl.concat_list("Version")),
+            First=pl.Series(np.cumsum(lengths) - lengths),
+        )
+        .explode("Start", "Version")
+        .select(At=pl.col("First") + pl.col("Start"), Version=pl.col("Version").cast(pl.Int64))
+    )
+    starts = np.append(segments["At"].to_numpy(), lengths.sum())
+    return np.repeat(segments["Version"].to_numpy(), np.diff(starts))
+
+
+def staleness(versions: NDArray[np.int64], lineage: Sequence[int]) -> NDArray[np.int16]:
+    """Return how many committed versions lie between each token's and the one about to be trained.
+
+    Args:
+        versions: of tokens, any shape; UNKNOWN where none was sampled.
+        lineage: committed versions, oldest first; the last one is about to be trained.
+
+    Returns:
+        int16, shaped as `versions`; 0 is on policy, UNKNOWN where the version is not in the lineage.
+    """
+    known = np.asarray(lineage, np.int64)
+    order = np.argsort(known)
+    place = np.searchsorted(known, versions, sorter=order).clip(max=len(known) - 1)
+    at = order[place]
+    behind = np.where(known[at] == versions, len(known) - 1 - at, UNKNOWN)
+    return np.minimum(behind, np.iinfo(np.int16).max).astype(np.int16)
