@@ -93,10 +93,18 @@ def this_process() -> str:
 
 
 def is_dead(holder: str) -> bool:
-    """Whether a holder has ended; False where that cannot be known: of another machine, container or boot, or by another kind of name."""
+    """Whether a holder has ended; False where that cannot be known: of another machine, container or boot, or by another kind of name.
+
+    A process that /proc hides (mounted with hidepid) is asked for by a signal that does nothing: it has not ended while its number is in
+    use. Clones of a running virtual machine share the boot and the table of processes, so the host's name must be this one's, too: give
+    clones names of their own. Where two have even that in common, a live holder may look dead; the ledger then refuses the later commit.
+    """
     match holder.split(" "):
-        case [_, pid, started, table]:
-            return table == _process_table() and _started(int(pid)) != started
+        case [host, pid, started, table]:
+            if host != socket.gethostname() or table != _process_table():
+                return False
+            found = _started(int(pid))
+            return found != started if found is not None else not _in_use(int(pid))
         case _:
             return False
 
@@ -117,12 +125,23 @@ def _process_table() -> str:
     return f"{this_boot()}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def _started(pid: int) -> str:
-    """When a process started, in ticks since boot; empty where there is none, or only its corpse."""
+def _in_use(pid: int) -> bool:
+    """Whether a process has this number, also where /proc does not show it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in ticks since boot; empty: only its corpse is left. None: /proc shows no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
+        return None
     # The name in brackets may hold anything; state is the third field, the start the 22nd.
     fields = text.rpartition(")")[2].split()
     return "" if fields[0] in {"Z", "X"} else fields[19]

@@ -69,7 +69,14 @@ def advantages_here(settings: TrainerSettings) -> list[float]:
 
 
 def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
-    """Of each call: verl's function on rows of a rollout each, with an observation of two tokens between turns, or of a call each."""
+    """Of each call: verl's function on rows of a rollout each, with an observation of two tokens between turns, or of a call each.
+
+    Args:
+        name: the estimator's.
+        level: what is a row: `rollout`; `turn`, a call that is worth its own rewards, grouped by turn; `transition`, a call that is worth
+            its rollout's return, in one group with all calls of its group.
+        parameters: more of the function's.
+    """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -79,8 +86,10 @@ def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
         named = {key: sum(rewards.get(key, 0.0) for _, rewards in turns) for key in WEIGHTS}
         if level == "rollout":
             rows.append((group, [(length, 0.0) for length, _ in turns[:-1]] + [(turns[-1][0], sum(worth))], named))
-        else:
+        elif level == "turn":
             rows += [(f"{group}-{turn}", [(length, worth[turn])], named) for turn, (length, _) in enumerate(turns)]
+        else:
+            rows += [(group, [(length, sum(worth))], named) for length, _ in turns]
     mask, rewards, ends = np.zeros((len(rows), 12)), np.zeros((len(rows), 12)), []
     for row, (_, pieces, _) in enumerate(rows):
         at = 0
@@ -180,6 +189,18 @@ def estimator_table() -> list[str]:
     return lines
 
 
+def baseline_table() -> list[str]:
+    """A line a baseline: GRPO's advantage of each call of the group `x`, with credit `identical`."""
+    lines = ["| `trainer.baseline`, `trainer.estimator` | here | verl |", "| --- | --- | --- |"]
+    calls = sum(len(turns) for group, turns in TURNS.values() if group == "x")
+    for baseline, name in [("rollout", "grpo"), ("transition", "grpo"), ("transition", "rloo"), ("transition", "opo")]:
+        settings = TrainerSettings(estimator=name, baseline=baseline, reward_weights=WEIGHTS)  # type: ignore[arg-type]
+        columns = (advantages_here(settings), advantages_by_verl(name, baseline))
+        ours, theirs = (" ".join(f"{value:+.3f}" for value in values[:calls]) for values in columns)
+        lines.append(f"| `{baseline}`, `{name}` | {ours} | {theirs} |")
+    return lines
+
+
 def sampled(model: Path) -> tuple[pl.DataFrame, pl.Series]:
     """The fixed batch of the losses: 12 responses whose logprobs are those of other weights, so that some ratios are clipped."""
     off = np.random.default_rng(5)
@@ -255,4 +276,4 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory), seed=0)
-        write(PAGE, [estimator_table(), loss_table(Path(directory))])
+        write(PAGE, [estimator_table(), baseline_table(), loss_table(Path(directory))])

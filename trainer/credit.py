@@ -30,7 +30,7 @@ KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
 GROUP = KEY[:3]
 
 Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
-Baseline = Literal["rollout", "turn"]
+Baseline = Literal["rollout", "turn", "transition"]
 
 _NAMED = "Value."
 """What begins the columns that hold one reward name's part of a value."""
@@ -128,13 +128,15 @@ def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl
     """Every call has its rollout's return: V_t = R = sum_k r_k.
 
     With baseline `rollout` A_t = (R - mean(R)) / (std(R) + 1e-6) over the group's rollouts, each of which counts once however many calls
-    it has; with `turn` over the calls at the same turn.
+    it has; with `turn` over the calls at the same turn; with `transition` over all calls of all rollouts of the group, so that a rollout
+    of n calls counts n times in mean and standard deviation.
 
-    Source: Agent Lightning (https://arxiv.org/abs/2508.03680), section 3.3, its base rule; the group's comparison is GRPO's
-    (https://arxiv.org/abs/2402.03300, section 4.1.2) with verl's sample standard deviation.
+    Source: Agent Lightning (https://arxiv.org/abs/2508.03680), section 3.3: its base rule, and with `transition` its grouping, in which
+    the transitions of all executions of a task are one group. The group's comparison is GRPO's (https://arxiv.org/abs/2402.03300,
+    section 4.1.2) with verl's sample standard deviation.
     """
-    if rule.baseline == "turn":
-        return _by_turn(calls, _spread(calls, _returns(calls), "Return"), rule, normalise)
+    if rule.baseline != "rollout":
+        return _among_calls(calls, _spread(calls, _returns(calls), "Return"), rule, normalise)
     return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
 
 
@@ -152,20 +154,22 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
 
 
 def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k, compared over the calls at the same turn of the group.
+    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k, compared over the calls at the same turn of the group, or
+    (baseline `transition`) over all of its calls.
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
     """
-    return _by_turn(calls, discounted(calls, rule.gamma), rule, normalise)
+    return _among_calls(calls, discounted(calls, rule.gamma), rule, normalise)
 
 
 def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """A call's own reward and nothing of what followed: V_t = r_t, compared over the calls at the same turn of the group.
+    """A call's own reward and nothing of what followed: V_t = r_t, compared over the calls at the same turn of the group, or (baseline
+    `transition`) over all of its calls.
 
     Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
     every call is graded on its own (docs/credit.md, inbox).
     """
-    return _by_turn(calls, calls["Reward"], rule, normalise)
+    return _among_calls(calls, calls["Reward"], rule, normalise)
 
 
 def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -194,14 +198,21 @@ SCHEMES: Mapping[Credit, Scheme] = {
 }
 
 BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
-    "identical": ("rollout", "turn"),
+    "identical": ("rollout", "turn", "transition"),
     "final_only": ("rollout",),
-    "reward_to_go": ("turn",),
-    "own": ("turn",),
+    "reward_to_go": ("turn", "transition"),
+    "own": ("turn", "transition"),
     "gigpo": ("rollout",),
 }
 """Which baselines have a meaning: values that differ from call to call are no one value of a rollout, and where calls of the same turn
 have values of different kinds (final_only), or the scheme compares states (gigpo), turns are nothing to compare by."""
+
+
+_COMPARED: Mapping[Baseline, str] = {
+    "rollout": "one value a rollout",
+    "turn": "the calls at the same turn",
+    "transition": "all calls of a group",
+}
 
 
 def require_baseline(credit: Credit, baseline: Baseline) -> None:
@@ -215,7 +226,7 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
         others = ", ".join(repr(one) for one, which in BASELINES.items() if baseline in which)
         raise SettingsError(
             f"trainer.credit = {credit!r} does not go with trainer.baseline = {baseline!r}, which compares "
-            f"{'one value a rollout' if baseline == 'rollout' else 'the calls at the same turn'}. Set trainer.baseline = {takes[0]!r}, or "
+            f"{_COMPARED[baseline]}. Set trainer.baseline = {takes[0]!r}, or "
             f"trainer.credit to one of {others}."
         )
 
@@ -345,8 +356,10 @@ def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, what: str) -> pl.Series
     return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[what]
 
 
-def _by_turn(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    return _among_own(calls, calls.select(*GROUP, "Turn"), values, rule, normalise)
+def _among_calls(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Compare each trained call's value with those at the same turn of its group, or with all of its group (baseline `transition`)."""
+    groups = calls.select(*GROUP, *(["Turn"] if rule.baseline == "turn" else []))
+    return _among_own(calls, groups, values, rule, normalise)
 
 
 def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:

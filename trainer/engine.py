@@ -158,7 +158,8 @@ class Engine:
 
     def _raw(self, through: str, batch: Batch, *, role: str = "policy") -> dict[str, float]:
         """One pass over a batch, and verl's metrics of it."""
-        return scalars(self._workers.by_rows(through, tensordict(batch, role=role, entropy=self.settings.entropy_coef != 0)))
+        rows = tensordict(batch, role=role, entropy=self.settings.entropy_coef != 0, stepped=through == "train")
+        return scalars(self._workers.by_rows(through, rows))
 
     def _logprobs(self, role: str, batch: Batch) -> NDArray[np.float32]:
         """Of the sampled tokens, under a model's weights; 0 elsewhere."""

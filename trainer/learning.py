@@ -103,7 +103,7 @@ _RANGES = {
 }
 """What an option must lie above, and must not exceed; any number where it is not here."""
 SCALE = "loss_scale_factor"
-"""The option of the aggregation `seq-mean-token-sum-norm`: what a row's sum is divided by, in tokens."""
+"""Divisor of each rollout's sum, in tokens: the option that the aggregation `seq-mean-token-sum-norm` needs (Dr. GRPO)."""
 REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")) - {
     "seq_max_k1"
 }
@@ -165,6 +165,12 @@ def _check_loss(settings: TrainerSettings) -> None:
         raise SettingsError(
             f"trainer.loss_options.{unknown[0]}: trainer.loss = {settings.loss!r} with trainer.loss_aggregation = "
             f"{settings.loss_aggregation!r} {told}. Take it out."
+        )
+    if settings.loss_aggregation == "seq-mean-token-sum-norm" and SCALE not in settings.loss_options:
+        raise SettingsError(
+            "trainer.loss_aggregation = 'seq-mean-token-sum-norm' needs the number that each rollout's sum is divided by: without it, a "
+            "rollout's loss would depend on the longest one beside it. Set trainer.loss_options.loss_scale_factor to the most tokens that a "
+            "rollout may have, and leave it so throughout a run (Dr. GRPO)."
         )
     if settings.loss == "dro" and "dro_beta" not in settings.loss_options:
         raise SettingsError("trainer.loss = 'dro' needs the weight of its penalty. Set trainer.loss_options.dro_beta to a number above 0.")

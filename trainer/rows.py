@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from trainer.batch import Batch
 
 
-def tensordict(batch: Batch, *, role: str, entropy: bool = False, **flags: bool) -> Any:
+def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool = False, **flags: bool) -> Any:
     """Verl's jagged layout of a batch, with a temperature a row.
 
     Args:
         batch: its rows divide by the number of workers.
         role: which of a worker's models takes it (`trainer.worker`).
         entropy: whether the loss looks at it.
+        stepped: whether an optimiser step follows, which the learning rate's warm-up counts.
         flags: verl's own, of a pass.
     """
     import torch
@@ -58,7 +59,7 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, **flags: bool)
         global_batch_size=batch.real_rows,
         global_token_num=batch.token_counts,
         checked_tokens=int((batch.response_mask.astype(bool) & batch.checked).sum()),
-        update_lr_scheduler=batch.trainable,
+        update_lr_scheduler=stepped,
         **flags,
     )
     return jagged

@@ -53,9 +53,20 @@ KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", 
 """Verl's estimates of a KL divergence from a token's two logprobs; with `+` the gradient is that of `k2`, which is unbiased."""
 
 
+_NEVER_TRAINED = {
+    Mode.VALIDATE: "are held out to measure versions",
+    Mode.PROBE: "check a server or a canary",
+    Mode.GREEDY: "are baselines, sampled at temperature 0",
+    Mode.TRIAL: "try candidates of a prompt",
+}
+
+
 def _may_be_trained(mode: str) -> str:
-    if mode == Mode.TRIAL:
-        raise ValueError("rollouts of mode trial try candidates of a prompt and are never trained")
+    if mode in _NEVER_TRAINED:
+        raise ValueError(
+            f"rollouts of mode {mode} {_NEVER_TRAINED[Mode(mode)]} and are never trained. Take {mode} out of trainer.modes, and run what is "
+            "to be trained in mode train"
+        )
     return mode
 
 
@@ -90,7 +101,8 @@ class TrainerSettings(Section):
     lease_seconds: float = Field(default=60.0, gt=0)
     """After which another trainer may take over a step whose process no longer renews its lease."""
     modes: tuple[Annotated[str, AfterValidator(_may_be_trained)], ...] = ("train",)
-    """Modes of rollouts that may be trained. Trials of prompts may not."""
+    """Modes of rollouts that may be trained: train, production, or one of your own. Held-out rollouts (validate), probes, greedy baselines
+    and trials of prompts never are."""
     dataset: str | None = None
     """NAME, or NAME@REVISION, of the transitions to train on. None: those that the builder's settings make."""
     as_of: datetime | None = None
@@ -105,8 +117,9 @@ class TrainerSettings(Section):
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
     """What rewards of a name are multiplied by. A name that is not here: 1."""
     credit: Literal["identical", "final_only", "reward_to_go", "own", "gigpo"] = "identical"
-    baseline: Literal["rollout", "turn"] = "rollout"
-    """Which values share a baseline: those of the group's rollouts, or of the same turn in them. GiGPO has its own."""
+    baseline: Literal["rollout", "turn", "transition"] = "rollout"
+    """Values that share a baseline: those of the group's rollouts (each counts once), of the calls at the same turn of its rollouts, or of
+    all calls of all its rollouts (as in Agent Lightning's paper: a rollout counts once a call). GiGPO has its own."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     step_weight: float = 1.0
     """GiGPO: weight of a step's advantage beside its rollout's."""

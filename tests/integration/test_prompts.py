@@ -204,7 +204,7 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
     assert rows("SELECT DISTINCT Mode FROM otel.v_calls WHERE RunId = {run:String}") == [("trial",)]
     # They are built like any rollout, with token ids and rewards: only their mode keeps them out of batches.
     builder = BuilderSettings(quiet_seconds=0.1, incomplete_after_seconds=0.1)
-    modes = tuple(mode for mode in Mode if mode is not Mode.TRIAL)
+    modes = (Mode.TRAIN, Mode.PRODUCTION)
     everything = settings.model_copy(update={"builder": builder, "trainer": TrainerSettings(run_id=run, modes=modes)})
     build_once(everything)
     assert rows("SELECT Mode, uniqExact(RolloutId) FROM otel.v_transitions WHERE RunId = {run:String} GROUP BY Mode") == [

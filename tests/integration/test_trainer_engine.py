@@ -107,6 +107,18 @@ def test_the_rate_rises_from_nothing_over_the_warm_up(tiny_model: Path, rows: pl
     assert warmed == [0, pytest.approx(0.5e-3, rel=0.1)]
 
 
+def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows: pl.DataFrame):
+    """Steps without an advantage, for entropy or a reference, raise the rate like any other."""
+    engine = Engine(tiny_model, SETTINGS.model_copy(update={"warmup_steps": 2, "entropy_coef": 0.1, "logprob_gap_alarm": 9.0}))
+    start, moved = weights(engine), list[float]()
+    for version in range(3):
+        metrics = engine.step(batch(rows, ADVANTAGES * 0, version=version))
+        assert metrics["updated"] == 1
+        moved.append(differences(start, weights(engine)))
+    assert moved[0] == 0, "the rate begins at 0"
+    assert 0 < moved[1] < moved[2]
+
+
 def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.DataFrame):
     plain, padded = Engine(tiny_model, SETTINGS), Engine(tiny_model, SETTINGS)
     split = Engine(tiny_model, TrainerSettings(learning_rate=1e-3, max_tokens_per_device=40))

@@ -75,6 +75,16 @@ def test_advantages_are_verls_own_over_turns(name: Any):
     assert advantages_here(settings) == pytest.approx(by_verl, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in ABLE if learning.ESTIMATORS[name].needs is None and name != "gdpo"])
+def test_advantages_over_transitions_are_verls_own_with_a_row_a_call(name: Any):
+    settings = TrainerSettings(estimator=name, baseline="transition", reward_weights=learning_tables.WEIGHTS)
+    ours = advantages_here(settings)
+    assert ours == pytest.approx(advantages_by_verl(name, "transition"), abs=1e-6)
+    if name in {"grpo", "rloo"}:
+        by_rollout = advantages_here(settings.model_copy(update={"baseline": "rollout"}))
+        assert ours != pytest.approx(by_rollout, abs=1e-3), "a rollout of three calls counts three times"
+
+
 @pytest.mark.parametrize(
     ("facts", "observation"),
     [
@@ -186,7 +196,7 @@ def test_the_clip_settings_reach_verl(tiny_model: Path):
 def test_the_tables_of_the_page_are_these(tiny_model: Path):
     """`tests/learning_tables.py` writes them."""
     page = learning_tables.PAGE.read_text()
-    for table in (learning_tables.estimator_table(), learning_tables.loss_table(tiny_model)):
+    for table in (learning_tables.estimator_table(), learning_tables.baseline_table(), learning_tables.loss_table(tiny_model)):
         assert "\n".join(table) + "\n\n" in page
 
 

@@ -98,6 +98,10 @@ def test_weights_multiply_rewards_by_their_names():
         ("reward_to_go", "turn", {}, [-HALF, -HALF, HALF, HALF]),
         ("reward_to_go", "turn", {"gamma": 0.125}, [HALF, -HALF, -HALF, HALF]),
         ("own", "turn", {}, [HALF, -HALF, -HALF, HALF]),
+        # All four calls are one group: 1, 1, 4, 4 (mean 5/2, standard deviation sqrt(3)); 1, 0, 4, 4; 1, 0, 0, 4 (sqrt(43/12)).
+        ("identical", "transition", {}, [-1.5 / 3**0.5, -1.5 / 3**0.5, 1.5 / 3**0.5, 1.5 / 3**0.5]),
+        ("reward_to_go", "transition", {}, [-1.25 / 2.061553, -2.25 / 2.061553, 1.75 / 2.061553, 1.75 / 2.061553]),
+        ("own", "transition", {}, [-0.25 / 1.892969, -1.25 / 1.892969, -1.25 / 1.892969, 2.75 / 1.892969]),
         # All four prompts are equal: one state. Steps 1, 0, 4, 4 with gamma 1: mean 9/4, standard deviation sqrt(51/12).
         ("gigpo", "rollout", {}, [-HALF - 1.25 / 2.061553, -HALF - 2.25 / 2.061553, HALF + 1.75 / 2.061553, HALF + 1.75 / 2.061553]),
         ("gigpo", "rollout", {"step_weight": 0.0}, [-HALF, -HALF, HALF, HALF]),
@@ -105,6 +109,13 @@ def test_weights_multiply_rewards_by_their_names():
 )
 def test_each_formula_by_hand(how: Credit, baseline: Baseline, facts: dict[str, float], by_hand: list[float]):
     assert advantages(frame(TWO_TURNS), how, baseline, **facts) == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_baseline_transition_counts_a_rollout_once_a_call():
+    """Agent Lightning's grouping: three calls of a return of 1 and one of 0 have mean 3/4 and standard deviation 1/2."""
+    rows = frame([*(transition_row("a", turn, rewards=(1.0,) if turn == 2 else ()) for turn in range(3)), transition_row("b")])
+    assert advantages(rows, "identical", "transition") == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-4)
+    assert advantages(rows, "identical", "rollout") == pytest.approx([HALF, HALF, HALF, -HALF], abs=1e-4)
 
 
 def test_gigpo_compares_steps_of_equal_prompts_within_the_group():
@@ -206,6 +217,7 @@ def test_groups_and_modes_are_never_compared_with_each_other(how: Credit, baseli
         ("own", "rollout", "Set trainer.baseline = 'turn'"),
         ("final_only", "turn", "Set trainer.baseline = 'rollout', or .*'identical', 'reward_to_go', 'own'"),
         ("gigpo", "turn", "Set trainer.baseline = 'rollout'"),
+        ("final_only", "transition", "compares all calls of a group. Set trainer.baseline = 'rollout'"),
     ],
 )
 def test_pairs_without_a_meaning_are_refused(how: Credit, baseline: Baseline, says: str):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
@@ -26,6 +27,10 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
         ({"estimator": "gae", "credit": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
         ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one response"),
         ({"estimator": "gdpo", "credit": "own", "baseline": "turn"}, "Set trainer.credit = 'identical'"),
+        (
+            {"loss_aggregation": "seq-mean-token-sum-norm"},
+            r"would depend on the longest one beside it\. Set trainer\.loss_options\.loss_scale",
+        ),
         ({"loss": "dro"}, r"Set trainer\.loss_options\.dro_beta"),
         ({"loss_options": {"clip_ratio_c": 1.0}}, r"clip_ratio_c = 1 has no meaning. Give a number above 1\."),
         ({"loss": "kl_cov", "loss_options": {"kl_cov_ratio": 2}}, "above 0 and at most 1"),
@@ -71,6 +76,13 @@ def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
 )
 def test_what_goes_together_is_taken(facts: dict[str, Any]):
     learning.check(TrainerSettings(**facts))
+
+
+@pytest.mark.parametrize("mode", ["validate", "probe", "greedy", "trial"])
+def test_modes_that_are_held_out_are_refused(mode: str):
+    with pytest.raises(ValidationError, match=f"rollouts of mode {mode} .* are never trained. Take {mode} out of trainer.modes"):
+        TrainerSettings(modes=("train", mode))
+    assert TrainerSettings(modes=("train", "production", "my-own")).modes == ("train", "production", "my-own")
 
 
 def numbered(real: int, padding: int) -> Batch:

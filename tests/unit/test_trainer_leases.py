@@ -119,11 +119,29 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(place: Place):
     assert (is_dead(holder), ledger.recover()) == (True, [1])
 
 
+def test_is_dead_where_proc_hides_other_users_processes_asks_by_a_signal(monkeypatch: pytest.MonkeyPatch):
+    """hidepid=2: the files of a live process are not there for another user."""
+    holder = this_process()
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    monkeypatch.setattr("spangrad.leases._started", lambda pid: None)
+    assert not is_dead(holder), "its number is in use"
+    host, _, started, table = holder.split(" ")
+    assert is_dead(f"{host} {child.pid} {started} {table}")
+
+    def forbidden(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    assert not is_dead(holder), "a process of another user"
+
+
 def test_of_other_process_tables_nothing_is_known():
     host, pid, started, table = this_process().split(" ")
     assert (host, pid) == (socket.gethostname(), str(os.getpid()))
     assert is_dead(f"{host} {pid} {int(started) - 1} {table}"), "its number was given to another process"
     assert not is_dead(f"{host} {pid} {int(started) - 1} {table}0")
+    assert not is_dead(f"clone-of-{host} {pid} {int(started) - 1} {table}"), "a clone of a running machine shares boot and table"
     assert not is_dead(ELSEWHERE)
     assert shown(ELSEWHERE) == "process 7 on other-host"
 
