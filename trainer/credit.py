@@ -154,8 +154,9 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
 
 
 def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k, compared over the calls at the same turn of the group, or
-    (baseline `transition`) over all of its calls.
+    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k.
+
+    Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
     """
@@ -163,8 +164,9 @@ def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) ->
 
 
 def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """A call's own reward and nothing of what followed: V_t = r_t, compared over the calls at the same turn of the group, or (baseline
-    `transition`) over all of its calls.
+    """A call's own reward and nothing of what followed: V_t = r_t.
+
+    Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
 
     Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
     every call is graded on its own (docs/credit.md, inbox).

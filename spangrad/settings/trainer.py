@@ -64,8 +64,8 @@ _NEVER_TRAINED = {
 def _may_be_trained(mode: str) -> str:
     if mode in _NEVER_TRAINED:
         raise ValueError(
-            f"rollouts of mode {mode} {_NEVER_TRAINED[Mode(mode)]} and are never trained. Take {mode} out of trainer.modes, and run what is "
-            "to be trained in mode train"
+            f"rollouts of mode {mode} {_NEVER_TRAINED[Mode(mode)]} and are never trained. Take {mode} out of trainer.modes, and run what "
+            "is to be trained in mode train"
         )
     return mode
 
