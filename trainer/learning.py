@@ -169,8 +169,8 @@ def _check_loss(settings: TrainerSettings) -> None:
     if settings.loss_aggregation == "seq-mean-token-sum-norm" and SCALE not in settings.loss_options:
         raise SettingsError(
             "trainer.loss_aggregation = 'seq-mean-token-sum-norm' needs the number that each rollout's sum is divided by: without it, a "
-            "rollout's loss would depend on the longest one beside it. Set trainer.loss_options.loss_scale_factor to the most tokens that a "
-            "rollout may have, and leave it so throughout a run (Dr. GRPO)."
+            "rollout's loss would depend on the longest one beside it. Set trainer.loss_options.loss_scale_factor to the most tokens that "
+            "a rollout may have, and leave it so throughout a run (Dr. GRPO)."
         )
     if settings.loss == "dro" and "dro_beta" not in settings.loss_options:
         raise SettingsError("trainer.loss = 'dro' needs the weight of its penalty. Set trainer.loss_options.dro_beta to a number above 0.")
