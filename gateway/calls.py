@@ -34,6 +34,7 @@ from gateway.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool import Lease, Pool
 from gateway.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
 from gateway.redaction import Redactor
+from gateway.relax import relax
 from gateway.upstream import BackendDownError, Scrubber, unreachable
 from spangrad.settings import Settings
 from spangrad.types import Mode
@@ -86,6 +87,7 @@ class Calls:
         self._process_id = process_id
         self._metrics = metrics
         self._seconds = settings.gateway.request_timeout_seconds
+        self._relaxations = settings.gateway.relax
         self._seq = count()
 
     def routes(self) -> list[web.RouteDef]:
@@ -202,6 +204,9 @@ class Calls:
         facts.provider = backend.provider
         if backend.is_engine and facts.context.mode == Mode.GREEDY:
             facts.request = facts.request.greedy()  # recorded as it is answered
+        if backend.is_engine and facts.context.mode == Mode.TRAIN:
+            facts.request, relaxed = relax(facts.request, self._relaxations)
+            facts.relaxed = facts.relaxed or relaxed  # another backend may have been tried before
         refusal = backend.refusal(facts.request.engine_path)
         if refusal:
             return _failed(exchange, 400, "invalid_request_error", refusal)

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from gateway.context import CallContext
 from gateway.dialects.answer import Answer
 from gateway.dialects.base import Request
+from gateway.modality import modality
 from gateway.redaction import Redactor
 from spangrad import semconv
 from spangrad.sampling import is_constrained
@@ -65,6 +66,8 @@ class CallFacts:
     error_type: str | None = None
     """None: the call did not fail."""
     error_message: str = ""
+    relaxed: tuple[str, ...] = ()
+    """Names of `gateway.relax` that changed the request."""
     aborted: bool = False
     """Whether the client, or the engine's operator, cut the answer."""
 
@@ -132,7 +135,7 @@ def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
 def _told(facts: CallFacts) -> dict[str, _Value]:
     """What was asked and answered."""
     answer, request = facts.answer, facts.request.fields
-    engine = answer.engine
+    engine, response = answer.engine, answer.response_json()
     return {
         semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
         semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
@@ -142,12 +145,14 @@ def _told(facts: CallFacts) -> dict[str, _Value]:
         ),
         # What another upstream takes for granted is not known.
         **(_sampling(request) if facts.provider == PROVIDER else {}),
-        **_answer(answer),
+        **_answer(answer, response),
         semconv.POLICY_NAME: engine.policy if engine else None,
         semconv.VERSION_START: engine.version_start if engine else None,
         semconv.VERSION_END: engine.version_end if engine else None,
         semconv.TOKENIZER_HASH: engine.tokenizer_hash if engine else None,
-        semconv.REQUEST_JSON: facts.request.raw.decode(errors="replace"),
+        semconv.RELAXED: facts.relaxed or None,
+        semconv.MODALITY: modality(facts.request, response) or None,
+        semconv.REQUEST_JSON: (facts.request.client_raw or facts.request.raw).decode(errors="replace"),
     }
 
 
@@ -165,9 +170,8 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
     return effective
 
 
-def _answer(answer: Answer) -> dict[str, _Value]:
+def _answer(answer: Answer, response: bytes | None) -> dict[str, _Value]:
     choices = answer.ordered()
-    response = answer.response_json()
     response_json = response.decode(errors="replace") if response is not None else None
     if not choices:
         return {semconv.RESPONSE_JSON: response_json}

@@ -36,6 +36,8 @@ _NOT_TEXT = frozenset(
         semconv.POLICY_NAME,
         semconv.TOKENIZER_HASH,
         semconv.ERROR_TYPE,
+        semconv.RELAXED,
+        semconv.MODALITY,
     }
 )
 _ARRAYS_THAT_SPELL = frozenset({"logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids", "tokens"})

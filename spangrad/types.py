@@ -66,6 +66,8 @@ class DropReason(StrEnum):
     """The engine did not say which weights answered."""
     OTHER_DISTRIBUTION = "other_distribution"
     """Sampled from a distribution that the trainer cannot compute again: top-p, top-k, min-p, penalties, masked tokens."""
+    OTHER_MODALITY = "other_modality"
+    """Its prompt or answer holds images, audio, video or files: placeholders stand for them among the token ids."""
     NOT_SELECTED = "not_selected"
     """The build's selection leaves this agent, model, policy, tool or component out."""
     RETRIED = "retried"
@@ -110,8 +112,9 @@ _REMEDIES: Mapping[DropReason, str] = {
     "or mend builder.tokenizer_hash.",
     DropReason.MIXED_VERSIONS: "Nothing need be done: a few calls are cut by each publication of new weights.",
     DropReason.UNKNOWN_VERSION: "Serve the policy from `spangrad engine`, which says with each answer which weights gave it.",
-    DropReason.OTHER_DISTRIBUTION: "Let the agent sample with a temperature alone: no top_p, top_k, min_p or penalties, "
-    "no forced tools or schemas.",
+    DropReason.OTHER_DISTRIBUTION: "Let gateway.relax take out what the detail names, or let the agent sample with a temperature alone: "
+    "no top_p, top_k, min_p or penalties, no forced tools or schemas. builder.reshaped = 'keep' trains such calls with a bias.",
+    DropReason.OTHER_MODALITY: "Give the policy text alone, such as an image's description: the trainer has no pixels or sound to compute with.",
     DropReason.NOT_SELECTED: "Nothing need be done, unless a pattern of builder.selection is narrower than was meant.",
     DropReason.RETRIED: "Nothing need be done: the answer that the agent used was built in its place.",
     DropReason.DUPLICATE: "Nothing need be done: the span that counts was built in its place.",

@@ -10,7 +10,7 @@ The first reason that holds is the one that is written, in this order:
 3. what befell its rollout: incomplete, attempt_failed;
 4. what the build leaves out: not_selected, by agent, model, policy, tool, component;
 5. what came of it: aborted, call_failed, retried, unfinished;
-6. what is known of it: redacted, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;
+6. what is known of it: redacted, other_modality, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;
 7. whether it can be trained: unknown_version, other_tokenizer, mixed_versions, other_distribution, over_length;
 8. whether its rollout is worth anything: no_reward. Last, because a reward mends no call that lacks something of its own.
 
@@ -43,6 +43,7 @@ _ABSENT = {
     "DuplicateOf": pl.lit(""),
     "Convention": pl.lit(""),
     "Dropped": pl.lit(False),
+    "Modality": pl.lit(""),
     "Unfinished": pl.lit(False),
     "Tools": pl.lit([], pl.List(pl.String)),
     "Components": pl.lit([], pl.List(pl.String)),
@@ -138,6 +139,7 @@ def _known(spec: BuilderSettings) -> list[Rule]:
     nothing = pl.lit("")
     return [
         (DropReason.REDACTED, pl.col("Redacted") & (prompt == 0), nothing),
+        (DropReason.OTHER_MODALITY, pl.col("Modality") != "", pl.col("Modality")),
         (DropReason.ATTRIBUTES_DROPPED, pl.col("Dropped") & (prompt == 0), nothing),
         (DropReason.NO_TOKEN_IDS, prompt == 0, nothing),
         (DropReason.RETOKENIZED, retokenized & (not spec.retokenized), pl.format("by tokenizer {}", "TokenizerHash")),

@@ -64,6 +64,7 @@ _ANSWER: Schema = {
     "ResponseIds": _IDS,
     "Logprobs": _LOGPROBS,
     "FinishReason": _TEXT,
+    "Modality": _TEXT,
 }
 
 SAMPLING: Schema = {

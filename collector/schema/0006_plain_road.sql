@@ -24,6 +24,20 @@ WHERE ScopeName IN ('openinference.instrumentation.openai', 'openinference.instr
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS otel.plain_calls_mv TO otel.calls AS
 WITH
+    -- Types of the parts of prompt and answer, by the instrumentation's own attributes and in the JSON of request and answer.
+    arrayConcat(
+        mapValues(mapFilter((name, value) -> endsWith(name, '.message_content.type'), SpanAttributes)),
+        extractAll(SpanAttributes['input.value'], '"type"\\s*:\\s*"([a-z_]+)"'),
+        extractAll(SpanAttributes['output.value'], '"type"\\s*:\\s*"([a-z_]+)"')
+    ) AS part_types,
+    -- Kinds of content that are not text.
+    arrayDistinct(arrayFilter(kind -> kind != '', arrayMap(type -> transform(
+        type,
+        ['image', 'image_url', 'input_image', 'image_generation_call', 'computer_screenshot', 'audio', 'audio_url', 'input_audio',
+            'output_audio', 'video', 'video_url', 'input_video', 'file', 'input_file', 'document'],
+        ['image', 'image', 'image', 'image', 'image', 'audio', 'audio', 'audio', 'audio', 'video', 'video', 'video', 'file', 'file', 'file'],
+        ''
+    ), part_types))) AS kinds,
     answer.spangrad.generations AS generations,
     length(answer.choices) + length(generations) AS many,
     -- Chats and completions have choices; of Responses and messages the engine tells each time that it sampled.
@@ -62,6 +76,7 @@ SELECT
     asked.presence_penalty AS PresencePenalty, asked.frequency_penalty AS FrequencyPenalty, asked.repetition_penalty AS RepetitionPenalty,
     asked.response_format.type NOT IN ('', 'text') OR asked.text.format.type NOT IN ('', 'text')
         OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
+    arrayStringConcat(arraySort(kinds), ',') AS Modality,
     choice.5 AS FinishReason,
     choice.5 = '' AS Aborted
 FROM (

@@ -33,6 +33,8 @@ class Request:
     fields: dict[str, Any]
     """Its top-level fields, decoded but for the conversation, which stays raw."""
     dialect: Dialect
+    client_raw: bytes | None = None
+    """The client's own bytes, where the engine is asked something else (`gateway.relax`). None: `raw` is what the client sent."""
 
     @property
     def engine_path(self) -> str:

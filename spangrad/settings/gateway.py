@@ -9,6 +9,9 @@ from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
 
+Relaxation = Literal["strict_tools", "schemas", "top_p", "penalties", "tool_choice"]
+"""What of a request the gateway may relax: see `GatewaySettings.relax`."""
+
 
 class ClientSettings(Section):
     """A client of the gateway that has a token of its own: `[[gateway.clients]]`."""
@@ -90,6 +93,10 @@ class GatewaySettings(Section):
     """Keep token ids and logprobs of calls in which something was replaced. They spell what it was."""
     export_delay_seconds: float = 0
     """Hold every span back this long before it is sent: a test of completeness, 0 otherwise."""
+    relax: tuple[Relaxation, ...] = ("strict_tools",)
+    """Parts of a request of mode `train` that the engine is not asked for, because they mask or reshape what it samples: `strict_tools`
+    (arguments held to their schema), `schemas` (answers in JSON), `top_p` (with top_k and min_p), `penalties`, `tool_choice` (a tool that
+    must be called). Requests of every other mode reach the engine as they are."""
     request_timeout_seconds: float = 600
     retokenize: Path | None = None
     """Directory of the tokenizer and chat template that make token ids for calls whose upstream gives none. None: they have none.

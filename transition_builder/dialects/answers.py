@@ -1,7 +1,8 @@
 """The engine's raw answers, where spans keep them: the token ids of the plain road.
 
 In: spans. Out: which of them may hold an answer (`holds_answer`), and the SQL that reads it, typed, where it lies (`ANSWER_SQL`): the
-values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extras are.
+values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extras are. Beside them it
+says what of the call's content is not text (Modality).
 
 What is read, the first that is there:
 - an answer as JSON in `output.value` (OpenInference), `mlflow.spanOutputs`, or `agentlightning.operation.output`: of chats and completions
@@ -44,6 +45,16 @@ _WEAVE_IDS = (
     f"{_WEAVE}.choices.0.provider_specific_fields.token_ids",
 )
 
+_KINDS = {
+    "image": ("image", "image_url", "input_image", "image_generation_call", "computer_screenshot"),
+    "audio": ("audio", "audio_url", "input_audio", "output_audio"),
+    "video": ("video", "video_url", "input_video"),
+    "file": ("file", "input_file", "document"),
+}
+"""Kinds of content that are not text, and the types of parts that hold it: the gateway's and otel.calls' are the same."""
+_PART = r'"(?:type|modality)"\\s*:\\s*"([a-z_]+)"'
+"""The type of a part in a request or an answer as JSON; a text's own quotes are escaped there."""
+
 
 def _said(name: str) -> str:
     return f"SpanAttributes['{name}']"
@@ -58,8 +69,19 @@ def _ids(*names: str) -> str:
     return f"JSONExtract({_first(*names)}, 'Array(UInt32)')"
 
 
+def _transformed(type_: str) -> str:
+    """The kind of content of a part's type; empty: text, or no part's type."""
+    kinds = {name: kind for kind, names in _KINDS.items() for name in names}
+    return f"transform({type_}, {list(kinds)}, {list(kinds.values())}, '')"
+
+
 ANSWER_SQL = f"""
 WITH
+    arrayConcat(
+        mapValues(mapFilter((name, value) -> endsWith(name, '.message_content.type'), SpanAttributes)),
+        extractAll({_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, '{_PART}'),
+        extractAll(value, '{_PART}')
+    ) AS part_types,
     {_first(semconv.OPENINFERENCE_OUTPUT, mlflow.OUTPUTS, _WEAVE)} AS value,
     JSONExtract(value, '{_ANSWER}') AS answer,
     {_ids("prompt_token_ids", f"{_WEAVE}.prompt_token_ids")} AS prompt_ids,
@@ -95,7 +117,10 @@ SELECT
     choice.2 AS PromptIds,
     choice.3 AS ResponseIds,
     choice.4 AS Logprobs,
-    choice.5 AS FinishReason
+    choice.5 AS FinishReason,
+    arrayStringConcat(
+        arraySort(arrayDistinct(arrayFilter(kind -> kind != '', arrayMap(type -> {_transformed("type")}, part_types)))), ','
+    ) AS Modality
 FROM otel.otel_traces
 LEFT ARRAY JOIN choices AS choice
 WHERE ServiceName IN %(services)s AND SpanName IN %(names)s

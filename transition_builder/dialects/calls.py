@@ -43,7 +43,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         light.join(answers, on=["TraceId", "SpanId"], how="left", maintain_order="left")
         .with_columns(
             pl.col("Choice").fill_null(0),
-            pl.col("Policy", "TokenizerHash").fill_null(""),
+            pl.col("Policy", "TokenizerHash", "Modality").fill_null(""),
             pl.col("PromptIds", "ResponseIds", "Logprobs").fill_null([]),
             Model=pl.coalesce(pl.col("Model").replace("", None), "told_model", pl.lit("")),
             ResponseId=pl.coalesce(pl.col("ResponseId").replace("", None), "told_id", pl.lit("")),

@@ -16,7 +16,7 @@ from transition_builder.dialects.reading import Reading, Said, of_json, unquoted
 SPAN_TYPE = "mlflow.spanType"
 OUTPUTS = "mlflow.spanOutputs"
 CALLS = ("CHAT_MODEL", "LLM")
-_INPUTS = "mlflow.spanInputs"
+INPUTS = "mlflow.spanInputs"
 _CLIENTS = ("openai", "anthropic", "gemini", "groq", "mistral", "bedrock", "litellm", "cohere", "ollama", "together")
 """Message formats that a client's instrumentation writes."""
 _ID = r'^\s*\{\s*"id"\s*:\s*"([^"]+)"'
@@ -26,7 +26,7 @@ def read(said: Said) -> Reading:
     """Read spans by their types."""
     base = gen_ai.read(said)
     kind = unquoted(said(SPAN_TYPE)).str.to_uppercase()
-    inputs, outputs = said(_INPUTS), said(OUTPUTS)
+    inputs, outputs = said(INPUTS), said(OUTPUTS)
     usage = said("mlflow.chat.tokenUsage")
     return replace(
         base,
@@ -36,7 +36,7 @@ def read(said: Said) -> Reading:
         chain=kind.is_in(["CHAIN", "WORKFLOW"]),
         suspect=pl.lit(False),
         agent=pl.coalesce(pl.when(kind == "AGENT").then("SpanName"), base.agent),
-        arguments=said.any_of(_INPUTS, *gen_ai.ARGUMENTS),
+        arguments=said.any_of(INPUTS, *gen_ai.ARGUMENTS),
         result=said.any_of(OUTPUTS, *gen_ai.RESULTS),
         model=pl.coalesce(of_json(outputs, "model"), unquoted(said.first("mlflow.llm.model")), of_json(inputs, "model"), base.model),
         response_id=pl.coalesce(pl.when(kind.is_in(CALLS)).then(outputs.str.extract(_ID)), base.response_id),

@@ -1,0 +1,141 @@
+"""Requests of train rollouts, relaxed: asked of the engine without what masks or reshapes tokens (`gateway.relax`).
+
+In: a client's request, in any dialect, and the names of relaxations. Out: the request that the engine is asked, and the names of those that
+changed it. Invariant: a value that vLLM would refuse is left for vLLM to refuse, and a request that no relaxation concerns stays the same
+object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, cast
+
+import msgspec
+from pydantic import Field, TypeAdapter, ValidationError
+
+from gateway.dialects.base import Request
+from spangrad.settings.gateway import Relaxation
+
+_Fields = Mapping[str, Any]
+
+_UNIT = TypeAdapter(Annotated[float, Field(gt=0, le=1)])
+_SHIFT = TypeAdapter(Annotated[float, Field(ge=-2, le=2)])
+_NEUTRAL: Mapping[str, tuple[float, TypeAdapter[Any]]] = {
+    "top_p": (1.0, _UNIT),
+    "top_k": (0, TypeAdapter(Annotated[int, Field(gt=0)])),
+    "min_p": (0.0, _UNIT),
+    "presence_penalty": (0.0, _SHIFT),
+    "frequency_penalty": (0.0, _SHIFT),
+    "repetition_penalty": (1.0, TypeAdapter(Annotated[float, Field(gt=0)])),
+}
+"""Request field -> the value that leaves the distribution as it is, and the values that vLLM takes and that reshape it."""
+_FORCED = frozenset({"function", "custom"})
+"""Types of a tool choice that names a tool: chat's and Responses'."""
+_FORCED_IN_MESSAGES = frozenset({"any", "tool"})
+
+
+def relax(request: Request, names: Iterable[Relaxation]) -> tuple[Request, tuple[Relaxation, ...]]:
+    """Relax a request.
+
+    Args:
+        request: a client's.
+        names: the relaxations that may be applied.
+
+    Returns:
+        The request for the engine, which keeps the client's own bytes in `client_raw`, and the names that changed something, in the order
+        of `names`.
+    """
+    fields, applied = request.fields, list[Relaxation]()
+    for name in names:
+        changes = _RELAXATIONS[name](fields)
+        if changes:
+            fields = {**fields, **changes}
+            applied.append(name)
+    if not applied:
+        return request, ()
+    client_raw = request.raw if request.client_raw is None else request.client_raw
+    return replace(request, fields=fields, raw=msgspec.json.encode(fields), client_raw=client_raw), tuple(applied)
+
+
+def _strict_tools(fields: _Fields) -> dict[str, Any]:
+    """Tools whose arguments are not held to their schema.
+
+    `strict` becomes false and stays there, since Responses clients send the field always and have it repeated in the answer.
+    """
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return {}
+    relaxed = [_without_strict(tool) for tool in cast("list[Any]", tools)]
+    return {"tools": relaxed} if relaxed != tools else {}
+
+
+def _without_strict(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    fields = cast("dict[str, Any]", tool)
+    function = fields.get("function")
+    changes: dict[str, Any] = {"strict": False} if fields.get("strict") else {}
+    if isinstance(function, dict) and cast("dict[str, Any]", function).get("strict"):
+        changes["function"] = {**cast("dict[str, Any]", function), "strict": False}
+    return {**fields, **changes}
+
+
+def _schemas(fields: _Fields) -> dict[str, Any]:
+    """Plain text in place of an answer in JSON: `response_format`, Responses' `text.format` and Messages' `output_config.format`."""
+    changes: dict[str, Any] = {}
+    if _is_schema(fields.get("response_format")):
+        changes["response_format"] = {"type": "text"}
+    text, config = fields.get("text"), fields.get("output_config")
+    if isinstance(text, dict) and _is_schema(cast("dict[str, Any]", text).get("format")):
+        changes["text"] = {**cast("dict[str, Any]", text), "format": {"type": "text"}}
+    if isinstance(config, dict) and _is_schema(cast("dict[str, Any]", config).get("format")):
+        changes["output_config"] = {name: value for name, value in cast("dict[str, Any]", config).items() if name != "format"}
+    return changes
+
+
+def _is_schema(form: Any) -> bool:
+    return isinstance(form, dict) and cast("dict[str, Any]", form).get("type") in ("json_schema", "json_object")
+
+
+def _neutral(*names: str) -> Callable[[_Fields], dict[str, Any]]:
+    """Return the relaxation that gives sampling parameters their neutral values."""
+
+    def relaxation(fields: _Fields) -> dict[str, Any]:
+        return {name: _NEUTRAL[name][0] for name in names if _reshapes(name, fields.get(name))}
+
+    return relaxation
+
+
+def _reshapes(name: str, value: object) -> bool:
+    neutral, accepted = _NEUTRAL[name]
+    if value is None:
+        return False
+    try:
+        return bool(accepted.validate_python(value) != neutral)
+    except ValidationError:
+        return False
+
+
+def _tool_choice(fields: _Fields) -> dict[str, Any]:
+    """`auto` in place of `required` and of a named tool, in the form of the request's dialect."""
+    choice = fields.get("tool_choice")
+    if choice == "required":
+        return {"tool_choice": "auto"}
+    if isinstance(choice, dict):
+        kind = cast("dict[str, Any]", choice).get("type")
+        if kind in _FORCED:
+            return {"tool_choice": "auto"}
+        if kind in _FORCED_IN_MESSAGES:
+            others = {name: value for name, value in cast("dict[str, Any]", choice).items() if name != "name"}
+            return {"tool_choice": {**others, "type": "auto"}}
+    return {}
+
+
+_RELAXATIONS: Mapping[Relaxation, Callable[[_Fields], dict[str, Any]]] = {
+    "strict_tools": _strict_tools,
+    "schemas": _schemas,
+    "top_p": _neutral("top_p", "top_k", "min_p"),
+    "penalties": _neutral("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    "tool_choice": _tool_choice,
+}
