@@ -18,7 +18,9 @@ import msgspec
 from gateway.dialects.base import Request
 
 _KINDS = {
-    **dict.fromkeys(("image", "image_url", "input_image", "image_pil", "image_embeds", "image_generation_call", "computer_screenshot"), "image"),
+    **dict.fromkeys(
+        ("image", "image_url", "input_image", "image_pil", "image_embeds", "image_generation_call", "computer_screenshot"), "image"
+    ),
     **dict.fromkeys(("audio", "audio_url", "input_audio", "output_audio", "audio_embeds"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video", "video_embeds"), "video"),
     **dict.fromkeys(("file", "input_file", "document"), "file"),

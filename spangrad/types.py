@@ -113,7 +113,7 @@ _REMEDIES: Mapping[DropReason, str] = {
     DropReason.MIXED_VERSIONS: "Nothing need be done: a few calls are cut by each publication of new weights.",
     DropReason.UNKNOWN_VERSION: "Serve the policy from `spangrad engine`, which says with each answer which weights gave it.",
     DropReason.OTHER_DISTRIBUTION: "Let gateway.relax take out what the detail names, or let the agent sample with a temperature alone: "
-    "no top_p, top_k, min_p or penalties, no forced tools or schemas. builder.reshaped = 'keep' trains such calls with a bias.",
+    "no top_p, top_k, min_p or penalties, no forced tools or schemas.",
     DropReason.OTHER_MODALITY: "Give the policy text alone, such as an image's description: the trainer has no pixels or sound to compute with.",
     DropReason.NOT_SELECTED: "Nothing need be done, unless a pattern of builder.selection is narrower than was meant.",
     DropReason.RETRIED: "Nothing need be done: the answer that the agent used was built in its place.",

@@ -497,6 +497,8 @@ class SpanFactory:
             "gen_ai.response.finish_reasons": [call["FinishReason"] for call in choices],
             "http.response.status_code": first["HttpStatus"],
             **({"error.type": first["ErrorType"]} if first["ErrorType"] else {}),
+            **({"spangrad.modality": first["Modality"]} if first.get("Modality") else {}),
+            **({"spangrad.request.relaxed": first["Relaxed"]} if first.get("Relaxed") else {}),
         }
 
     @staticmethod

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from examples.retrieval_qa import facts
 
 
-@function_tool(strict_mode=False)
+@function_tool
 async def search(query: str) -> str:
     """Find the facts that fit the query best."""
     return " ".join(facts.search(query.split())) or facts.NOTHING

@@ -79,7 +79,10 @@ def test_modality_of_an_answer_names_what_is_not_text(path: str, answer: dict[st
     ("path", "fields"),
     [
         (CHAT, chat()),
-        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "image", "arguments": json.dumps(IMAGE_BLOCK)}}]}]}),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "image", "arguments": json.dumps(IMAGE_BLOCK)}}]}]},
+        ),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "image", "function": {"parameters": IMAGE_BLOCK}}]}),
         (CHAT, {"messages": [{"role": "tool", "content": json.dumps([IMAGE_BLOCK])}]}),
         (RESPONSES, {"input": 'a "file" and an "image"', "tools": [{"type": "image_generation"}]}),

@@ -50,7 +50,12 @@ def relaxed(path: str, names: tuple[Relaxation, ...] = ALL, **fields: Any) -> tu
             {"text": {"format": {"type": "text"}, "verbosity": "low"}},
             ("schemas",),
         ),
-        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}, "effort": "low"}}, {"output_config": {"effort": "low"}}, ("schemas",)),
+        (
+            MESSAGES,
+            {"output_config": {"format": {"type": "json_schema"}, "effort": "low"}},
+            {"output_config": {"effort": "low"}},
+            ("schemas",),
+        ),
         (CHAT, {"top_p": 0.9, "top_k": 20, "min_p": 0.1}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0}, ("top_p",)),
         (MESSAGES, {"top_p": "0.5", "top_k": "3"}, {"top_p": 1.0, "top_k": 0}, ("top_p",)),
         (
@@ -106,8 +111,12 @@ def test_relax_of_neutral_refused_or_insisted_on_requests_returns_the_same_objec
     assert applied == ()
 
 
-_JSON = st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
-_NAMED = st.sampled_from(["tools", "tool_choice", "top_p", "top_k", "min_p", "response_format", "text", "output_config", "presence_penalty"])
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
+)
+_NAMED = st.sampled_from(
+    ["tools", "tool_choice", "top_p", "top_k", "min_p", "response_format", "text", "output_config", "presence_penalty"]
+)
 _OBJECTS = st.dictionaries(st.sampled_from(["type", "strict", "function", "format", "name"]), _JSON, max_size=3)
 
 

@@ -37,6 +37,7 @@ SPOKEN = (
     DropReason.RETOKENIZED,
     DropReason.OTHER_TOKENIZER,
     DropReason.OTHER_DISTRIBUTION,
+    DropReason.OTHER_MODALITY,
     DropReason.MIXED_VERSIONS,
     DropReason.UNKNOWN_VERSION,
     DropReason.OVER_LENGTH,
