@@ -30,9 +30,9 @@ _NEUTRAL: Mapping[str, tuple[float, TypeAdapter[Any]]] = {
     "repetition_penalty": (1.0, TypeAdapter(Annotated[float, Field(gt=0)])),
 }
 """Request field -> the value that leaves the distribution as it is, and the values that vLLM takes and that reshape it."""
-_FORCED = frozenset({"function", "custom"})
+_FORCED = ("function", "custom")
 """Types of a tool choice that names a tool: chat's and Responses'."""
-_FORCED_IN_MESSAGES = frozenset({"any", "tool"})
+_FORCED_IN_MESSAGES = ("any", "tool")
 
 
 def relax(request: Request, names: Iterable[Relaxation]) -> tuple[Request, tuple[Relaxation, ...]]:

@@ -114,7 +114,8 @@ _REMEDIES: Mapping[DropReason, str] = {
     DropReason.UNKNOWN_VERSION: "Serve the policy from `spangrad engine`, which says with each answer which weights gave it.",
     DropReason.OTHER_DISTRIBUTION: "Let gateway.relax take out what the detail names, or let the agent sample with a temperature alone: "
     "no top_p, top_k, min_p or penalties, no forced tools or schemas.",
-    DropReason.OTHER_MODALITY: "Give the policy text alone, such as an image's description: the trainer has no pixels or sound to compute with.",
+    DropReason.OTHER_MODALITY: "Give the policy text alone, such as an image's description: "
+    "the trainer has no pixels or sound to compute with.",
     DropReason.NOT_SELECTED: "Nothing need be done, unless a pattern of builder.selection is narrower than was meant.",
     DropReason.RETRIED: "Nothing need be done: the answer that the agent used was built in its place.",
     DropReason.DUPLICATE: "Nothing need be done: the span that counts was built in its place.",
