@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -56,6 +58,41 @@ def split(reference: str) -> tuple[str, str | None]:
     """A reference's module or file, and its function. None: it names none, `""`: it names an empty one."""
     place, colon, path = reference.rpartition(":")
     return (place, path) if colon and "/" not in path else (reference, None)
+
+
+def source_file(reference: str) -> Path:
+    """Return the source file of the module that a reference names, looked for in the working directory first, without running it.
+
+    Raises:
+        AgentError: there is no such file, or the module has no Python source.
+    """
+    place, _ = split(reference)
+    if place.endswith(".py"):
+        file = Path(place)
+    else:
+        try:
+            spec = _find_spec(place)
+        except Exception as error:  # looking for `package.module` may run the package
+            raise AgentError(f"{place!r} cannot be looked for: {type(error).__name__}: {error}. Fix the package.") from error
+        if spec is None:
+            raise AgentError(f"there is no module {place!r} in {Path.cwd()} or on Python's path. Write it, or fix the name.")
+        file = Path(spec.origin or "")
+    if file.suffix != ".py" or not file.is_file():
+        raise AgentError(f"{place!r} has no source file in Python ({file}). Name a module that is a .py file.")
+    return file.resolve()
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    """Find a module in the working directory or on Python's path; packages around it are imported only where neither has it."""
+    importlib.invalidate_caches()  # the file may have been written a moment ago
+    where: Sequence[str] = [str(Path.cwd()), *sys.path]
+    spec: ModuleSpec | None = None
+    for package in accumulate(name.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(package, where)
+        if spec is None:
+            return importlib.util.find_spec(name)
+        where = spec.submodule_search_locations or []
+    return spec
 
 
 def is_file(reference: str) -> bool:

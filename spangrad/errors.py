@@ -52,6 +52,10 @@ class BuilderError(SpangradError):
     """The transition builder was asked for something it cannot build."""
 
 
+class RuleError(BuilderError):
+    """A rule that is a Python function could not be evaluated; nothing was written of what it was asked about."""
+
+
 class TrainerError(SpangradError):
     """A batch could not be trained."""
 

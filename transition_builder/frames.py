@@ -13,7 +13,7 @@ from functools import cache
 
 import polars as pl
 
-from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, Schema
+from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, TOOL_EVENTS, TOOL_LOGS, Schema
 
 
 class Verdict(StrEnum):
@@ -59,6 +59,10 @@ class Frames:
     """DROPPED."""
     names: pl.DataFrame = field(default_factory=lambda: empty(NAMES))
     """NAMES: all that is named, of whatever rollouts, in the traces of calls that name none."""
+    tool_events: pl.DataFrame = field(default_factory=lambda: empty(TOOL_EVENTS))
+    """TOOL_EVENTS, where a rule of the specification asks for them."""
+    tool_logs: pl.DataFrame = field(default_factory=lambda: empty(TOOL_LOGS))
+    """TOOL_LOGS, where a rule of the specification asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,6 +291,21 @@ RESPONSES: Schema = {
 }
 """What a call answered: its text, and the tool calls that it asked for. A call whose answer nobody recorded has no row."""
 
+_ATTRIBUTES = pl.List(pl.Struct({"Key": pl.String(), "Value": pl.String()}))
+
+TOOL_EVENTS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Name": _TEXT, "ExceptionType": _TEXT, "Attributes": _ATTRIBUTES}
+"""Events of tools' spans, in the order of each span. ExceptionType: empty where the event is no exception."""
+
+TOOL_LOGS: Schema = {
+    "TraceId": _TEXT,
+    "SpanId": _TEXT,
+    "Severity": pl.Int64(),
+    "Body": _TEXT,
+    "ExceptionType": _TEXT,
+    "Attributes": _ATTRIBUTES,
+}
+"""Log records that were written inside tools' spans, by time. Severity: OpenTelemetry's number, 0 where the record has none."""
+
 BUILDS: Schema = {
     **_REVISION,
     "Calls": pl.UInt32(),

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from spangrad.errors import SettingsError
+from spangrad.callables import source_file
+from spangrad.errors import AgentError, SettingsError
 from spangrad.settings.section import Section
 
 
@@ -29,8 +30,17 @@ class Selection(Section):
     """Of an agent, chain or tool around the call, at any height."""
 
 
-TOOL_KINDS = frozenset({"tool_ok", "tool_error", "empty_result", "malformed_arguments", "repeated_call"})
+TOOL_KINDS = frozenset({"tool_ok", "tool_error", "tool_exception", "empty_result", "malformed_arguments", "repeated_call"})
 """Kinds of rules about tools, which name the tools that count."""
+_NEEDS = {
+    "latency": "seconds",
+    "unparsable_output": "form",
+    "expression": "where",
+    "sql": "where",
+    "python": "where",
+    "tool_exception": "types",
+}
+"""Kinds of rules -> the setting that they need beside a name and a reward."""
 
 
 class AirRule(Section):
@@ -39,10 +49,20 @@ class AirRule(Section):
     name: str = Field(min_length=1)
     """Of the reward that it gives."""
     kind: Literal[
-        "tool_ok", "tool_error", "malformed_arguments", "repeated_call", "unparsable_output", "empty_result", "latency", "expression", "sql"
+        "tool_ok",
+        "tool_error",
+        "tool_exception",
+        "malformed_arguments",
+        "repeated_call",
+        "unparsable_output",
+        "empty_result",
+        "latency",
+        "expression",
+        "sql",
+        "python",
     ]
     reward: float = Field(default=0.0, allow_inf_nan=False)
-    """For each call, tool or tool call that the rule finds; for `expression` and `sql`, what their value is multiplied by."""
+    """For each call, tool or tool call that the rule finds; for `expression`, `sql` and `python`, what their value is multiplied by."""
     tools: tuple[str, ...] = ()
     """The tools that count. A rule about tools names them: ("*",) for all."""
     agents: str | None = None
@@ -51,8 +71,13 @@ class AirRule(Section):
     """`latency`: longer than this."""
     form: str | None = None
     """`unparsable_output`: a regular expression that the response must match, or `json`."""
+    types: str | None = None
+    """`tool_exception`: a regular expression that the type of an exception must match in full, such as `Timeout.*|ConnectionError`."""
     where: str | None = None
-    """`expression`: a Polars SQL expression over the columns of a call; `sql`: the name of a file in builder.rewards_directory."""
+    """`expression`: a Polars SQL expression over the columns of a call; `sql`: the name of a file in builder.rewards_directory; `python`:
+    `module:function` or `file.py:function`, found from the working directory."""
+    columns: tuple[str, ...] | None = None
+    """`python`: the columns that the function gets beside those that identify a call. None: all; fewer save what costs a query."""
 
     @model_validator(mode="after")
     def _whole(self) -> AirRule:
@@ -69,11 +94,12 @@ class AirRule(Section):
             )
         if self.kind not in TOOL_KINDS and self.tools:
             raise ValueError(f"{said} looks at calls, not at tools. Leave out tools; agents chooses whose calls count.")
-        needed = {"latency": "seconds", "unparsable_output": "form", "expression": "where", "sql": "where"}
-        for name in ("seconds", "form", "where"):
-            given, wanted = getattr(self, name) is not None, needed.get(self.kind) == name
-            if given != wanted:
-                raise ValueError(f"{said} needs {name}. Give it." if wanted else f"{said} does not look at {name}. Leave it out.")
+        for name in ("seconds", "form", "types", "where"):
+            given, needed = getattr(self, name) is not None, _NEEDS.get(self.kind) == name
+            if given != needed:
+                raise ValueError(f"{said} needs {name}. Give it." if needed else f"{said} does not look at {name}. Leave it out.")
+        if self.columns is not None and self.kind != "python":
+            raise ValueError(f"{said} does not look at columns. Leave it out.")
         if self.reward == 0:
             raise ValueError(f"{said} gives nothing: its reward is 0. Give reward = -0.1, say, or drop the rule.")
         return self
@@ -111,7 +137,7 @@ class BuilderSettings(Section):
 
     @property
     def decides(self) -> dict[str, Any]:
-        """What decides a build's result; SQL rewards and rules by the hashes of their files."""
+        """Return what decides a build's result: SQL rewards and rules with the hashes of their files."""
         decides = self.model_dump(
             mode="json",
             exclude={
@@ -125,7 +151,8 @@ class BuilderSettings(Section):
             },
         )
         named = (*self.sql_rewards, *(rule.where for rule in self.rules if rule.kind == "sql" and rule.where))
-        return decides | {"sql_rewards": {name: self.sql_hash(name) for name in named}}
+        functions = {rule.where: self.source_hash(rule.where) for rule in self.rules if rule.kind == "python" and rule.where}
+        return decides | {"sql_rewards": {name: self.sql_hash(name) for name in named}, "functions": functions}
 
     @property
     def spec(self) -> str:
@@ -141,4 +168,16 @@ class BuilderSettings(Section):
         file = self.rewards_directory / f"{name}.sql"
         if not file.is_file():
             raise SettingsError(f"the builder's settings name the SQL file {name!r}, but {file} is not there. Write it, or drop the name.")
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+    def source_hash(self, reference: str) -> str:
+        """Return the version of the function that a rule names: a hash of the source file that holds it.
+
+        Raises:
+            SettingsError: there is no such file.
+        """
+        try:
+            file = source_file(reference)
+        except AgentError as error:
+            raise SettingsError(f"builder.rules names the function {reference!r}: {error}") from error
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import air, evaluations, precedence
 from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.precedence import SAID
+from transition_builder.rewards.rules import columns
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.spread import SPREAD, spread
 from transition_builder.schemas import GIVEN
@@ -49,7 +50,7 @@ def gather(
     """Gather rewards.
 
     Args:
-        frames: SQL_REWARDS and RESPONSES are taken from here.
+        frames: SQL_REWARDS, RESPONSES, TOOL_EVENTS and TOOL_LOGS are taken from here.
         rows: resolved evaluation rows of the attempts of `rollouts`.
         nodes: described, resolved spans, of any attempts.
         calls: placed canonical calls of final attempts, with Order, ParentCallId, Retried and DuplicateOf.
@@ -62,7 +63,8 @@ def gather(
     found = [evaluations.aim(said, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
     if spec.rules:
         rewarded = calls.join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT, maintain_order="left")
-        found.append(air.earned(spec, Seen(rewarded, caused, frames.responses, by_sql)))
+        seen = Seen(rewarded, caused, frames.responses, by_sql, nodes, columns.used(spec), frames.tool_events, frames.tool_logs)
+        found.append(air.earned(spec, seen))
     winning = precedence.winners(concat(found, SAID))
     rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(

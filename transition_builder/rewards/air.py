@@ -17,12 +17,15 @@ from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import RewardSource
 from transition_builder.frames import concat
 from transition_builder.rewards.precedence import NOT_FINITE, SAID
-from transition_builder.rewards.rules import asked, calls, tools
-from transition_builder.rewards.rules.seen import COLUMNS, Seen
+from transition_builder.rewards.rules import asked, calls, functions, tools
+from transition_builder.rewards.rules.columns import COLUMNS
+from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.tools import whole
 
 RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
     "tool_ok": tools.ok,
     "tool_error": tools.error,
+    "tool_exception": tools.exception,
     "empty_result": tools.empty_result,
     "malformed_arguments": asked.malformed_arguments,
     "repeated_call": asked.repeated_call,
@@ -30,6 +33,7 @@ RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
     "latency": calls.latency,
     "expression": calls.expression,
     "sql": calls.sql,
+    "python": functions.python,
 }
 """Kinds of rules -> what they find."""
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
@@ -42,7 +46,7 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
     for rule in spec.rules:
         rows = RULES[rule.kind](rule, seen).join(whose, on="CallId", maintain_order="left")
         if rule.agents is not None:
-            rows = rows.filter(pl.col("AgentName").str.contains(calls.whole(rule.agents)))
+            rows = rows.filter(pl.col("AgentName").str.contains(whole(rule.agents)))
         if rows.height:
             found.append(
                 rows.with_columns(
@@ -61,7 +65,9 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
 
 def rule_hash(rule: AirRule, spec: BuilderSettings) -> str:
     """Hash of a rule, and of the file that it names: the first 16 hex digits of SHA-256 of its canonical JSON."""
-    decides = rule.model_dump(mode="json") | ({"file": spec.sql_hash(rule.where)} if rule.kind == "sql" and rule.where else {})
+    decides = rule.model_dump(mode="json")
+    if rule.kind in ("sql", "python") and rule.where:
+        decides["file"] = spec.sql_hash(rule.where) if rule.kind == "sql" else spec.source_hash(rule.where)
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -69,23 +75,37 @@ def check(spec: BuilderSettings) -> None:
     """See, before anything is built, that every rule can be evaluated.
 
     Raises:
-        BuilderError: a pattern is no regular expression, or an expression is not one over the columns of a call.
+        BuilderError: a pattern is no regular expression, an expression is not one over the columns of a call, a function cannot be
+            imported, or a column is none.
     """
     for rule in spec.rules:
-        for name, pattern in (("agents", rule.agents), ("form", rule.form if rule.form != calls.JSON else None)):
+        form = rule.form if rule.form != calls.JSON else None
+        for name, pattern in (("agents", rule.agents), ("form", form), ("types", rule.types)):
             if pattern is not None:
                 _check_pattern(rule, name, pattern)
         if rule.kind == "expression":
             _check_expression(rule)
+        if rule.kind == "python":
+            _check_columns(rule)
+            functions.load(rule)
 
 
 def _check_pattern(rule: AirRule, name: str, pattern: str) -> None:
     try:
-        pl.select(pl.lit("").str.contains(calls.whole(pattern)))
+        pl.select(pl.lit("").str.contains(whole(pattern)))
     except pl.exceptions.ComputeError as error:
         said = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
         reason = said[0] if said else "Polars refuses it"
-        raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Mend it.") from None
+        raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Fix it.") from None
+
+
+def _check_columns(rule: AirRule) -> None:
+    unknown = [name for name in rule.columns or () if name not in COLUMNS]
+    if unknown:
+        raise BuilderError(
+            f"the rule {rule.name!r} has columns = {list(rule.columns or ())}, and a call has no {', '.join(unknown)}. "
+            f"Name columns among {', '.join(COLUMNS)}."
+        )
 
 
 def _check_expression(rule: AirRule) -> None:

@@ -21,6 +21,7 @@ from spangrad.settings import BuilderSettings
 from transition_builder.dialects.gateway import IS_GATEWAY
 from transition_builder.frames import empty
 from transition_builder.reading import span_constants
+from transition_builder.rewards.rules import columns
 from transition_builder.schemas import RESPONSES
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 _SPANS_A_QUERY = 500
 _SPAN = ["TraceId", "SpanId"]
-_KINDS = frozenset({"malformed_arguments", "repeated_call", "unparsable_output"})
-_COLUMNS = frozenset({"Text", "AskedTools"})
-"""Columns of an `expression` that come from answers."""
 _PLACES = (semconv.RESPONSE_JSON, semconv.OPENINFERENCE_OUTPUT, "gen_ai.output.messages")
 """Attributes that may hold a whole answer."""
 _SQL = f"""
@@ -45,14 +43,6 @@ ToolCall = tuple[str, str]
 """Name and arguments of a tool call that an answer asked for."""
 Response = tuple[int, str, list[ToolCall]]
 """A choice: its number, its text, and the tool calls that it asked for."""
-
-
-def asked_for(spec: BuilderSettings) -> bool:
-    """Whether a rule of a specification looks at what calls answered."""
-    return any(
-        rule.kind in _KINDS or (rule.kind == "expression" and _COLUMNS & set(pl.sql_expr(rule.where or "").meta.root_names()))
-        for rule in spec.rules
-    )
 
 
 def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
@@ -71,7 +61,7 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
     Raises:
         StoreError: the store does not answer, or refuses.
     """
-    if not asked_for(spec):
+    if columns.ANSWERS.isdisjoint(columns.used(spec)):
         return empty(RESPONSES)
     wanted = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(_SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()

@@ -10,6 +10,7 @@ import polars as pl
 
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.seen import Seen
+from transition_builder.rewards.rules.tools import whole
 
 JSON = "json"
 """The form of a text that is JSON."""
@@ -44,11 +45,6 @@ def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
 def sql(rule: AirRule, seen: Seen) -> pl.DataFrame:
     """What the file rule.where says of calls, times the reward."""
     return seen.sql.filter(pl.col("Name") == rule.where).select("CallId", *_SPAN, Value=pl.col("Value") * rule.reward)
-
-
-def whole(pattern: str) -> str:
-    """A regular expression that a text must match from its beginning to its end."""
-    return rf"\A(?:{pattern})\z"
 
 
 def _is_json(text: str) -> bool:

@@ -6,38 +6,21 @@ looked at: failed tries, retries and second tellings of a call are not the polic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import polars as pl
 
-from transition_builder.schemas import Schema
+from transition_builder.frames import empty
+from transition_builder.rewards.rules.columns import COLUMNS, EVENTS, LOGS
+from transition_builder.rewards.rules.records import with_records
+from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS, Schema
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
 
 FOUND: Schema = {"CallId": pl.String(), "TraceId": pl.String(), "SpanId": pl.String(), "Value": pl.Float64()}
 """What a rule found: the call that is rewarded, the span that shows why, and what it is worth."""
-
-COLUMNS: Schema = {
-    "AgentName": pl.String(),
-    "Policy": pl.String(),
-    "Version": pl.UInt64(),
-    "Model": pl.String(),
-    "FinishReason": pl.String(),
-    "Temperature": pl.Float64(),
-    "Place": pl.Int64(),
-    "Calls": pl.Int64(),
-    "PromptTokens": pl.Int64(),
-    "ResponseTokens": pl.Int64(),
-    "Seconds": pl.Float64(),
-    "Text": pl.String(),
-    "AskedTools": pl.List(pl.String()),
-    "Tools": pl.List(pl.String()),
-    "FailedTools": pl.Int64(),
-}
-"""What an expression may use of a call. Place: among the calls of its attempt, from 0; Calls: how many there are. Text and AskedTools (the
-names of the tools that its answer asked for) are null where nobody recorded the answer. Tools, FailedTools: those that it caused to run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +35,12 @@ class Seen:
     """RESPONSES."""
     sql: pl.DataFrame
     """SAID rows of SQL files, each of a call."""
+    nodes: pl.DataFrame
+    """The described spans that `caused` numbers."""
+    used_columns: frozenset[str] = frozenset()
+    """COLUMNS that some rule uses."""
+    tool_events: pl.DataFrame = field(default_factory=lambda: empty(TOOL_EVENTS))
+    tool_logs: pl.DataFrame = field(default_factory=lambda: empty(TOOL_LOGS))
 
     @cached_property
     def used(self) -> pl.DataFrame:
@@ -74,6 +63,11 @@ class Seen:
         return self.caused.join(self.placed.select("CallId"), on="CallId", how="semi", maintain_order="left")
 
     @cached_property
+    def recorded_tools(self) -> pl.DataFrame:
+        """The same tools with the columns of RECORDS."""
+        return with_records(self.tools, self.nodes, self.tool_events, self.tool_logs)
+
+    @cached_property
     def answered(self) -> pl.DataFrame:
         """Calls whose answers were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
         slim = self.used.select(*_SPAN, "Choice", "CallId", "ParentCallId", "AgentName")
@@ -81,7 +75,7 @@ class Seen:
 
     @cached_property
     def columns(self) -> pl.DataFrame:
-        """COLUMNS of each choice of each call, with CallId, its span and its attempt."""
+        """COLUMNS of each choice of each call, with CallId, its span and its attempt; those of records are empty where no rule uses any."""
         ran = self.tools.group_by("CallId", maintain_order=True).agg(
             Tools=pl.col("ToolName"), FailedTools=pl.col("ToolFailed").fill_null(False).sum()
         )
@@ -89,11 +83,38 @@ class Seen:
         facts = (
             self.used.join(ran, on="CallId", how="left")
             .join(said, on="CallId", how="left")
+            .join(self._records(), on="CallId", how="left")
             .with_columns(
-                pl.col("Tools").fill_null([]),
+                pl.col("Tools", "ToolExceptionTypes", "ToolEventNames", "ToolEvents", "ToolLogBodies", "ToolLogs").fill_null([]),
                 pl.col("FailedTools").fill_null(0),
                 Place=pl.col("Order").rank("dense").over(_ATTEMPT).cast(pl.Int64) - 1,
                 Calls=pl.col("Order").n_unique().over(_ATTEMPT),
             )
         )
         return facts.select(*_ATTEMPT, *_SPAN, "CallId", *(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+
+    def _records(self) -> pl.DataFrame:
+        """CallId and the columns of EVENTS and LOGS, of calls that caused tools to run."""
+        if self.used_columns.isdisjoint(EVENTS | LOGS):
+            return empty({"CallId": COLUMNS["Text"], **{name: dtype for name, dtype in COLUMNS.items() if name in EVENTS | LOGS}})
+        named = pl.col("ToolName").fill_null("").alias("Tool")
+        calls = self.recorded_tools.select("CallId").unique(maintain_order=True)
+        types = self.recorded_tools.select("CallId", ToolExceptionTypes="ExceptionTypes").explode(
+            "ToolExceptionTypes", empty_as_null=False
+        )
+        events = self.recorded_tools.select("CallId", named, event="Events").explode("event", empty_as_null=False).unnest("event")
+        logs = self.recorded_tools.select("CallId", named, log="Logs").explode("log", empty_as_null=False).unnest("log")
+        parts = (
+            types.group_by("CallId", maintain_order=True).agg("ToolExceptionTypes"),
+            events.group_by("CallId", maintain_order=True).agg(
+                ToolEventNames=pl.col("Name"), ToolEvents=pl.struct("Tool", "Name", "Attributes")
+            ),
+            logs.group_by("CallId", maintain_order=True).agg(
+                ToolLogBodies=pl.col("Body"),
+                ToolLogSeverity=pl.col("Severity").max(),
+                ToolLogs=pl.struct("Tool", "Severity", "Body", "Attributes"),
+            ),
+        )
+        for part in parts:
+            calls = calls.join(part, on="CallId", how="left", maintain_order="left")
+        return calls

@@ -1,4 +1,4 @@
-"""Rules about tools that ran: `tool_ok`, `tool_error`, `empty_result`.
+"""Rules about tools that ran: `tool_ok`, `tool_error`, `tool_exception`, `empty_result`.
 
 In: tools and the calls that caused them. Out: FOUND: the call that caused the tool, for each tool that the rule names.
 """
@@ -25,6 +25,12 @@ def error(rule: AirRule, seen: Seen) -> pl.DataFrame:
     return _found(rule, seen, pl.col("ToolFailed"))
 
 
+def exception(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """Tools in which an exception of a type was raised that matches rule.types in full; a tool call counts once."""
+    matches = pl.col("ExceptionTypes").list.eval(pl.element().str.contains(whole(rule.types or ""))).list.any()
+    return _found(rule, seen, matches, seen.recorded_tools)
+
+
 def empty_result(rule: AirRule, seen: Seen) -> pl.DataFrame:
     """Tools that ran without an error and gave back nothing. One whose span holds no result is not judged."""
     return _found(rule, seen, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
@@ -35,5 +41,10 @@ def named(rule: AirRule, column: str) -> pl.Expr:
     return pl.lit(True) if rule.tools == EVERY else pl.col(column).is_in(rule.tools)
 
 
-def _found(rule: AirRule, seen: Seen, holds: pl.Expr) -> pl.DataFrame:
-    return seen.tools.filter(named(rule, "ToolName") & holds).select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))
+def whole(pattern: str) -> str:
+    """A regular expression that a text must match from its beginning to its end."""
+    return rf"\A(?:{pattern})\z"
+
+
+def _found(rule: AirRule, seen: Seen, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
+    return (seen.tools if tools is None else tools).filter(named(rule, "ToolName") & holds).select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))

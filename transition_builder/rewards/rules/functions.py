@@ -1,0 +1,108 @@
+"""Rules that are Python functions: `python`.
+
+In: a function, named as `module:function` or `file.py:function`, and the columns of calls. Out: FOUND. Invariant: the function that runs is
+the one whose source file the rule's hash is of; whatever it does wrong ends the build of its rollouts before a row is written.
+
+A function takes a Polars DataFrame, a row a call, and returns a number a row, in the same order: a Series, a list, a NumPy array, or an
+expression, which is evaluated over the calls of each attempt as an `expression` rule is. Null is no reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from spangrad import callables
+from spangrad.errors import AgentError, RuleError
+from spangrad.settings import AirRule
+from transition_builder.rewards.rules.columns import COLUMNS, IDENTITY
+from transition_builder.rewards.rules.seen import Seen
+
+_ATTEMPT = ["RunId", "RolloutId", "Attempt"]
+_SPAN = ["TraceId", "SpanId"]
+_loaded: dict[Path, str] = {}
+"""Source files of the functions that were loaded -> hashes of their content then."""
+
+
+def python(rule: AirRule, seen: Seen) -> pl.DataFrame:
+    """The value that the function rule.where gives for each call, times the reward; calls for which it is null get nothing.
+
+    Raises:
+        RuleError: the function raised, or returned something else than a number or null for each call.
+    """
+    calls = seen.columns.select(*IDENTITY, *(COLUMNS if rule.columns is None else rule.columns))
+    spans = seen.columns.select("CallId", *_SPAN)
+    if calls.is_empty():
+        return spans.with_columns(Value=pl.lit(None, pl.Float64))
+    values = _numbers(rule, _returned(rule, load(rule), calls), calls)
+    return spans.with_columns(Value=values * rule.reward).filter(pl.col("Value").is_not_null())
+
+
+def load(rule: AirRule) -> Callable[[pl.DataFrame], Any]:
+    """Import the function that a rule names, anew where its source file has changed since it was imported.
+
+    Raises:
+        RuleError: there is no such function, or its module cannot be imported.
+    """
+    reference = rule.where or ""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        file = callables.source_file(reference)
+        version = hashlib.sha256(file.read_bytes()).hexdigest()
+        if _loaded.get(file, version) != version:
+            _forget(file)
+        function = callables.load(reference)
+    except AgentError as error:
+        raise RuleError(f"the rule {rule.name!r} is the function {reference!r}, which cannot be used: {error}") from error
+    _loaded[file] = version
+    return function
+
+
+def _forget(file: Path) -> None:
+    """Have the next import read a source file, not what is known of it."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == str(file):
+            del sys.modules[name]
+    # Python takes an edit within a second, of the same length, for the file that it compiled.
+    Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+
+
+def _returned(rule: AirRule, function: Callable[[pl.DataFrame], Any], calls: pl.DataFrame) -> Any:
+    try:
+        result = function(calls)
+        return calls.select(result.over(_ATTEMPT).alias("value"))["value"] if isinstance(result, pl.Expr) else result
+    except Exception as error:  # it runs somebody's code
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise _error(rule, f"raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename})") from error
+
+
+def _numbers(rule: AirRule, result: Any, calls: pl.DataFrame) -> pl.Series:
+    """Return what a function returned, as numbers."""
+    if not isinstance(result, pl.Series | list | tuple | np.ndarray):
+        raise _error(rule, f"returned {type(result).__name__}")
+    try:
+        values = result if isinstance(result, pl.Series) else pl.Series(result)
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError) as error:
+        raise _error(rule, f"returned a {type(result).__name__} that holds other than numbers: {error}") from error
+    if values.len() != calls.height:
+        raise _error(rule, f"returned {values.len()} values for {calls.height} calls")
+    if not (values.dtype.is_numeric() or values.dtype in (pl.Boolean(), pl.Null())):
+        raise _error(rule, f"returned values of type {values.dtype}")
+    return values.cast(pl.Float64)
+
+
+def _error(rule: AirRule, what: str) -> RuleError:
+    return RuleError(
+        f"the rule {rule.name!r} is the function {rule.where!r}, which {what}. Fix it: it must return a Series, an expression or a list with "
+        "one number, or null for no reward, for each row of its argument, in their order. Nothing was written of the rollouts that it was "
+        "called for; they are built when the function works."
+    )
