@@ -47,7 +47,11 @@ def facts(nodes: pl.DataFrame, tools: Indices, outer: Indices) -> pl.DataFrame:
     """What the spans of each tool call say, a row for each of `tools` (see `tool_spans`), in their order."""
     about = nodes.select(*_ATTEMPT, *_SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration", "IsTool")
     if len(tools) == len(outer):
-        return about[tools].drop("IsTool").with_columns(Tool=pl.Series(tools, dtype=pl.Int64), Nodes=pl.Series(tools[:, None], dtype=pl.List(pl.Int64)))
+        return (
+            about[tools]
+            .drop("IsTool")
+            .with_columns(Tool=pl.Series(tools, dtype=pl.Int64), Nodes=pl.Series(tools[:, None], dtype=pl.List(pl.Int64)))
+        )
     spans = about.with_columns(Nodes=pl.int_range(pl.len())).filter("IsTool").with_columns(Tool=pl.Series(outer, dtype=pl.Int64))
     told = spans.group_by("Tool", maintain_order=True).agg(
         pl.col("ToolFailed").any(), *(pl.col(name).drop_nulls().first() for name in _FIRST), "Nodes"

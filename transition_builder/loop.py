@@ -20,9 +20,9 @@ import tenacity
 
 from spangrad import datasets
 from spangrad.clickhouse import connect
-from spangrad.errors import BuilderError, StoreError
-from spangrad.settings import BuilderSettings, Settings
-from transition_builder import late, moved, rewards
+from spangrad.errors import RuleError, StoreError
+from spangrad.settings import Settings
+from transition_builder import late, moved, specification
 from transition_builder.build import build
 from transition_builder.claims import Claims
 from transition_builder.complete import decide, facts
@@ -81,7 +81,7 @@ class Builder:
             BuilderError: the specification makes no sense.
             StoreError: the store does not answer.
         """
-        _check(settings.builder)
+        specification.check(settings.builder)
         client = connect(settings.store)
         sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
@@ -117,9 +117,12 @@ class Builder:
         """Build whatever is complete now.
 
         Raises:
+            BuilderError: a file of the specification is another than when the builder began.
+            RuleError: a Python rule failed; nothing was written of the rollouts that it was asked about, and the next look builds them.
             StoreError: the store failed; the next look takes up what this one left.
         """
         began = time.monotonic()
+        specification.require_unchanged(self._spec, self._reader.spec)
         summary = Summary()
         now = self._reader.now()
         self._discover(now)
@@ -362,16 +365,18 @@ def rebuild(settings: Settings, since: datetime, said: Said, run: str | None = N
 def follow(settings: Settings) -> None:
     """Build rollouts as they become complete, until SIGTERM or SIGINT.
 
-    A store that fails while following is waited for.
+    A store that fails while following is waited for, and a Python rule that fails is tried again.
 
     Raises:
+        BuilderError: a file of the specification was changed.
+        RuleError: a Python rule fails at the start.
         StoreError: the store does not answer at the start.
     """
     with stoppable():
         builder = _started(settings)
         builder.look()
         patient = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(StoreError),
+            retry=tenacity.retry_if_exception_type((StoreError, RuleError)),
             wait=tenacity.wait_exponential(multiplier=0.2, max=5),
             before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
         )
@@ -385,14 +390,3 @@ def _started(settings: Settings, *, hurry: bool = False, said: Said = _nothing) 
     builder = Builder(settings, hurry=hurry, said=said)
     builder.register(settings.builder.dataset)
     return builder
-
-
-def _check(spec: BuilderSettings) -> None:
-    rewards.check(spec)
-    for name, pattern in spec.selection.model_dump().items():
-        try:
-            pl.select(pl.lit("").str.contains(pattern or ""))
-        except pl.exceptions.ComputeError as error:
-            found = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
-            reason = found[0] if found else "Polars refuses it"
-            raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Mend it.") from None

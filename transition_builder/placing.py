@@ -30,10 +30,10 @@ class Placed:
     """Canonical calls with AgentName, Order (from 0 in each attempt), ParentCallId (empty: none), Branch, Components (names of the agents,
     chains and tools around the call, outermost first) and Tools (names of the tools that it caused to run, in order)."""
     caused: pl.DataFrame
-    """A row a tool call, by attempt and in order: Tool (the node of its outermost span), Nodes (of all its spans), RunId, RolloutId, Attempt,
-    TraceId, SpanId, ToolName, ToolFailed, ToolCallId, ToolArguments, ToolResult (null: no span says so), Duration (of its outermost span, in
-    nanoseconds), AgentName (the agent that ran it), CallId (of the first choice of the call that caused it; empty where none did), Asked (whether that
-    call asked for it by its id)."""
+    """A row a tool call, by attempt and in order: Tool (the node of its outermost span), Nodes (of all its spans), RunId, RolloutId,
+    Attempt, TraceId, SpanId, ToolName, ToolFailed, ToolCallId, ToolArguments, ToolResult (null: no span says so), Duration (of its
+    outermost span, in nanoseconds), AgentName (the agent that ran it), CallId (of the first choice of the call that caused it; empty
+    where none did), Asked (whether that call asked for it by its id)."""
 
 
 def place(nodes: pl.DataFrame, joined: Joined) -> Placed:

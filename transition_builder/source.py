@@ -23,7 +23,7 @@ from transition_builder.discovery import Discovery
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.reading import Reader, batches, span_constants
 from transition_builder.resolve import NAMED
-from transition_builder.rewards import responses, sql
+from transition_builder.rewards import responses, sql, tool_records
 from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUTS, SPANS, Schema
 from transition_builder.unclaimed import claim
 
@@ -136,7 +136,8 @@ class Source:
         answers = self._answers(spans, calls)
         store = (self._reader.client, self._reader.url, self._settings.builder)
         given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answers)
-        return Frames(rollouts, spans, calls, answers, given, responded, dropped, self._names(spans, answers))
+        records = tool_records.read(self._reader, self._settings.builder, spans)
+        return Frames(rollouts, spans, calls, answers, given, responded, dropped, self._names(spans, answers), *records)
 
     def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         """NAMES of the traces of calls that name no rollout: rollouts that are not asked for may be among them."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from spangrad.settings import AirRule, BuilderSettings
-from transition_builder.rewards.responses import Response, asked_for, parse
+from transition_builder.rewards.responses import Response, parse
+from transition_builder.rewards.rules import columns
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 
@@ -60,11 +61,13 @@ def test_what_is_no_answer_has_no_rows(text: str) -> None:
 
 def test_answers_are_read_only_when_a_rule_looks_at_them() -> None:
     def asks(**rule: object) -> bool:
-        return asked_for(BuilderSettings(rules=(AirRule(name="r", reward=-1, **rule),)))  # type: ignore[arg-type]
+        return not columns.ANSWERS.isdisjoint(columns.used(BuilderSettings(rules=(AirRule(name="r", reward=-1, **rule),))))  # type: ignore[arg-type]
 
-    assert not asked_for(BuilderSettings())
+    assert columns.used(BuilderSettings()) == frozenset()
     assert not asks(kind="tool_error", tools=("*",))
     assert not asks(kind="expression", where="Seconds > 1")
     assert asks(kind="expression", where="LENGTH(Text) > 10")
     assert asks(kind="repeated_call", tools=("*",))
     assert asks(kind="unparsable_output", form="json")
+    assert asks(kind="python", where="rules:rule")
+    assert not asks(kind="python", where="rules:rule", columns=("Seconds",))

@@ -1,6 +1,7 @@
 """Columns of a call that `expression` and `python` rules may use, and which of them a specification asks for.
 
-In: the rules of a specification. Out: names of columns. Invariant: what no rule asks for, and what costs a question to the store, is not read.
+In: the rules of a specification. Out: names of columns. Invariant: what costs a question to the store is read only
+where a rule asks for it.
 """
 
 from __future__ import annotations

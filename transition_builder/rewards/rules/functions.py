@@ -81,7 +81,8 @@ def _returned(rule: AirRule, function: Callable[[pl.DataFrame], Any], calls: pl.
         result = function(calls)
         return calls.select(result.over(_ATTEMPT).alias("value"))["value"] if isinstance(result, pl.Expr) else result
     except Exception as error:  # it runs somebody's code
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        frames, file = traceback.extract_tb(error.__traceback__), str(callables.source_file(rule.where or ""))
+        at = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
         raise _error(rule, f"raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename})") from error
 
 
@@ -102,7 +103,7 @@ def _numbers(rule: AirRule, result: Any, calls: pl.DataFrame) -> pl.Series:
 
 def _error(rule: AirRule, what: str) -> RuleError:
     return RuleError(
-        f"the rule {rule.name!r} is the function {rule.where!r}, which {what}. Fix it: it must return a Series, an expression or a list with "
-        "one number, or null for no reward, for each row of its argument, in their order. Nothing was written of the rollouts that it was "
-        "called for; they are built when the function works."
+        f"the rule {rule.name!r} is the function {rule.where!r}, which {what}. Fix it: it must return a Series, an expression or a list "
+        "with one number, or null for no reward, for each row of its argument, in their order. Nothing was written of the rollouts that it "
+        "was called for; they are built when the function works."
     )

@@ -99,9 +99,7 @@ class Seen:
             return empty({"CallId": COLUMNS["Text"], **{name: dtype for name, dtype in COLUMNS.items() if name in EVENTS | LOGS}})
         named = pl.col("ToolName").fill_null("").alias("Tool")
         calls = self.recorded_tools.select("CallId").unique(maintain_order=True)
-        types = self.recorded_tools.select("CallId", ToolExceptionTypes="ExceptionTypes").explode(
-            "ToolExceptionTypes", empty_as_null=False
-        )
+        types = self.recorded_tools.select("CallId", ToolExceptionTypes="ExceptionTypes").explode("ToolExceptionTypes", empty_as_null=False)
         events = self.recorded_tools.select("CallId", named, event="Events").explode("event", empty_as_null=False).unnest("event")
         logs = self.recorded_tools.select("CallId", named, log="Logs").explode("log", empty_as_null=False).unnest("log")
         parts = (

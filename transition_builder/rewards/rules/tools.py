@@ -47,4 +47,8 @@ def whole(pattern: str) -> str:
 
 
 def _found(rule: AirRule, seen: Seen, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
-    return (seen.tools if tools is None else tools).filter(named(rule, "ToolName") & holds).select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))
+    return (
+        (seen.tools if tools is None else tools)
+        .filter(named(rule, "ToolName") & holds)
+        .select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))
+    )

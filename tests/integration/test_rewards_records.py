@@ -1,0 +1,234 @@
+"""Exceptions, span events and log records of tools, from OpenTelemetry's SDK through a real store to rewards of calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from building import post, rows
+from opentelemetry._logs import SeverityNumber
+from sdk_rollouts import SdkRollout, add_event
+
+import fakes
+from spangrad.clickhouse import connect
+from spangrad.errors import BuilderError, RuleError
+from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
+from transition_builder import loop
+from transition_builder.reading import Reader
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "spans" / "langgraph_tool_error.jsonl"
+
+
+def settings_of(store: StoreSettings, run: str, *rules: AirRule, **builder: Any) -> Settings:
+    return Settings(store=store, builder=BuilderSettings(dataset=run, rules=rules, **builder))
+
+
+def build(settings: Settings, run: str) -> loop.Builder:
+    """Build the rollouts of a run, whatever else the store holds."""
+    builder = loop.Builder(settings, run=run)
+    builder.register(settings.builder.dataset)
+    builder.look()
+    return builder
+
+
+def rewards(store: StoreSettings, run: str) -> list[tuple[int, str, float]]:
+    """Turn, name and value of each AIR reward of a run's newest revisions."""
+    sql = f"""
+        SELECT t.Turn, r.Name, r.Value FROM otel.v_rewards AS r
+        INNER JOIN otel.v_transitions AS t ON t.RunId = r.RunId AND t.BuildSpec = r.BuildSpec AND t.CallId = r.CallId
+        WHERE r.RunId = '{run}' AND r.Source = 'air' ORDER BY ALL"""
+    return rows(store, sql)
+
+
+def agent(store: StoreSettings, run: str, name: str = "a") -> None:
+    """Three calls: the first tool times out and says so, the second warns and retries, the third runs well in silence."""
+
+    def fetch() -> None:
+        rollout.log(SeverityNumber.ERROR, "no answer from weather.example")
+        raise TimeoutError("no answer")
+
+    def search() -> None:
+        add_event("retry", attempt="2", reason="rate limit")
+        rollout.log(SeverityNumber.INFO, "searching")
+        rollout.log(SeverityNumber.WARN, "rate limit: retrying")
+
+    with SdkRollout(store, run, name, calls=3).running() as rollout:
+        for tool, body in (("fetch", fetch), ("search", search), ("read", lambda: None)):
+            rollout.call()
+            rollout.tool(tool, body)
+
+
+@pytest.fixture
+def run() -> str:
+    return f"records-{uuid.uuid4().hex[:8]}"
+
+
+def test_rules_see_exceptions_events_and_logs_of_a_calls_tools(store: StoreSettings, run: str) -> None:
+    agent(store, run)
+    expression: Mapping[str, Any] = {"kind": "expression", "reward": 1}
+    rules = (
+        AirRule(name="timeout", kind="tool_exception", reward=-0.5, tools=("*",), types="Timeout.*"),
+        AirRule(name="value", kind="tool_exception", reward=-0.5, tools=("*",), types="ValueError"),
+        AirRule(name="read", kind="tool_exception", reward=-0.5, tools=("read",), types=".*"),
+        AirRule(name="types", where="ARRAY_CONTAINS(ToolExceptionTypes, 'TimeoutError')", **expression),
+        AirRule(name="events", where="ARRAY_LENGTH(ToolEventNames)", **expression),
+        AirRule(name="retries", where="ARRAY_CONTAINS(ToolEventNames, 'retry')", **expression),
+        AirRule(name="severity", where="ToolLogSeverity", **expression),
+        AirRule(name="limited", where="ARRAY_TO_STRING(ToolLogBodies, ' ') LIKE '%rate limit%'", **expression),
+    )
+    build(settings_of(store, run, *rules), run)
+    assert rewards(store, run) == [
+        (0, "events", 1.0),
+        (0, "severity", 17.0),
+        (0, "timeout", -0.5),
+        (0, "types", 1.0),
+        (1, "events", 1.0),
+        (1, "limited", 1.0),
+        (1, "retries", 1.0),
+        (1, "severity", 13.0),
+    ]
+
+
+RULE = """
+import polars as pl
+
+SEEN = []
+
+def rule(calls: pl.DataFrame) -> list[float]:
+    SEEN.append(calls.select("ToolEvents", "ToolLogs", "ToolExceptionTypes").to_dicts())
+    return [sum(log["Severity"] >= 13 for log in logs) for logs in calls["ToolLogs"]]
+"""
+
+
+def test_a_function_sees_the_attributes_of_events_and_logs(
+    store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(store, run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_rules.py").write_text(RULE)
+    build(settings_of(store, run, AirRule(name="warnings", kind="python", reward=-1, where="own_rules.py:rule")), run)
+    assert rewards(store, run) == [(0, "warnings", -1.0), (1, "warnings", -1.0), (2, "warnings", 0.0)]
+    import own_rules  # type: ignore[import-not-found]  # the module that the builder imported
+
+    (calls,) = own_rules.SEEN
+    failed, retried, quiet = calls
+    assert failed["ToolExceptionTypes"] == ["TimeoutError"]
+    (exception,) = failed["ToolEvents"]
+    attributes = {pair["Key"]: pair["Value"] for pair in exception["Attributes"]}
+    assert (exception["Tool"], exception["Name"], attributes["exception.message"]) == ("fetch", "exception", "no answer")
+    (log,) = failed["ToolLogs"]
+    assert (log["Tool"], log["Severity"], log["Body"]) == ("fetch", 17, "no answer from weather.example")
+    assert [(event["Name"], event["Attributes"]) for event in retried["ToolEvents"]] == [
+        ("retry", [{"Key": "attempt", "Value": "2"}, {"Key": "reason", "Value": "rate limit"}])
+    ]
+    assert [log["Body"] for log in retried["ToolLogs"]] == ["searching", "rate limit: retrying"]
+    assert quiet == {"ToolEvents": [], "ToolLogs": [], "ToolExceptionTypes": []}
+
+
+def test_records_that_were_delivered_twice_count_once(store: StoreSettings, run: str) -> None:
+    agent(store, run)
+    client = connect(store)
+    for table, column in (
+        ("otel_traces", "SpanAttributes['spangrad.run.id']"),
+        ("otel_logs", "concat('', ResourceAttributes['service.instance.id'])"),
+    ):
+        client.command(f"INSERT INTO otel.{table} SELECT * FROM otel.{table} WHERE startsWith({column}, '{run}')")
+    rules = [
+        AirRule(name=name, kind="expression", reward=1, where=f"ARRAY_LENGTH({column})")
+        for name, column in (("events", "ToolEvents"), ("logs", "ToolLogs"))
+    ]
+    build(settings_of(store, run, *rules), run)
+    assert rewards(store, run) == [(0, "events", 1.0), (0, "logs", 1.0), (1, "events", 1.0), (1, "logs", 2.0)]
+
+
+def test_a_log_record_that_comes_after_the_build_makes_no_revision(store: StoreSettings, run: str) -> None:
+    agent(store, run)
+    rule = AirRule(name="severity", kind="expression", reward=1, where="ToolLogSeverity")
+    settings = settings_of(store, run, rule)
+    build(settings, run)
+    spans = f"SELECT TraceId, SpanId FROM otel.otel_traces WHERE SpanName = 'read' AND SpanAttributes['spangrad.run.id'] = '{run}'"
+    columns = "Timestamp, TraceId, SpanId, SeverityNumber, Body"
+    connect(store).command(f"INSERT INTO otel.otel_logs ({columns}) SELECT now64(9), TraceId, SpanId, 21, 'late' FROM ({spans})")
+    build(settings, run)
+    assert rows(store, f"SELECT max(Revision) FROM otel.builds WHERE RunId = '{run}'") == [(0,)]
+    # Whoever builds the rollout later sees it.
+    build(settings_of(store, run, rule.model_copy(update={"name": "later"})), run)
+    assert [row for row in rewards(store, run) if row[1] == "later"] == [(0, "later", 17.0), (1, "later", 13.0), (2, "later", 21.0)]
+
+
+def test_nothing_is_read_of_tools_where_no_rule_asks(store: StoreSettings, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent(store, run)
+    asked = list[str]()
+    frame = Reader.frame
+
+    def counted(self: Reader, sql: str, parameters: Mapping[str, Any] | None = None) -> Any:
+        asked.append(sql)
+        return frame(self, sql, parameters)
+
+    monkeypatch.setattr(Reader, "frame", counted)
+
+    def tables(*rules: AirRule) -> tuple[int, int]:
+        asked.clear()
+        build(settings_of(store, run, *rules), run)
+        return sum("Events.Name" in sql for sql in asked), sum("otel.otel_logs" in sql for sql in asked)
+
+    assert tables(AirRule(name="ok", kind="tool_ok", reward=1, tools=("*",))) == (0, 0)
+    assert tables(AirRule(name="e", kind="expression", reward=1, where="FailedTools")) == (0, 0)
+    assert tables(AirRule(name="e", kind="expression", reward=1, where="ARRAY_LENGTH(ToolEvents)")) == (1, 0)
+    assert tables(AirRule(name="e", kind="expression", reward=1, where="ToolLogSeverity")) == (0, 1)
+    assert tables(AirRule(name="e", kind="tool_exception", reward=1, tools=("*",), types=".*")) == (1, 1)
+
+
+def test_a_framework_that_records_exceptions_has_their_types(store: StoreSettings, run: str) -> None:
+    request = FIXTURE.read_text().replace("c" * 32, uuid.uuid4().hex).replace('"r9"', f'"{run}-r"')
+    post(store, request.encode())
+    spans = fakes.SpanFactory(run=run)
+    root = spans.root(f"{run}-r", calls=0)
+    spans.evaluation(root, 1.0)
+    post(store, spans.otlp())
+    rules = [
+        AirRule(name=types, kind="tool_exception", reward=-1, tools=("*",), types=types) for types in ("ValueError", "TypeError", "Value")
+    ]
+    build(settings_of(store, run, *rules), run)
+    given = f"""
+        SELECT r.Name, r.Value, s.SpanName FROM otel.v_rewards AS r
+        INNER JOIN otel.v_spans AS s ON s.TraceId = r.TraceId AND s.SpanId = r.SpanId WHERE r.RunId = '{run}' AND r.Source = 'air'"""
+    assert rows(store, given) == [("ValueError", -1.0, "broken")]
+
+
+def test_a_rule_that_fails_writes_nothing_and_loses_nothing(
+    store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(store, run)
+    monkeypatch.chdir(tmp_path)
+    flag = tmp_path / "works"
+    (tmp_path / "flaky_rules.py").write_text(
+        f"import os\n\ndef rule(calls):\n    assert os.path.exists({str(flag)!r}), 'the judge is away'\n    return calls['Place'] + 1\n"
+    )
+    builder = loop.Builder(settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="flaky_rules:rule")), run=run)
+    for _ in range(2):
+        with pytest.raises(RuleError, match="raised AssertionError: the judge is away"):
+            builder.look()
+    for table in ("transitions", "rewards", "drops", "builds"):
+        assert rows(store, f"SELECT count() FROM otel.{table} WHERE RunId = '{run}'") == [(0,)]
+    flag.touch()
+    assert builder.look().rollouts == 1
+    assert rewards(store, run) == [(turn, "own", turn + 1.0) for turn in range(3)]
+
+
+def test_a_builder_whose_rule_was_edited_refuses_to_go_on(
+    store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "edited_rules.py").write_text("def rule(calls):\n    return calls['Place']\n")
+    settings = settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="edited_rules:rule"))
+    builder = build(settings, run)
+    (tmp_path / "edited_rules.py").write_text("def rule(calls):\n    return calls['Place'] * 2\n")
+    agent(store, run)
+    with pytest.raises(BuilderError, match=r"was changed since the builder began.*Start the builder again"):
+        builder.look()
+    build(settings, run)
+    assert [value for *_, value in rewards(store, run)] == [0.0, 2.0, 4.0]

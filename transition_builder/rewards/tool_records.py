@@ -1,0 +1,104 @@
+"""Span events and log records of tools: read where they lie, and only when a rule asks for them.
+
+In: the spans of the rollouts that are built. Out: TOOL_EVENTS of otel.otel_traces, TOOL_LOGS of otel.otel_logs. Invariant: a span or a log
+record that was delivered twice counts once; of no other span than a tool's is anything read.
+
+A log record belongs to a tool when it names one of the tool's spans, and was written at most `_SLACK` before or after any of those that are
+asked for. Nothing waits for log records: what has not arrived when a rollout is built is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from spangrad.clickhouse import KEYS_A_STATEMENT
+from spangrad.settings import BuilderSettings
+from transition_builder import dialects
+from transition_builder.frames import concat, empty
+from transition_builder.reading import span_constants
+from transition_builder.rewards.rules import columns
+from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS
+
+if TYPE_CHECKING:
+    from transition_builder.reading import Reader
+
+CHARACTERS = 4096
+"""Characters of a value or a body that are read."""
+RECORDS = 1000
+"""Events, or log records, of a span that are read: the first."""
+_SLACK = timedelta(minutes=5)
+_SPAN = ["TraceId", "SpanId"]
+_CUT = f"substringUTF8(value, 1, {CHARACTERS})"
+_ATTRIBUTES = f"arrayMap((key, value) -> CAST((key, {_CUT}), 'Tuple(Key String, Value String)'), mapKeys({{map}}), mapValues({{map}}))"
+_EVENTS = f"""
+SELECT TraceId, SpanId, toString(name) AS Name, if(Name = 'exception', said['exception.type'], '') AS ExceptionType,
+    {_ATTRIBUTES.format(map="said")} AS Attributes
+FROM (
+    SELECT TraceId, SpanId, arraySlice(Events.Name, 1, {RECORDS}) AS names, arraySlice(Events.Attributes, 1, {RECORDS}) AS maps
+    FROM otel.otel_traces
+    WHERE ServiceName IN {{services}} AND SpanName IN {{names}} AND TraceId IN {{traces}} AND SpanId IN {{spans}}
+        AND Timestamp BETWEEN fromUnixTimestamp64Nano({{first}}) AND fromUnixTimestamp64Nano({{last}}) AND notEmpty(Events.Name)
+    LIMIT 1 BY TraceId, SpanId
+)
+ARRAY JOIN names AS name, maps AS said
+SETTINGS max_threads = 1
+"""
+_LOGS = f"""
+SELECT TraceId, SpanId, toInt64(SeverityNumber) AS Severity, substringUTF8(Body, 1, {CHARACTERS}) AS Body,
+    LogAttributes['exception.type'] AS ExceptionType, {_ATTRIBUTES.format(map="LogAttributes")} AS Attributes
+FROM (
+    SELECT TraceId, SpanId, Timestamp, SeverityNumber, Body, LogAttributes FROM otel.otel_logs
+    WHERE TraceId IN {{traces}} AND SpanId IN {{spans}}
+        AND Timestamp BETWEEN fromUnixTimestamp64Nano({{first}}) AND fromUnixTimestamp64Nano({{last}})
+    LIMIT 1 BY TraceId, SpanId, Timestamp, SeverityNumber, Body, mapKeys(LogAttributes), mapValues(LogAttributes)
+)
+ORDER BY TraceId, SpanId, Timestamp
+LIMIT {RECORDS} BY TraceId, SpanId
+SETTINGS max_threads = 1
+"""
+
+
+def read(reader: Reader, spec: BuilderSettings, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Read what the rules of a specification ask for of the tools among some spans.
+
+    Args:
+        reader: asks the store.
+        spec: nothing is read where none of its rules asks for it.
+        spans: SPANS.
+
+    Returns:
+        TOOL_EVENTS and TOOL_LOGS.
+
+    Raises:
+        StoreError: the store does not answer, or refuses.
+    """
+    used = columns.used(spec)
+    events, logs = not columns.EVENTS.isdisjoint(used), not columns.LOGS.isdisjoint(used)
+    if not (events or logs):
+        return empty(TOOL_EVENTS), empty(TOOL_LOGS)
+    tools = _tools(spans)
+    return (
+        concat((reader.frame(_EVENTS.format(**span_constants(some))) for some in _statements(tools)) if events else (), TOOL_EVENTS),
+        concat((reader.frame(_LOGS.format(**_log_constants(some))) for some in _statements(tools)) if logs else (), TOOL_LOGS),
+    )
+
+
+def _tools(spans: pl.DataFrame) -> pl.DataFrame:
+    """The spans of tools, in whatever convention, each once."""
+    once = spans.filter(pl.col("RowKind") == "span").unique(_SPAN, keep="first", maintain_order=True)
+    return dialects.describe(once).filter("IsTool").select(*_SPAN, "Timestamp", "Duration", "ServiceName", "SpanName").sort("Timestamp")
+
+
+def _statements(tools: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    return tools.iter_slices(KEYS_A_STATEMENT) if tools.height else iter(())
+
+
+def _log_constants(tools: pl.DataFrame) -> dict[str, object]:
+    ends = tools.select((pl.col("Timestamp").dt.epoch("ns") + pl.col("Duration").cast(pl.Int64)).max()).item()
+    slack = int(_SLACK.total_seconds()) * 10**9
+    constants = dict(span_constants(tools))
+    return constants | {"first": max(0, constants["first"] - slack), "last": ends + slack}  # type: ignore[operator]

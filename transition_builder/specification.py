@@ -1,0 +1,45 @@
+"""Build specifications: whether one makes sense, and whether it is still the one that a builder began with.
+
+In: the builder's settings, and the files that they name. Out: nothing, or an error that names the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad.errors import BuilderError
+from spangrad.settings import BuilderSettings
+from transition_builder import rewards
+
+
+def check(spec: BuilderSettings) -> None:
+    """See, before anything is built, that rules and the selection can be evaluated.
+
+    Raises:
+        BuilderError: a pattern is no regular expression, or a rule cannot be evaluated.
+    """
+    rewards.check(spec)
+    for name, pattern in spec.selection.model_dump().items():
+        try:
+            pl.select(pl.lit("").str.contains(pattern or ""))
+        except pl.exceptions.ComputeError as error:
+            lines = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
+            reason = lines[0] if lines else "Polars refuses it"
+            raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Fix it.") from None
+
+
+def require_unchanged(spec: BuilderSettings, began_as: str) -> None:
+    """Refuse to build what readers would not see: rows name their specification, which names the content of its files.
+
+    Args:
+        spec: a builder's settings.
+        began_as: the specification that the builder writes for.
+
+    Raises:
+        BuilderError: a file that the settings name was changed since the builder began.
+    """
+    if (spec.rules or spec.sql_rewards) and spec.spec != began_as:
+        raise BuilderError(
+            "a file that builder.rules or builder.sql_rewards names was changed since the builder began, and makes another build "
+            "specification. Start the builder again: it then builds with the file as it is."
+        )
