@@ -102,7 +102,7 @@ def _waits(record: Record, spans: Sequence[Span], roots: Sequence[Span], setting
     ours = any(span.run and span.mode and span.names_rollout for span in spans)
     final = next((root for root in reversed(roots) if root.is_final), None)
     if final is not None:
-        if lacks := _lacks(record, spans, roots, final, by_sql=bool(spec.sql_rewards)):
+        if lacks := _lacks(record, spans, roots, final, awaited=spec.waits_for_reward):
             wait = f"it waits for {' and '.join(lacks)}, at most {patience} after its end"
             return f"It is not built yet: {wait}; the newest span arrived {silent} ago."
         return "It is not built yet, and nothing that it needs is missing: the next `spangrad build` takes it. Is a builder running?"
@@ -116,7 +116,7 @@ def _waits(record: Record, spans: Sequence[Span], roots: Sequence[Span], setting
     return f"It is not built yet: it waits to be silent for {wait}; it has been for {silent}. Then the next `spangrad build` takes it."
 
 
-def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: Span, *, by_sql: bool) -> list[str]:
+def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: Span, *, awaited: bool) -> list[str]:
     number = attempts(spans)
     lacks = list[str]()
     for root in roots:
@@ -127,8 +127,8 @@ def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: 
     seen = {root.attempt for root in roots}
     if roots_missing := [str(one) for one in range(final.attempt) if one not in seen]:
         lacks.append(f"the root span of attempt {', '.join(roots_missing)}")
-    said = by_sql or bool(final.attributes.get(semconv.ROLLOUT_FAILURE))
-    if not said and not any(one.source in {"event", "log"} for one in record.rewards):
+    awaited = awaited and not final.attributes.get(semconv.ROLLOUT_FAILURE)
+    if awaited and not any(one.source in {"event", "log"} for one in record.rewards):
         lacks.append("a reward")
     return lacks
 

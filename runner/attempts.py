@@ -131,6 +131,8 @@ class Services:
     """None: the agent has none, or its host makes them."""
     rewards: RewardClient | None = None
     """None: the agent's host evaluates, or nobody does."""
+    by_rules: bool = False
+    """Whether the builder's rules alone may reward an attempt (builder.rewards_from), so that it needs no reward of its own."""
 
 
 class Attempts:
@@ -192,6 +194,8 @@ class Attempts:
         try:
             with making.entry:
                 answer = await self._through(making)
+            if answer.failure is AttemptFailure.NO_REWARD and self._services.by_rules:
+                answer = replace(answer, rewards={}, failure=None, detail="")
             answer = await self._counted(making, answer)
             if lease.attempt:
                 await self._write_lost(await self.queue.rollout(lease.rollout_id), None)

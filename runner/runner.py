@@ -297,7 +297,7 @@ async def open_attempts(
         gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
-    services = await _open_services(settings.runner, agent, stack)
+    services = replace(await _open_services(settings.runner, agent, stack), by_rules=settings.builder.rewards_from == "rules")
     roots = Roots(settings.store)
     stack.push_async_callback(roots.shut)
     opened = await queue()

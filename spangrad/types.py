@@ -93,8 +93,8 @@ _REMEDIES: Mapping[DropReason, str] = {
     DropReason.NO_CALLS: "Let the agent call the policy through the gateway, or through an instrumented client.",
     DropReason.INCOMPLETE: "Find the spans that did not arrive (the exporter's log, the gateway's spill), "
     "or raise builder.incomplete_after_seconds: those that come late make a new revision.",
-    DropReason.NO_REWARD: "Give one: an event gen_ai.evaluation.result with a finite score, a rule of builder.rules, "
-    "or a query of builder.sql_rewards.",
+    DropReason.NO_REWARD: "Give one: an event gen_ai.evaluation.result with a finite score, or a query of builder.sql_rewards; "
+    "rules of builder.rules are enough only with builder.rewards_from = 'rules'.",
     DropReason.ATTEMPT_FAILED: "Mend what the attempt failed of (its root span says it), or allow more attempts.",
     DropReason.SUPERSEDED_ATTEMPT: "Nothing need be done: the attempt that counts was built in its place.",
     DropReason.SHARED_TRACE: "Let whoever asks say for which rollout: under /rollout/ID/attempt/N/v1, or with baggage; "
@@ -112,8 +112,8 @@ _REMEDIES: Mapping[DropReason, str] = {
     "or mend builder.tokenizer_hash.",
     DropReason.MIXED_VERSIONS: "Nothing need be done: a few calls are cut by each publication of new weights.",
     DropReason.UNKNOWN_VERSION: "Serve the policy from `spangrad engine`, which says with each answer which weights gave it.",
-    DropReason.OTHER_DISTRIBUTION: "Let gateway.relax take out what the detail names, or let the agent sample with a temperature alone: "
-    "no top_p, top_k, min_p or penalties, no forced tools or schemas.",
+    DropReason.OTHER_DISTRIBUTION: "Let gateway.relax take out what the detail names, let the agent sample with a temperature alone "
+    "(no top_p, top_k, min_p or penalties, no forced tools or schemas), or accept a bias with builder.reshaped = 'keep'.",
     DropReason.OTHER_MODALITY: "Give the policy text alone, such as an image's description: "
     "the trainer has no pixels or sound to compute with.",
     DropReason.NOT_SELECTED: "Nothing need be done, unless a pattern of builder.selection is narrower than was meant.",

@@ -111,7 +111,6 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
             pl.col("Temperature").fill_null(DEFAULT_TEMPERATURE),
             # What was retokenised names no version, and is kept only where somebody asks for it.
             Version=pl.col("VersionStart").fill_null(0),
-            Reshaping=pl.lit(""),
         )
         .with_columns(
             pl.lit([0], pl.List(pl.UInt32())).alias("Versions.Start"),

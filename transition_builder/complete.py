@@ -4,7 +4,7 @@ In: what has arrived of it (`facts`): the roots of its attempts, and how many of
 the store's clock. Out: one row a rollout with a verdict. Invariant: nothing partial is ever complete.
 
 A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many of its
-calls have arrived as the gateway answered, and a reward or a failure has arrived, or SQL gives the reward; without such a
+calls have arrived as the gateway answered, and a reward or a failure has arrived, or SQL or rules alone give the reward; without such a
 number (no gateway), when nothing new has come for `quiet_seconds`. Calls of earlier attempts are waited for as well, so that
 each can be dropped by name. `incomplete_after_seconds` after the final root arrived the waiting ends: a final
 attempt that lacks calls is incomplete; one that lacks only its reward is complete, and has no reward.
@@ -115,7 +115,7 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     expired = now - pl.col("IngestedAt") >= pl.duration(milliseconds=round(spec.incomplete_after_seconds * 1000))
     quiet = now - pl.max_horizontal("IngestedAt", "last_arrival") >= pl.duration(milliseconds=round(spec.quiet_seconds * 1000))
     whole = pl.when(counted).then(pl.col("arrived") >= pl.col("Calls")).otherwise(quiet)
-    concluded = (pl.col("Failure") != "") | (pl.col("evaluations") > 0) | pl.lit(bool(spec.sql_rewards))
+    concluded = (pl.col("Failure") != "") | (pl.col("evaluations") > 0) | pl.lit(not spec.waits_for_reward)
     settled = concluded & ~pl.col("earlier_lack") & ~pl.col("roots_lack")
     missing = pl.format("{} of {} calls arrived within {} s", "arrived", "Calls", pl.lit(f"{spec.incomplete_after_seconds:g}")) + pl.when(
         pl.col("Failure") != ""

@@ -58,7 +58,7 @@ def without_arrays(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
-    """Add what the root knows, Reason (empty: kept), Detail and Turn.
+    """Add what the root knows, Reason (empty: kept), Detail, Reshaping (what reshaped the sampling distribution) and Turn.
 
     Args:
         calls: canonical, placed calls `without_arrays`: of `join.CANONICAL`, AgentName and Order, and those columns of `_ABSENT` that are
@@ -77,7 +77,7 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     )
     selected, _ = _first(_is_it_one() + _selection(spec))
     counts = (selected == "") & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
-    turned = known.with_columns(Reason=reason, Detail=detail, counts=counts)
+    turned = known.with_columns(Reason=reason, Detail=detail, Reshaping=_reshaping(), counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(_ATTEMPT).cast(pl.Int64) - 1
     return turned.with_columns(Turn=turn)
 
@@ -158,7 +158,11 @@ def _trainable(spec: BuilderSettings) -> list[Rule]:
         rules.append((DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))
     rules += [
         (DropReason.MIXED_VERSIONS, start != end, versions),
-        (DropReason.OTHER_DISTRIBUTION, _reshaped(), pl.format("sampled with {}", _reshaping())),
+        (
+            DropReason.OTHER_DISTRIBUTION,
+            _reshaping() != "" if spec.reshaped == "drop" else _unknown_temperature(),
+            pl.format("sampled with {}", _reshaping()),
+        ),
     ]
     if spec.max_tokens is not None:
         rules.append(
@@ -167,27 +171,33 @@ def _trainable(spec: BuilderSettings) -> list[Rule]:
     return rules
 
 
-_NEUTRAL = {"TopP": 1.0, "TopK": 0, "MinP": 0.0, "PresencePenalty": 0.0, "FrequencyPenalty": 0.0, "RepetitionPenalty": 1.0}
-"""Sampling parameters and the values that leave the distribution as the model gives it; what is not known counts as neutral."""
+_NEUTRAL = {
+    "TopP": ("top_p", 1.0),
+    "TopK": ("top_k", 0),
+    "MinP": ("min_p", 0.0),
+    "PresencePenalty": ("presence_penalty", 0.0),
+    "FrequencyPenalty": ("frequency_penalty", 0.0),
+    "RepetitionPenalty": ("repetition_penalty", 1.0),
+}
+"""Columns of sampling parameters -> their names in requests, and the values that leave the distribution as the model gives it; what is not
+known counts as neutral."""
 
 
-def _reshapes(name: str) -> pl.Expr:
-    value = pl.col(name)
+def _reshapes(column: str) -> pl.Expr:
+    value = pl.col(column)
     # vLLM takes top_k = 0 and -1 alike for "all tokens".
-    return (value > 0 if name == "TopK" else value != _NEUTRAL[name]).fill_null(False)
+    return (value > 0 if column == "TopK" else value != _NEUTRAL[column][1]).fill_null(False)
 
 
-def _reshaped() -> pl.Expr:
-    """Whether a temperature alone does not say what the response was sampled from."""
-    unknown = pl.col("Temperature").is_null() & pl.col("ByGateway")
-    return pl.col("Constrained").fill_null(False) | unknown | pl.any_horizontal(_reshapes(name) for name in _NEUTRAL)
+def _unknown_temperature() -> pl.Expr:
+    return pl.col("Temperature").is_null() & pl.col("ByGateway")
 
 
 def _reshaping() -> pl.Expr:
-    """The names of the parameters that did it."""
-    named = [pl.when(_reshapes(name)).then(pl.lit(name)) for name in _NEUTRAL]
+    """What reshaped the distribution, so that a temperature alone does not say what the response was sampled from; empty: nothing."""
+    named = [pl.when(_reshapes(column)).then(pl.format(f"{name}={{}}", column)) for column, (name, _) in _NEUTRAL.items()]
     masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
-    unknown = pl.when(pl.col("Temperature").is_null() & pl.col("ByGateway")).then(pl.lit("an unknown temperature"))
+    unknown = pl.when(_unknown_temperature()).then(pl.lit("an unknown temperature"))
     return pl.concat_str([*named, masked, unknown], separator=", ", ignore_nulls=True)
 
 

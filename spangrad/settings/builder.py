@@ -132,8 +132,32 @@ class BuilderSettings(Section):
     """Drop calls of more tokens, prompt and response together. None: of any length."""
     retokenized: bool = False
     """Keep calls whose token ids the gateway made from their text: without logprobs, as version 0."""
+    reshaped: Literal["drop", "keep"] = "drop"
+    """Calls sampled with top-p, top-k, min-p, penalties or masked tokens: `drop` them, or `keep` them with the logprobs of the distribution
+    that was sampled from, for a trainer to correct with the bias that docs/learning.md names."""
+    rewards_from: Literal["any", "rules"] = "any"
+    """What rewards a rollout: `any` waits for a reward by somebody, without which its calls drop as no_reward; with `rules`, what
+    builder.rules and builder.sql_rewards give is enough, and where no rule finds anything the return is 0. Other rewards count beside."""
     as_of: datetime | None = None
     """Build from the spans that had arrived by then, as a specification of its own. None: from all."""
+
+    @model_validator(mode="after")
+    def _rewarded(self) -> BuilderSettings:
+        """Refuse rules as the only reward where there are none.
+
+        Raises:
+            ValueError: one sentence with the remedy.
+        """
+        if self.rewards_from == "rules" and not self.rules and not self.sql_rewards:
+            raise ValueError(
+                "rewards_from = 'rules' needs a rule of builder.rules or a name of builder.sql_rewards. Add one, or set 'any'."
+            )
+        return self
+
+    @property
+    def waits_for_reward(self) -> bool:
+        """Whether a rollout is complete only with a reward that somebody sends: not where SQL, or rules alone, may give it."""
+        return self.rewards_from == "any" and not self.sql_rewards
 
     @property
     def decides(self) -> dict[str, Any]:

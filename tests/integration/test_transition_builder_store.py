@@ -207,6 +207,42 @@ def test_calls_of_earlier_attempts_drop_by_name(store: StoreSettings) -> None:
     )
 
 
+def test_rules_alone_reward_a_rollout_at_once_where_the_settings_say_so(store: StoreSettings) -> None:
+    """End to end: nobody evaluates, and one tool of two rollouts fails."""
+    spans = fakes.SpanFactory(run="by-rules")
+    kept = dict[str, str]()
+    for rollout, status in (("bad", "Error"), ("good", "Ok")):
+        root = spans.root(rollout, calls=1)
+        _, kept[rollout] = linked_call(spans, root, rollout=rollout)
+        spans.span("search", root, rollout=rollout, kind="TOOL", status=status)
+    post(store, spans.otlp())
+    rule = AirRule(name="broken", kind="tool_error", reward=-0.5, tools=("*",))
+    build_once(settings_of(store, "by-rules", rules=(rule,)))
+    assert outcome(store, "by-rules") == ([], []), "it waits for a reward"
+    build_once(settings_of(store, "by-rules", rules=(rule,), rewards_from="rules"))
+    ids = ([1, 2, 3], [4, 5], 3)
+    assert outcome(store, "by-rules") == ([("bad", 0, kept["bad"], 0, *ids, [-0.5]), ("good", 0, kept["good"], 0, *ids, [])], [])
+    rewards = "SELECT RolloutId, Name, Value, Source FROM otel.v_rewards WHERE RunId = 'by-rules'"
+    assert rows(store, rewards) == [("bad", "broken", -0.5, "air")]
+
+
+def test_calls_of_a_reshaped_distribution_are_kept_with_what_reshaped_it(store: StoreSettings) -> None:
+    spans = fakes.SpanFactory(run="reshaped")
+    root = spans.root(calls=3)
+    spans.evaluation(root)
+    plain, cut = spans.call(root), spans.call(root, TopP=0.9, TopK=20)
+    masked = spans.call(root, Constrained=True)
+    post(store, spans.otlp())
+    build_once(settings_of(store, "reshaped"))
+    assert [(row[2], row[3], row[4]) for row in outcome(store, "reshaped")[1]] == [
+        (cut, "other_distribution", "sampled with top_p=0.9, top_k=20"),
+        (masked, "other_distribution", "sampled with masked tokens"),
+    ]
+    build_once(settings_of(store, "reshaped", reshaped="keep"))
+    asked = "SELECT SpanId, Reshaping FROM otel.transitions FINAL WHERE RunId = 'reshaped' ORDER BY Turn"
+    assert rows(store, asked) == [(plain, ""), (plain, ""), (cut, "top_p=0.9, top_k=20"), (masked, "masked tokens")]
+
+
 def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSettings) -> None:
     """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
     body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())

@@ -22,7 +22,7 @@ from spangrad import semconv
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy import wants_greedy
 from spangrad.processes import free_ports
-from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.telemetry import parse_headers
 from spangrad.types import AttemptFailure, Mode, Task
 
@@ -76,13 +76,14 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(directory: Path, agent: AgentSpec, **settings: Any) -> AsyncIterator[Stage]:
+async def stage(directory: Path, agent: AgentSpec, *, builder: BuilderSettings | None = None, **settings: Any) -> AsyncIterator[Stage]:
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink, AttemptGateway() as gateway:
         found = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
             runner=RunnerSettings(run_id="run", directory=directory / "runner", **settings),
+            builder=builder or BuilderSettings(),
         )
         async with Runner(found, agent) as runner:
             yield Stage(runner, sink, gateway)
@@ -206,6 +207,21 @@ async def test_failed_attempts_are_data(tmp_path: Path) -> None:
         }
         assert len({roots["never", n].attributes[semconv.ROLLOUT_ID] for n in (0, 1)}) == 1
         assert len({roots["never", n].trace_id for n in (0, 1)}) == 2
+
+
+async def test_an_agent_without_a_reward_succeeds_where_rules_alone_reward(tmp_path: Path) -> None:
+    rule = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, builder=BuilderSettings(rules=(rule,), rewards_from="rules"), max_attempts=1) as on:
+        moods = {"silent": [None], "invalid": ["text"], "judged": [0.5]}
+        outcomes = await on.runner.run([Task(name, {"moods": m, "calls": 1}) for name, m in moods.items()], mode=Mode.TRAIN, group_size=1)
+        assert [(outcome.task_id, outcome.failure) for outcome in outcomes] == [
+            ("silent", None),
+            ("invalid", AttemptFailure.INVALID_OUTPUT),
+            ("judged", None),
+        ]
+        root = next(root for root in on.roots() if root.attributes[semconv.TASK_ID] == "silent")
+        assert (root.attributes.get(semconv.ROLLOUT_FAILURE), root.attributes[semconv.ROLLOUT_FINAL], root.events) == (None, True, ())
 
 
 async def test_a_crash_fails_its_neighbours_and_the_process_is_replaced(tmp_path: Path) -> None:

@@ -44,13 +44,13 @@ class Arrivals:
         self.counts.append(named | {"Calls": count} | facts)
         return self
 
-    def verdict(self, at: float) -> tuple[str, str]:
+    def verdict(self, at: float, spec: BuilderSettings = SPEC) -> tuple[str, str]:
         facts = Facts(
             pl.DataFrame(self.roots, schema=dict(ROOTS)),
             pl.DataFrame(self.presence, schema=dict(PRESENCE)),
             pl.DataFrame(self.counts, schema=dict(COUNTS)),
         )
-        (row,) = decide(facts, fakes.SpanFactory.time(at), SPEC).select("Verdict", "Detail").rows()
+        (row,) = decide(facts, fakes.SpanFactory.time(at), spec).select("Verdict", "Detail").rows()
         return row
 
 
@@ -65,6 +65,16 @@ def test_as_many_calls_as_the_gateway_answered_and_a_reward() -> None:
 
 def test_more_calls_than_were_counted_do_not_keep_it_waiting() -> None:
     assert Arrivals().root(Calls=1).calls(0, 2).here(0, 0, 1).verdict(1) == ("complete", "")
+
+
+@pytest.mark.parametrize("changes", [{"rewards_from": "rules"}, {"sql_rewards": ("brevity",)}])
+def test_no_reward_is_waited_for_where_rules_or_sql_give_it(changes: dict[str, Any]) -> None:
+    spec = SPEC.model_copy(update=changes)
+    arrivals = Arrivals().root(Calls=2).calls(0, 1)
+    assert arrivals.verdict(1, spec) == ("waiting", "")
+    arrivals.calls(0, 1)
+    assert arrivals.verdict(1, spec) == ("complete", "")
+    assert arrivals.verdict(1) == ("waiting", "")
 
 
 def test_a_failure_needs_no_reward_but_all_its_calls() -> None:

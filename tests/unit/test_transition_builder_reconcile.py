@@ -73,7 +73,7 @@ FAULTS: list[tuple[str, dict[str, object], str]] = [
     ("no_logprobs", {"Logprobs": [-0.5]}, "1 logprobs for 2 tokens"),
     ("unknown_version", {"VersionEnd": None}, ""),
     ("mixed_versions", {"VersionEnd": 4}, "from 3 to 4"),
-    ("other_distribution", {"TopP": 0.5}, "sampled with TopP"),
+    ("other_distribution", {"TopP": 0.5}, "sampled with top_p=0.5"),
     ("unfinished", {"HttpStatus": 0, "FinishReason": "", "ResponseIds": [], "Logprobs": []}, ""),
     ("unfinished", {"Unfinished": True, "ByGateway": False, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ""),
 ]

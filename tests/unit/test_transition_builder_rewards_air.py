@@ -14,7 +14,7 @@ import fakes
 from spangrad.errors import BuilderError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings_sources import load_settings
-from spangrad.types import call_id
+from spangrad.types import DropReason, call_id
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import check, rule_hash
@@ -243,11 +243,45 @@ def test_what_a_file_says_of_calls_is_multiplied(tmp_path: Path) -> None:
     assert made.rewards.select("Name", "Value", "Source").rows() == [("reward", 1.0, "runner"), ("length", -1.0, "air")]
 
 
+SLOW = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
+
+
 def test_air_alone_is_no_final_reward() -> None:
     spans = fakes.SpanFactory()
     spans.call(spans.span("POST", spans.root()), Duration=9 * 10**9)
-    made = built(spans, AirRule(name="slow", kind="latency", reward=-1, seconds=2))
+    made = built(spans, SLOW)
     assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "no evaluation result with a score arrived")]
+    assert "builder.rewards_from = 'rules'" in DropReason.NO_REWARD.remedy
+
+
+def test_rewards_from_rules_keeps_rollouts_that_rules_alone_reward_and_gives_0_where_none_finds_anything() -> None:
+    spans = fakes.SpanFactory()
+    slow, fast, judged = spans.root("slow"), spans.root("fast"), spans.root("judged")
+    spans.call(spans.span("POST", slow, rollout="slow"), rollout="slow", Duration=9 * 10**9)
+    spans.call(spans.span("POST", fast, rollout="fast"), rollout="fast", Duration=10**9)
+    spans.call(spans.span("POST", judged, rollout="judged"), rollout="judged", Duration=9 * 10**9)
+    spans.evaluation(judged, 0.5)
+    made = build(spans.frames(), spec_of(SLOW, rewards_from="rules"))
+    kept = made.transitions.sort("RolloutId").select("RolloutId", "Rewards.Name", "Rewards.Value")
+    assert made.drops.is_empty()
+    assert kept.rows() == [("fast", [], []), ("judged", ["reward", "slow"], [0.5, -1.0]), ("slow", ["slow"], [-1.0])]
+    assert kept["Rewards.Value"].list.sum().to_list() == [0.0, -0.5, -1.0], "what nothing was found for is worth 0"
+    assert build(spans.frames(), spec_of(SLOW)).transitions["RolloutId"].to_list() == ["judged"]
+
+
+def test_rewards_from_rules_still_refuses_what_is_no_number() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, float("nan"))
+    spans.call(spans.span("POST", root), Duration=9 * 10**9)
+    made = build(spans.frames(), spec_of(SLOW, rewards_from="rules"))
+    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
+
+
+def test_rewards_from_decides_a_build_and_needs_a_rule() -> None:
+    assert spec_of(SLOW).spec != spec_of(SLOW, rewards_from="rules").spec
+    with pytest.raises(SettingsError, match=r"rewards_from = 'rules' needs a rule of builder\.rules or a name of builder\.sql_rewards"):
+        load_settings({"builder.rewards_from": "rules"}, env={})
 
 
 @pytest.mark.parametrize(

@@ -68,5 +68,6 @@ def gather(
     winning = precedence.winners(concat(found, SAID))
     rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(
-        rewards.sort(*_ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"), precedence.faults(rollouts, winning)
+        rewards.sort(*_ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"),
+        precedence.faults(rollouts, winning, by_rules=spec.rewards_from == "rules"),
     )

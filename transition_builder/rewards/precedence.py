@@ -48,12 +48,13 @@ def winners(said: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def faults(rollouts: pl.DataFrame, winning: pl.DataFrame) -> pl.DataFrame:
+def faults(rollouts: pl.DataFrame, winning: pl.DataFrame, *, by_rules: bool = False) -> pl.DataFrame:
     """Rollouts whose calls must not be trained for want of a reward: RunId, RolloutId, fault.
 
     Args:
         rollouts: RunId and RolloutId of those that may have rewards.
         winning: of `winners`. What AIR gives is no final reward: a rollout that has nothing else has none.
+        by_rules: whether rules alone may reward a rollout; one for which none found anything has no reward and no fault: its return is 0.
     """
     rollout = ["RunId", "RolloutId"]
     bad = (
@@ -69,6 +70,6 @@ def faults(rollouts: pl.DataFrame, winning: pl.DataFrame) -> pl.DataFrame:
         rollouts.select(rollout)
         .join(bad, on=rollout, how="left")
         .join(concluded.with_columns(concluded=pl.lit(True)), on=rollout, how="left")
-        .filter(pl.col("why").is_not_null() | pl.col("concluded").is_null())
+        .filter(pl.col("why").is_not_null() | (pl.col("concluded").is_null() & (not by_rules)))
         .select(*rollout, fault=pl.coalesce("why", pl.lit("no evaluation result with a score arrived")))
     )
