@@ -86,15 +86,17 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
 async def _loop(plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console) -> float:
     """Train until success stands, then measure the last version on rollouts that are never trained."""
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)
+    # Where older calls may be trained, too, rollouts go on while the trainer makes its step.
+    on_policy = settings.trainer.max_staleness == 0
     async with Runner(settings, agent) as runner:
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)
-            while len(history.steps) < plan.max_steps and not history.stands(plan.target):
-                version = services.served()
+            while _trained(history, version := services.served(), on_policy) < plan.max_steps and not history.stands(plan.target):
                 began = time.monotonic()
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=plan.group_size)
                 rolled_out = time.monotonic()
-                await services.wait_for_version(version + 1)
+                if on_policy:
+                    await services.wait_for_version(version + 1)
                 step = Step(
                     number=len(history.steps),
                     version=version,
@@ -107,10 +109,15 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                 )
                 history.steps.append(step)
                 progress.console.print(step.line(_clock(history)), soft_wrap=True)
-                progress.update(bar, advance=1, description=f"success {step.success:.2f}")
+                progress.update(bar, completed=_trained(history, services.served(), on_policy), description=f"success {step.success:.2f}")
         if not history.steps:
             raise SpangradError(f"--max-steps {plan.max_steps} leaves nothing to do. Give at least 1.")
         return success_rate(await runner.run(tasks, mode=Mode.VALIDATE, group_size=plan.group_size))
+
+
+def _trained(history: History, served: int, on_policy: bool) -> int:
+    """Return how many training steps were made; on policy every batch is one."""
+    return len(history.steps) if on_policy else max(served, 0)
 
 
 def success_rate(outcomes: Sequence[Outcome]) -> float:

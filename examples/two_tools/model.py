@@ -87,7 +87,7 @@ def random_llama(tokenizer: PreTrainedTokenizerFast, *, hidden: int, spread: flo
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=32,  # the least that vLLM's attention takes
-            max_position_embeddings=256,
+            max_position_embeddings=4096,  # what an engine reserves by default (engine.max_model_len)
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
             tie_word_embeddings=tied,
             initializer_range=spread,

@@ -132,6 +132,22 @@ def test_the_demo_learns(tmp_path: Path, seed: int, gateway: str) -> None:
     assert report["success_last"] >= 0.9
 
 
+BF16 = ("--set=trainer.dtype=bf16", "--set=engine.dtype=bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 7, 11])
+@pytest.mark.parametrize("settings", [BF16, (*BF16, "--set=trainer.max_staleness=1")], ids=["bf16", "bf16-one-version-behind"])
+def test_demo_in_bf16_with_default_alarms_learns(tmp_path: Path, seed: int, settings: tuple[str, ...]) -> None:
+    run = tmp_path / "demo"
+    subprocess.run(command(run, "--seed", str(seed), *settings), timeout=1100, check=True, cwd=tmp_path)
+    report = json.loads((run / "report.json").read_text())
+    assert report["calls"] == report["transitions"] + report["dropped_calls"]
+    assert report["success_first"] <= 0.4
+    assert report["success_last"] >= 0.9
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_demo_learns_by_remax(tmp_path: Path) -> None:
