@@ -36,8 +36,8 @@ def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = 
         "Model": "policy",
         "TransitionId": f"transition-{rollout}-{turn}",
         "Version": 0,
-        "Versions.Start": [0],
-        "Versions.Version": [changes.get("Version", 0)],
+        "Versions.Start": [],  # Version sampled all of it
+        "Versions.Version": [],
         "TokenizerHash": "tokenizer",
         "Temperature": 1.0,
         "Reshaping": "",

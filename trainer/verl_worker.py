@@ -15,6 +15,7 @@ from typing import Any
 
 from spangrad.settings import TrainerSettings
 from trainer.losses import actor_config, checked_ppo_loss, value_loss_of
+from trainer.micro_batches import bound_padded_micro_batches
 from trainer.objective import Objective
 from trainer.tuning_losses import loss_of
 
@@ -44,6 +45,8 @@ def training_worker(
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # of plans that FSDP has no use for
     if device == "cpu":
         _register_cpu_engine()
+    if not settings.packing:
+        bound_padded_micro_batches()
     again = settings.gradient_checkpointing
     optimizer = FSDPOptimizerConfig(
         lr=objective.learning_rate if objective else settings.critic_learning_rate if critic else settings.learning_rate,
