@@ -5,8 +5,10 @@ from openai import AsyncOpenAI
 
 async def answer(given: dict[str, str]) -> str:
     """Ask the model to say a city; the address and the key come from OPENAI_BASE_URL and OPENAI_API_KEY."""
-    messages = [{"role": "user", "content": f"say {given['city']}"}]
-    reply = await AsyncOpenAI().chat.completions.create(model="policy", messages=messages, max_completion_tokens=3)
+    question = f"say {given['city']}"
+    reply = await AsyncOpenAI().chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": question}], max_completion_tokens=3
+    )
     return reply.choices[0].message.content or ""
 
 
