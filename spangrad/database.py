@@ -7,7 +7,7 @@ begins by taking the one right to write, so that what it has read still holds wh
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,8 @@ class Database:
         self.engine = sa.create_engine(url, pool_pre_ping=True)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._owner = owner
+        self.opening: Callable[[Callable[[], sa.Connection]], sa.Connection] = lambda work: work()
+        """Begins transactions; may begin one again that could not begin."""
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
         event.listen(self.engine, "begin", self._begin)
@@ -67,7 +69,7 @@ class Database:
         Raises:
             SpangradError: the owner's: the database failed. What was asked to commit may have been committed: ask before doing it again.
         """
-        with self.translated(), self.engine.begin() as connection:
+        with self.translated(), self.opening(lambda: self._open(self.engine)) as connection, _ended(connection):
             yield connection
 
     @contextmanager
@@ -77,7 +79,8 @@ class Database:
         Raises:
             SpangradError: the owner's: the database failed.
         """
-        with self.translated(), self.engine.execution_options(**_READING).begin() as connection:
+        reader = self.engine.execution_options(**_READING)
+        with self.translated(), self.opening(lambda: self._open(reader)) as connection, _ended(connection):
             yield connection
 
     def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:
@@ -89,6 +92,17 @@ class Database:
     def close(self) -> None:
         """Close its connections."""
         self.engine.dispose()
+
+    def _open(self, engine: sa.Engine) -> sa.Connection:
+        """A connection with a transaction that has begun."""
+        with self.translated():
+            connection = engine.connect()
+            try:
+                connection.begin()
+            except BaseException:
+                connection.close()
+                raise
+            return connection
 
     def _begin(self, connection: sa.Connection) -> None:
         reads = "spangrad_reading" in connection.get_execution_options()
@@ -110,6 +124,17 @@ class Database:
                 f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(error.orig).__name__}). See that the database "
                 f"runs, that its disk has room, then start again: {self._owner.promise}"
             ) from error
+
+
+@contextmanager
+def _ended(connection: sa.Connection) -> Generator[None]:
+    """Commit the connection's transaction, or roll it back when the block fails."""
+    try:
+        yield
+    except BaseException:
+        connection.rollback()
+        raise
+    connection.commit()
 
 
 def _add_columns(transaction: sa.Connection, tables: sa.MetaData) -> None:

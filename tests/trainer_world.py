@@ -16,7 +16,6 @@ from crash import crashes, survives
 from safetensors.numpy import save_file
 
 from fakes import transition_row
-from spangrad.errors import GatewayError
 from spangrad.settings import BuilderSettings, Settings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
@@ -25,7 +24,7 @@ from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.mirror import Mirror
-from trainer.publisher import Publisher
+from trainer.publisher import GatewayRefusedError, Publisher
 from trainer.shutdown import Shutdown
 from trainer.source import BatchRollout, Group, Loaded
 
@@ -121,7 +120,7 @@ class FakePublisher(Publisher):
 
     def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
         if version.version < self.served(version.policy) and not again:
-            raise GatewayError(f"version {version.version} is not newer than what is served")
+            raise GatewayRefusedError(f"version {version.version} is not newer than what is served")
         own = self._file.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps([*json.loads(self._file.read_text()), version.version]))
         own.replace(self._file)

@@ -25,6 +25,7 @@ from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.ledger import Ledger
 from trainer.ledger_tables import BATCH_ROLLOUTS, SKIPPED, TUNED_ROLLOUTS, VERSIONS
+from trainer.outages import Outage
 from trainer.skips import SkipReason
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Caller:
         self._build_spec = build_spec
         self._told: Demand | None = None
         self._quiet_until = 0.0
-        self._away = False
+        self._outage = Outage("the queue")
 
     def call(self, ready: int = 0) -> None:
         """Tell what is wanted now, if the queue does not know it; one that is away is told of once, and asked again later.
@@ -131,7 +132,7 @@ class Caller:
         if self._settings.runner.queue_url is None or Mode.TRAIN not in trainer.modes:
             return
         early = time.monotonic() < self._quiet_until
-        if early and self._away:
+        if early and self._outage.is_under_way:
             return
         now = demand(self._spent(), trainer, self._ledger.lineage(), ready)
         if early and now == self._told:
@@ -139,13 +140,13 @@ class Caller:
         try:
             there = state(self._settings.runner, trainer.run_id, now)
         except QueueError as error:
-            if not self._away:
-                logger.warning("%s Training goes on; the queue is told what is wanted once it answers.", error)
-            self._away, self._quiet_until = True, time.monotonic() + PATIENCE_SECONDS
+            self._outage.failed(error)
+            self._quiet_until = time.monotonic() + PATIENCE_SECONDS
             return
+        self._outage.over()
         if now.groups > (self._told.groups if self._told else 0):
             logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
-        self._told, self._away, self._quiet_until = now, False, time.monotonic() + AGAIN_SECONDS
+        self._told, self._quiet_until = now, time.monotonic() + AGAIN_SECONDS
 
     def figures(self) -> dict[str, float]:
         """Metrics: how many groups are wanted in all, and how many of the run are skipped."""

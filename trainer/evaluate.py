@@ -80,10 +80,14 @@ class Evaluation:
             by_version.setdefault(int(version), []).append(sums(zip(names_of_rewards, values, strict=True)))
         return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
 
+    def is_due(self, step: int) -> bool:
+        """Whether trainer.evaluate_command runs after a step of the branch."""
+        return bool(self._settings.evaluate_command and self._settings.evaluate_every and step % self._settings.evaluate_every == 0)
+
     def run_command(self, version: LedgerVersion, step: int) -> None:
         """After every trainer.evaluate_every steps of the branch: run trainer.evaluate_command. One that fails is only told of."""
-        every, command = self._settings.evaluate_every, self._settings.evaluate_command
-        if not command or not every or step % every:
+        command = self._settings.evaluate_command
+        if not self.is_due(step):
             return
         try:
             process = subprocess.Popen(command)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spangrad.clickhouse import connect
-from spangrad.errors import GatewayError, SpangradError
+from spangrad.errors import SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
 from spangrad.types import Mode, VersionStatus
@@ -39,8 +39,11 @@ from trainer.ledger_tables import LedgerVersion
 from trainer.lora import adapter_of, model_of
 from trainer.measures import measures
 from trainer.mirror import Mirror
+from trainer.outages import Outage
+from trainer.patient_store import make_patient, patient_client
 from trainer.planning import plan_of
 from trainer.publisher import Publisher, publisher_of
+from trainer.publishing import HeadPublisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.skips import SkipReason, find_skips
@@ -97,6 +100,7 @@ class Trainer:
     """None: held-out rollouts are not looked at."""
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
     clock: Clock = field(default_factory=Clock)
+    store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
     _looked: float = 0.0
     _head: LedgerVersion | None = None
     """What the batch that was taken last is to train. None: none was taken."""
@@ -105,66 +109,54 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.demand = Caller(self.settings, self.ledger, self.source.build_spec)
+        self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
         self.mirror.catch_up()
-        if self.publisher:
-            self._await_engine(self.publisher)
-            # Also when that version is said to be served: the gateway compares weights, not numbers, and mends what is down.
-            self._publish(self.publisher)
-
-    def _publish(self, publisher: Publisher) -> None:
-        """Have the branch's head served, also where that is older than what is: the branch was rolled back, and nobody told the gateway."""
-        served = publisher.served(self.settings.trainer.policy)
-        newest = newest_version(self.ledger)  # read last: what is served and newer was committed before, and the head was moved since
-        back = served is not None and newest.version < served and served in self.ledger.committed_versions()
-        # Weights that this process does not hold are read from the files.
-        weights = self.optimiser.weights if newest.version == self.loaded.version else None
-        seconds = publisher.publish(newest.policy_version, again=back, weights=weights)
-        logger.info("version %d is served (%.2f s)%s", newest.version, seconds, f": the branch went back from {served}" if back else "")
+        if self.publishing:
+            self.publishing.start(self.loaded, self.optimiser.weights)
 
     def _publish_again(self) -> None:
         """An engine that was restarted serves what it was started with: have it serve the newest version."""
-        if self.publisher and self.publisher.served(self.settings.trainer.policy) not in {None, newest_version(self.ledger).version}:
-            self._publish(self.publisher)
+        if self.publishing:
+            self.publishing.look(self.loaded, self.optimiser.weights)
 
     def _rest(self) -> None:
-        """While nothing can be done: see now and then that no lease of the dead is left and that the newest version is served.
-
-        A gateway that is away is tolerated.
-        """
+        """While nothing can be done: see now and then that no lease of the dead is left and that the newest version is served."""
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
             undo_leases(self.ledger, self.settings)
             self.evaluate()
-            try:
-                self._publish_again()
-            except GatewayError as error:
-                logger.warning("%s", error)
+            self._publish_again()
         time.sleep(self.settings.trainer.poll_seconds)
 
-    def _await_engine(self, publisher: Publisher) -> None:
-        """Wait until the gateway knows its engine, which may be starting beside us.
+    def _collect(self) -> None:
+        """Note what was published late, since the gateway was away.
 
         Raises:
-            GatewayError: it admits none in the time that an engine has to start.
+            GatewayRefusedError: the gateway refused the head for good.
         """
-        end = time.monotonic() + self.settings.engine.start_timeout_seconds
-        while publisher.served(self.settings.trainer.policy) is None:
-            self.shutdown.check()
-            if time.monotonic() > end:
-                raise GatewayError(f"the gateway at {self.settings.gateway.url} has no engine. Start one with `spangrad engine`.")
-            time.sleep(self.settings.trainer.poll_seconds)
+        for late in self.publishing.collect() if self.publishing else ():
+            self.ledger.add_metrics(late.version, dict(late.metrics))
+            self.mirror.write(self.ledger.version(late.version))
+
+    def _await_publication(self) -> None:
+        """Wait for a gateway that is away: the run is over, or the newest version is to be evaluated."""
+        if self.publishing:
+            self.publishing.wait()
+            self._collect()
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
+            self._collect()
             self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
+                self._await_publication()
                 return
             if not self._busy():
                 batch = self.take()
@@ -172,6 +164,7 @@ class Trainer:
                     continue
                 if not batch and not follow:
                     self.demand.call()
+                    self._await_publication()
                     self.evaluate()
                     return
             self._rest()
@@ -243,7 +236,7 @@ class Trainer:
         with self.clock.stage("credit"):
             lineage = self.ledger.lineage()
             batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows)
-            facts |= measures(loaded, settings, lineage) | self.demand.figures()
+            facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries()
             rule = alarms.GamingRule.of(settings)
             history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
@@ -269,24 +262,32 @@ class Trainer:
         self.evaluate()
         prune(self.ledger, self.settings)
         if self.evaluation:
+            if self.evaluation.is_due(number):
+                self._await_publication()
             self.evaluation.run_command(made, number)
         self.clock.end()
         return True
 
     def _hand_over(self, made: LedgerVersion) -> LedgerVersion:
         """Publish what was made, unless another trainer of the branch has gone on from it already."""
-        if not self.publisher or newest_version(self.ledger).version != made.version:
+        if not self.publishing or newest_version(self.ledger).version != made.version:
             return made
-        try:
-            with self.clock.stage("publish"):
-                seconds = self.publisher.publish(made.policy_version, weights=self.optimiser.weights)
-        except GatewayError:
-            if newest_version(self.ledger).version == made.version:
-                raise
-            return made  # meanwhile; the gateway takes no older version
-        stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
-        self.ledger.add_metrics(made.version, {"seconds_publish": seconds, **stages})
+        with self.clock.stage("publish"):
+            served = self.publishing.publish(made, self.optimiser.weights)
+        if served and served.version == made.version:
+            self.ledger.add_metrics(made.version, dict(served.metrics))
         return self.ledger.version(made.version)
+
+    def close(self) -> None:
+        """End what runs beside the loop."""
+        if self.publishing:
+            self.publishing.close()
+        self.optimiser.close()
+
+    def _retries(self) -> dict[str, float]:
+        """Metrics: how often the gateway and the store were asked again since the last step."""
+        publishing = self.publishing.outage.take_retries() if self.publishing else 0
+        return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
     def _commit(self, loaded: Loaded, batch: Batch, facts: dict[str, float], parent: LedgerVersion) -> LedgerVersion | None:
         settings = self.settings.trainer
@@ -343,8 +344,10 @@ def train(settings: Settings, *, follow: bool) -> None:
 
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
-    client = connect(settings.store)
+    store, outage = connect(settings.store), Outage("the span store")
+    client = patient_client(store, settings.store.url, outage, shutdown)
     ledger = open_ledger(settings)
+    make_patient(ledger, Outage("the ledger's database"), shutdown)
     watchers, trainer = Watchers([]), None
     try:
         newest = prepare(ledger, settings)
@@ -366,7 +369,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             return engine
 
         source = Source(client, settings)
-        watchers = watchers_of(settings, client)
+        watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
@@ -375,6 +378,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             mirror=Mirror(client, settings.store.url, ledger),
             publisher=publisher_of(settings),
             shutdown=shutdown,
+            store_outage=outage,
             loaded=newest,
             load_optimiser=load,
             evaluation=Evaluation(client, settings, source.build_spec),
@@ -387,7 +391,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             logger.info("%s", plan_of(settings, client, ledger).sentence)
     finally:
         if trainer:
-            trainer.optimiser.close()
+            trainer.close()
         ledger.close()
         watchers.close()
-        client.close()
+        store.close()

@@ -19,9 +19,15 @@ from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
 from trainer.sender import Sender, Weights
 
+_REFUSALS = {400, 401, 403, 405, 409, 413, 422}
+"""HTTP statuses of refusals that asking again does not change; others, such as those of a proxy before a gateway that starts, pass."""
 _REMEDY = (
     "The version stays committed and is published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
 )
+
+
+class GatewayRefusedError(GatewayError):
+    """The gateway refuses for good: the version, the token or the request is not what it takes."""
 
 
 class Publisher:
@@ -64,7 +70,8 @@ class Publisher:
             Seconds that the gateway took.
 
         Raises:
-            GatewayError: it does not answer, or refuses.
+            GatewayRefusedError: it refuses for good.
+            GatewayError: it does not answer, or cannot now.
         """
         body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum}
         if again:
@@ -83,7 +90,8 @@ class Publisher:
         try:
             return ask(self._gateway.url, self._gateway.token, method, path, body, self._gateway.request_timeout_seconds)
         except urllib.error.HTTPError as error:
-            raise GatewayError(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
+            kind = GatewayRefusedError if error.code in _REFUSALS else GatewayError
+            raise kind(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
         except (OSError, ValueError) as error:  # URLError, timeouts, and something else than JSON
             reason = getattr(error, "reason", error)
             raise GatewayError(

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+
+_SLICE_SECONDS = 0.1
+"""Longest sleep at a stretch: a signal that a shield holds back ends no sleep by itself."""
 
 
 class Stopped(BaseException):
@@ -24,6 +28,12 @@ class Shutdown:
         self.requested: str | None = None
         """Name of the signal that arrived. None: none did."""
         self._shields = 0
+        self._ended = False
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal arrived, or the process is on its way out: nothing is waited for any more."""
+        return self._ended or self.requested is not None
 
     @contextmanager
     def listening(self) -> Generator[None]:
@@ -60,6 +70,18 @@ class Shutdown:
     def end(self) -> None:
         """Raise nothing from here on: the process is on its way out, and cleans up."""
         self._shields += 1
+        self._ended = True
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, at most until a signal arrives.
+
+        Raises:
+            Stopped: one arrived, and nothing is shielded.
+        """
+        end = time.monotonic() + seconds
+        while not self.is_ending and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE_SECONDS))
+        self.check()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested is None:  # the second signal of an impatient sender must not interrupt the clean-up

@@ -74,7 +74,7 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
         "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
-        "groups_wanted": 22.0, "groups_skipped": 0.0,
+        "groups_wanted": 22.0, "groups_skipped": 0.0, "publish_retries": 0.0, "store_retries": 0.0,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.
     assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
@@ -326,7 +326,8 @@ def test_a_version_that_another_trainer_has_gone_on_from_is_not_published(tmp_pa
             return super().publish(version)
 
     served = tmp_path / "policies/served.json"
-    trainer.publisher = Overtaken(served)
+    assert trainer.publishing
+    trainer.publishing.publisher = Overtaken(served)
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["other-0", "other-1"], 3: ["b-0", "b-1"]}
     assert json.loads(served.read_text()) == [0, 0, 2, 3]

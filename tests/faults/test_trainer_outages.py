@@ -1,0 +1,131 @@
+"""A trainer whose store or ledger's database is away for a while: that costs time, and neither the process nor a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+from running_postgres import running_postgres
+from running_store import answers, start_store, store_settings
+from store_world import World, trainer_over
+from trainer_world import FakeOptimiser, FakeSource, committed, settings, wired, write_base
+
+from spangrad.clickhouse import connect
+from spangrad.errors import StoreError
+from spangrad.processes import wait_until
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from trainer.batch import Batch
+from trainer.loop import newest_version
+from trainer.mirror import Mirror
+from trainer.outages import Outage
+from trainer.patient_store import make_patient, patient_client
+from trainer.shutdown import Shutdown
+from trainer.source import Source
+
+AWAY_SECONDS = 1.5
+
+
+@contextmanager
+def later(start: Callable[[], object]) -> Generator[Callable[[], None]]:
+    """Start a process again a while after the function given is called.
+
+    It starts in a thread that lives as long as the block, since it ends with the thread that began it.
+    """
+    begun, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.wait()
+        if not over.wait(AWAY_SECONDS):
+            start()
+            over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield begun.set
+    finally:
+        over.set()
+        begun.set()
+        thread.join()
+
+
+class Cutting(FakeOptimiser):
+    """Has something happen to the world at its second step."""
+
+    def __init__(self, cut: Callable[[], object]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        metrics = super().step(batch)
+        if self.weight == 2:
+            self.cut()
+        return metrics
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "trainer")
+    run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
+    own = {"run_id": run, "branch": run, "model": tiny_model, "directory": tmp_path / "policies", "max_staleness": 9}
+    chosen = Settings(store=store, trainer=TrainerSettings(**own, groups_per_batch=1, publish=False))  # type: ignore[arg-type]
+    stores = [start_store(store, tmp_path / "log")]
+
+    def cut() -> None:
+        stores[0].process.kill()
+        come_back()
+
+    with later(lambda: stores.append(start_store(store, tmp_path / "log"))) as come_back:
+        wait_until(lambda: answers(store), 60, "the store", stores, poll_seconds=0.05)
+        world = World(chosen, tiny_model)
+        for name in "abcd":
+            world.group(name, [1.0, 0.0])
+        trainer = trainer_over(world, chosen, Cutting(cut))
+        client = patient_client(world.client, store.url, trainer.store_outage, trainer.shutdown)
+        trainer.source, trainer.mirror = Source(client, chosen), Mirror(client, store.url, trainer.ledger)
+        trainer.run(follow=False)
+        assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
+        again = World(chosen, tiny_model)
+        lineage = "SELECT Version, RolloutId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY Version, RolloutId"
+        assert again.rows(lineage) == [(version, f"{name}-{i}") for version, name in enumerate("abcd", 1) for i in range(2)]
+        retries = [one.metrics["store_retries"] for one in trainer.ledger.versions()[1:]]
+        assert (retries[:2], retries[2] >= 1, retries[3]) == ([0, 0], True, 0), "those of the outage, with the step after it"
+        assert caplog.text.count("Trying again until the span store answers") == 1
+        assert caplog.text.count("the span store answers again after") == 1
+        trainer.ledger.close()
+        for child in stores:
+            child.stop(grace_seconds=0)
+
+
+def test_a_store_that_refuses_for_good_is_not_asked_again(store: StoreSettings) -> None:
+    outage, shutdown = Outage("the span store"), Shutdown()
+    client = patient_client(connect(store), store.url, outage, shutdown)
+    with pytest.raises(StoreError, match="refused"):
+        client.query("SELECT Nothing FROM otel.builds")
+    assert outage.take_retries() == 0
+
+
+def test_a_ledger_whose_database_is_away_for_a_while_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running_postgres() as server, later(server.start) as come_back:
+        url = SecretStr(server.schema("ledger"))
+        chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, ledger_url=url)
+        (tmp_path / "policies").mkdir()
+
+        def cut() -> None:
+            server.crash()
+            come_back()
+
+        trainer = wired(chosen, FakeSource([*"abc"]), Cutting(cut))
+        make_patient(trainer.ledger, Outage("the ledger's database"), trainer.shutdown)
+        trainer.run(follow=False)
+        assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["b-0", "b-1"], 3: ["c-0", "c-1"]}
+        assert (Path(newest_version(trainer.ledger).policy_version.path) / "optimizer.pt").read_text() == "3.0"
+        assert caplog.text.count("Trying again until the ledger's database answers") == 1
+        assert caplog.text.count("the ledger's database answers again after") == 1
+        trainer.ledger.close()

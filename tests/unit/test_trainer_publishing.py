@@ -1,0 +1,249 @@
+"""The publication of the head while the gateway is away: retried beside training, the newest alone, and ended by a refusal only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainer_world import FakeOptimiser, FakePublisher, FakeSource, committed, settings, wired, write_base
+
+from fakes import HttpServer
+from spangrad.errors import GatewayError
+from spangrad.processes import free_ports, wait_until
+from spangrad.settings import GatewaySettings, Settings
+from spangrad.types import PolicyVersion
+from trainer.loop import Trainer, newest_version
+from trainer.outages import Outage
+from trainer.publisher import GatewayRefusedError, Publisher
+from trainer.shutdown import Shutdown, Stopped
+
+
+class Away(FakePublisher):
+    """A gateway that is away while `away` is true."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.away = True
+        self.attempts: list[int] = []
+
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+        self.attempts.append(version.version)
+        if self.away:
+            raise GatewayError("the gateway at http://gateway does not answer (refused).")
+        return super().publish(version, again=again)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+def with_publisher(trainer: Trainer, publisher: Publisher) -> Trainer:
+    assert trainer.publishing
+    trainer.publishing.publisher = publisher
+    return trainer
+
+
+def served(chosen: Settings) -> list[int]:
+    return json.loads((chosen.trainer.directory / "served.json").read_text())
+
+
+def test_publish_while_the_gateway_is_away_trains_on_and_publishes_the_newest_alone(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    chosen = settings(base, tmp_path / "policies", groups_per_batch=1)
+    source = FakeSource([*"abcd"])
+    trainer = wired(chosen, source)
+    gateway = Away(chosen.trainer.directory / "served.json")
+    with_publisher(trainer, gateway)
+
+    def comes_back() -> None:
+        wait_until(lambda: len(trainer.ledger.committed_versions()) == 5, 20, "four steps")
+        wait_until(lambda: gateway.attempts[-1] == 4, 20, "an attempt to publish the newest")
+        gateway.away = False
+
+    thread = threading.Thread(target=comes_back)
+    thread.start()
+    trainer.run(follow=False)
+    thread.join()
+    assert list(committed(trainer)) == [0, 1, 2, 3, 4]
+    assert served(chosen) == [0, 0, 4], "versions 1 to 3 never left: the newest was published alone"
+    metrics = [one.metrics for one in trainer.ledger.versions()]
+    assert ["seconds_publish" in one for one in metrics] == [False, False, False, False, True]
+    assert metrics[2]["publish_retries"] >= 1, "the retries of the step before"
+    assert trainer.mirror.written[-1].metrics == metrics[4], "the store's copy has the late metrics"  # type: ignore[attr-defined]
+    assert caplog.text.count("Trying again until the gateway answers") == 1
+    assert caplog.text.count("the gateway answers again after") == 1
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_publish_that_is_refused_for_good_ends_the_run(tmp_path: Path, base: Path, follow: bool) -> None:
+    class Refusing(Away):
+        def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+            if self.attempts:
+                raise GatewayRefusedError("the gateway refused POST (409): the weights have another checksum.")
+            return super().publish(version, again=again)
+
+    chosen = settings(base, tmp_path / "policies")
+    trainer = with_publisher(wired(chosen, FakeSource(["a", "b"])), Refusing(tmp_path / "policies/served.json"))
+    with pytest.raises(GatewayRefusedError, match=r"\(409\): the weights have another checksum"):
+        trainer.run(follow=follow)
+    assert list(committed(trainer)) == [0, 1], "what was trained stays committed"
+
+
+def test_publish_at_the_end_of_a_run_is_waited_for_and_given_up_in_time(tmp_path: Path, base: Path) -> None:
+    chosen = settings(base, tmp_path / "policies")
+    chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"start_timeout_seconds": 0.3})})
+    trainer = with_publisher(wired(chosen, FakeSource(["a", "b"])), Away(tmp_path / "policies/served.json"))
+    with pytest.raises(GatewayError, match=r"has not taken version 1 in engine\.start_timeout_seconds = 0\.3 s"):
+        trainer.run(follow=False)
+    assert list(committed(trainer)) == [0, 1]
+    trainer.close()
+
+
+def test_a_signal_while_a_publication_is_waited_for_ends_the_trainer_at_once(tmp_path: Path, base: Path) -> None:
+    trainer = with_publisher(wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b"])), Away(tmp_path / "policies/served.json"))
+    times: list[float] = []
+
+    def terminate() -> None:
+        wait_until(lambda: len(trainer.ledger.committed_versions()) == 2, 20, "the step")
+        time.sleep(0.3)
+        times.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate).start()
+    with pytest.raises(Stopped), trainer.shutdown.listening():
+        trainer.run(follow=True)
+    assert time.monotonic() - times[0] < 0.5
+    trainer.close()
+
+
+class Gateway(HttpServer):
+    """Serves what it is told to; one that is made anew on the same port knows what its predecessor served."""
+
+    def __init__(self, port: int, versions: list[int]) -> None:
+        self.versions, self.status = versions, 200
+        super().__init__(port)
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if self.status != 200:
+            return self.status, {}, b'{"error": {"message": "not now."}}'
+        if method == "POST":
+            self.versions.append(json.loads(body)["version"])
+        return 200, {}, json.dumps({"version": self.versions[-1], "seconds": 0.5}).encode()
+
+
+class Closing(FakeOptimiser):
+    """Has something done to the world at a step."""
+
+    def __init__(self, at: float, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.at, self.act = at, act
+
+    def step(self, batch: object) -> dict[str, float]:
+        metrics = super().step(batch)  # type: ignore[arg-type]
+        if self.weight == self.at:
+            self.act()
+        return metrics
+
+
+@pytest.mark.parametrize("status", [None, 404, 502, 503])
+def test_a_gateway_that_is_restarted_in_the_middle_of_a_run_is_published_to_when_it_is_back(
+    tmp_path: Path, base: Path, status: int | None
+) -> None:
+    """None: nobody listens at the port meanwhile; else a proxy answers in its place."""
+    versions, (port,) = [0], free_ports(1)
+    gateways = [Gateway(port, versions)]
+
+    def goes() -> None:
+        if status is None:
+            gateways.pop().close()
+        else:
+            gateways[0].status = status
+        threading.Thread(target=comes).start()
+
+    def comes() -> None:
+        wait_until(lambda: len(trainer.ledger.committed_versions()) == 4, 20, "steps without a gateway")
+        if status is None:
+            gateways.append(Gateway(port, versions))
+        else:
+            gateways[0].status = 200
+
+    chosen = settings(base, tmp_path / "policies", groups_per_batch=1)
+    trainer = wired(chosen, FakeSource([*"abc"]), Closing(2, goes))
+    with_publisher(trainer, Publisher(GatewaySettings(url=f"http://127.0.0.1:{port}")))
+    trainer.run(follow=False)
+    assert list(committed(trainer)) == [0, 1, 2, 3]
+    assert versions == [0, 1, 3], "version 2 was overtaken while the gateway was away"
+    gateways[0].close()
+
+
+def test_start_waits_for_a_gateway_that_starts_beside_it(tmp_path: Path, base: Path) -> None:
+    class Starting(FakePublisher):
+        asked = 0
+
+        def served(self, policy: str) -> int | None:  # type: ignore[override]
+            self.asked += 1
+            if self.asked == 1:
+                raise GatewayError("does not answer")
+            return None if self.asked == 2 else super().served(policy)
+
+    chosen = settings(base, tmp_path / "policies")
+    trainer = with_publisher(wired(chosen, FakeSource([])), Starting(tmp_path / "policies/served.json"))
+    trainer.start()
+    assert served(chosen) == [0, 0, 0]
+
+
+def test_retries_of_transfers_read_the_weights_of_the_version_from_its_files(tmp_path: Path, base: Path) -> None:
+    """Those in memory are in the middle of the next step by then."""
+    chosen = settings(base, tmp_path / "policies", road="transfer", groups_per_batch=1)
+    sent: list[list[float]] = []
+
+    class Sending(Away):
+        def publish(self, version: PolicyVersion, *, again: bool = False, weights: object = None) -> float:
+            super().publish(version, again=again)
+            assert callable(weights)
+            sent.append([float(value) for _, array in weights() for value in array])
+            return 0.25
+
+    trainer = wired(chosen, FakeSource(["a"]))
+    gateway = Sending(tmp_path / "policies/served.json")
+    with_publisher(trainer, gateway)
+    batch = trainer.take()
+    assert batch
+    trainer.step(batch)
+    trainer.optimiser.weight = 7.0  # type: ignore[attr-defined]
+    gateway.away = False
+    assert trainer.publishing
+    trainer.publishing.wait()
+    assert (sent, newest_version(trainer.ledger).version) == ([[1.0]], 1)
+
+
+def test_an_outage_is_logged_at_its_two_ends_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    outage = Outage("the gateway")
+    outage.over()
+    for _ in range(3):
+        outage.failed(GatewayError("It does not answer."))
+    assert outage.is_under_way
+    outage.over()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "(3 failed attempts)" in caplog.text
+    assert [outage.take_retries(), outage.take_retries()] == [3, 0]
+
+
+def test_sleep_in_a_shield_ends_with_the_signal() -> None:
+    shutdown = Shutdown()
+    began = time.monotonic()
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Stopped), shutdown.listening(), shutdown.shielded():
+        shutdown.sleep(30)
+    assert time.monotonic() - began < 5

@@ -1,0 +1,100 @@
+"""Services that are away for a while: what they are asked for is asked again, with back-off, until they answer.
+
+In: work that a service must answer, and which of its errors may pass. Out: the answer, later. Invariant: an outage costs time and never a
+result; it is logged once when it begins and once when it ends; nobody waits once the process is asked to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import tenacity
+
+from trainer.shutdown import Shutdown
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+BACK_OFF = tenacity.wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
+"""Seconds from a failed attempt to the next."""
+
+
+class Outage:
+    """The absence of one service, as seen by whoever asks it."""
+
+    def __init__(self, service: str) -> None:
+        """Begin with a service that answers.
+
+        Args:
+            service: its name at the beginning of a sentence, such as `the gateway`.
+        """
+        self._service = service
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._retries = 0
+        self._failures = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._began is not None
+
+    def note(self, state: tenacity.RetryCallState) -> None:
+        """Count an attempt that tenacity is about to make again."""
+        error = state.outcome.exception() if state.outcome else None
+        if error is not None:
+            self.failed(error)
+
+    def failed(self, error: BaseException, *, is_retry: bool = True) -> None:
+        """Note a failed attempt, and warn of the first.
+
+        Args:
+            error: the sentence that is logged.
+            is_retry: count it among those that are made again.
+        """
+        with self._lock:
+            self._retries += is_retry
+            self._failures += 1
+            if self._began is not None:
+                return
+            self._began = time.monotonic()
+        logger.warning("%s Trying again until %s answers; nothing is lost meanwhile.", error, self._service)
+
+    def over(self) -> None:
+        """Log the end of an outage, if one was under way."""
+        with self._lock:
+            began, failures, self._began, self._failures = self._began, self._failures, None, 0
+        if began is not None:
+            logger.info("%s answers again after %.1f s (%d failed attempts)", self._service, time.monotonic() - began, failures)
+
+    def take_retries(self) -> int:
+        """Return the number of attempts made again since the last call."""
+        with self._lock:
+            retries, self._retries = self._retries, 0
+        return retries
+
+
+def retried(work: Callable[[], T], passes: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
+    """Do a piece of work until it succeeds, with back-off between attempts.
+
+    Args:
+        work: may be done several times.
+        passes: whether an error of it may pass by itself; any other is raised at once.
+        outage: counts and logs the attempts.
+        shutdown: ends the wait; then the last error is raised, or `Stopped` where no shield holds it back.
+    """
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(passes),
+        wait=BACK_OFF,
+        stop=lambda _: shutdown.is_ending,
+        sleep=shutdown.sleep,
+        before_sleep=outage.note,
+        reraise=True,
+    )
+    result = attempts(work)
+    outage.over()
+    return result
