@@ -49,6 +49,7 @@ STAGES = (
     "checkpoint",
     "commit",
     "files",
+    "check",
     "pause",
     "take",
     "checksum",
@@ -58,7 +59,8 @@ STAGES = (
     "announce",
     "first_token",
 )
-"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `take`: the road's own.
+"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `check`: of an adapter's base, while calls go on.
+`take`: the road's own.
 `announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version is served to a client's first
 token from it."""
 STEP_SECONDS = 120
@@ -253,7 +255,7 @@ def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float]
         taking: what the trainer calls the stage `take`.
     """
     trained, checkpoint, publish = spans["train"][1], spans["checkpoint"], spans["publish"]
-    engine = {name: metrics[f"seconds_publish_{taking if name == 'take' else name}"] for name in STAGES[2:9]}
+    engine = {name: metrics[f"seconds_publish_{taking if name == 'take' else name}"] for name in STAGES[2:10]}
     # A client may have its first token while the gateway is still at its last words.
     announced = min(publish[1], came)
     return {

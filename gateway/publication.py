@@ -157,16 +157,17 @@ async def _replace_weights(
     backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus, road: Road
 ) -> None:
     """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
-    steps = _Steps("pause")
+    steps = _Steps("check")
     try:
         if before is BackendStatus.ASLEEP:
             steps.now = "wake_up"
             await backend.order("/wake_up", seconds=backend.seconds)
-            steps.to("pause")
-        elif in_flight is InFlight.DRAIN:
-            steps.now = "drain"
+            steps.to("check")
+        await road.check(backend)
+        if before is not BackendStatus.ASLEEP and in_flight is InFlight.DRAIN:
+            steps.to("drain")
             await backend.drained()
-            steps.to("pause")
+        steps.to("pause")
         # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order("/pause?mode=keep")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
@@ -188,7 +189,7 @@ async def _replace_weights(
     except Exception as error:  # a fault of ours, too, must leave no calls frozen in a pause
         why = str(error) if isinstance(error, EngineError) else repr(error)
         reason = f"publication of version {release.version} failed at {steps.now}: {why}"
-        if before is BackendStatus.SERVING and (steps.now in {"drain", "pause"} or await _holds_old(backend, steps.now)):
+        if before is BackendStatus.SERVING and (steps.now in {"check", "drain", "pause"} or await _holds_old(backend, steps.now)):
             await _resume_old(backend, reason)
         else:
             await _give_up(backend, reason)

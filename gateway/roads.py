@@ -15,7 +15,7 @@ from gateway.backend import Backend
 from gateway.transfer import Sender, Transfer
 from spangrad.adapters import AdapterFacts, adapter_facts
 from spangrad.errors import CheckpointError, EngineError
-from spangrad.weights import checksum_directory
+from spangrad.weights import checksum_base
 
 
 class Road(Protocol):
@@ -24,6 +24,14 @@ class Road(Protocol):
     @property
     def step(self) -> str:
         """What the step of a publication is called that takes it."""
+        ...
+
+    async def check(self, backend: Backend) -> None:
+        """Compare what takes long to compare, while the engine goes on answering.
+
+        Raises:
+            EngineError: it cannot take it, and holds what it held.
+        """
         ...
 
     async def prepare(self, backend: Backend) -> None:
@@ -50,6 +58,9 @@ class Reload:
     path: str
     step: str = "reload"
 
+    async def check(self, backend: Backend) -> None:
+        """Nothing is to be done."""
+
     async def prepare(self, backend: Backend) -> None:
         """Nothing is to be done."""
 
@@ -69,10 +80,10 @@ class Adapter:
     """The engine's."""
     step: str = "adapter"
 
-    async def prepare(self, backend: Backend) -> None:
-        """The engine's base must be the adapter's."""
+    async def check(self, backend: Backend) -> None:
+        """Compare the engine's base with the adapter's; its files are read at the first publication only."""
         try:
-            wanted = await asyncio.to_thread(checksum_directory, self.base, self.dtype or None)
+            wanted = await asyncio.to_thread(checksum_base, self.base, self.dtype or None)
         except CheckpointError as error:
             raise EngineError(str(error)) from error
         held = await backend.read_checksum(base_only=True)
@@ -81,6 +92,9 @@ class Adapter:
                 f"the engine's base has checksum {held}, and {self.base}, which the version is of, {wanted}. Start the engine with that "
                 "model."
             )
+
+    async def prepare(self, backend: Backend) -> None:
+        """Nothing is to be done."""
 
     async def take(self, backend: Backend) -> None:
         """Replace the adapter; vLLM lets go of the old one once it has the new one."""

@@ -54,6 +54,9 @@ class Transfer:
         self._dtype = dtype
         self._update: dict[str, Any] = {}
 
+    async def check(self, backend: Backend) -> None:
+        """Nothing is to be done: the release's checksum says what the sender has."""
+
     async def prepare(self, backend: Backend) -> None:
         """Have engine and trainer meet; the engine is paused, since vLLM's workers wait for the trainer."""
         assert backend.info

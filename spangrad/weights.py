@@ -52,6 +52,18 @@ def checksum_directory(directory: Path, dtype: str | None = None) -> str:
         raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
 
 
+def checksum_base(directory: Path, dtype: str | None = None) -> str:
+    """Checksum of the model that adapters are of, as `checksum_directory` gives it; read once for as long as its files stay as they are.
+
+    Raises:
+        CheckpointError: as for `checksum_directory`.
+    """
+    try:
+        return _checksum_of_base(directory, dtype, _stamp(directory))
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
+
+
 def _checksum_directory(directory: Path, dtype: str | None) -> str:
     adapter = adapters.adapter_facts(directory)
     if adapter is None:

@@ -98,7 +98,7 @@ def test_versions_come_and_go_back_and_nothing_of_another_is_left_in_the_cache(a
     for version in (1, 2):
         made = publish(adapted, version, versions[version])
         assert (made["version"], made["checksum"]) == (version, checksum_directory(versions[version]))
-        assert list(made["stages"]["policy-0"]) == ["pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
+        assert list(made["stages"]["policy-0"]) == ["check", "pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
         answers = [ask(adapted, LONG), ask(adapted, LONG), ask(adapted, "hello"), ask(adapted, LONG, model=None)]
         assert max(gap(answer, versions[version]) for answer in answers) < EQUAL
         assert {answer["model"] for answer in answers} == {"policy"}

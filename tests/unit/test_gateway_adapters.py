@@ -14,12 +14,13 @@ from fake_engine import FakeEngine
 from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
+from spangrad import weights
 from spangrad.weights import checksum_directory
 
 STEPS = [
+    "spangrad_checksum",
     "/pause",
     "/reset_prefix_cache",
-    "spangrad_checksum",
     "load_lora_adapter",
     "spangrad_checksum",
     "/update_weight_version",
@@ -68,7 +69,7 @@ async def test_an_adapter_takes_the_place_of_the_one_before_and_the_way_back_end
         stage.engine.orders.clear()
         status, made = await publish(stage, adapter)
         assert (status, made["checksum"], made["backends"]) == (200, checksum_directory(adapter), {"policy-0": "serving"})
-        assert list(made["stages"]["policy-0"]) == ["pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
+        assert list(made["stages"]["policy-0"]) == ["check", "pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
         assert stage.engine.orders == STEPS
         second = random_adapter(base, adapter.with_name("v2"), seed=2)
         assert (await publish(stage, second, 2))[0] == 200
@@ -76,6 +77,29 @@ async def test_an_adapter_takes_the_place_of_the_one_before_and_the_way_back_end
         paths = [str(adapter), str(second), str(adapter), "the bare adapter"]
         assert loaded(stage) == [{"lora_name": "policy", "lora_path": path, "load_inplace": True} for path in paths]
         assert (stage.engine.version, stage.engine.checksum) == (0, checksum_directory(base))
+
+
+async def test_checksum_of_an_adapters_base_is_read_once_and_before_the_pause(
+    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, words = list[Path](), weights._words
+
+    def counted(directory: Path) -> Any:
+        read.append(directory)
+        return words(directory)
+
+    monkeypatch.setattr(weights, "_words", counted)
+    weights._checksum_of_base.cache_clear()
+    async with staged(engine_of(base)) as stage:
+        await stage.readiness("serving")
+        read.clear()
+        weights._checksum_of_base.cache_clear()
+        for version in (1, 2, 3):
+            stage.engine.orders.clear()
+            assert (await publish(stage, random_adapter(base, adapter.with_name(f"n{version}"), seed=version), version))[0] == 200
+            first, paused = stage.engine.orders.index("spangrad_checksum"), stage.engine.orders.index("/pause")
+            assert first < paused, "the engine's base is compared while it answers"
+    assert read.count(base) == 2, "of three publications the first reads the base, once in its own dtype and once in the engine's"
 
 
 async def test_what_an_engine_cannot_take_is_refused_before_it_is_touched(base: Path, adapter: Path, tmp_path: Path) -> None:

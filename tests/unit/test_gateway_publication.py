@@ -42,7 +42,7 @@ async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) 
         stage.engine.orders.clear()
         status, answer = await publish(stage, weights)
         seconds, stages = answer.pop("seconds"), answer.pop("stages")["policy-0"]
-        assert list(stages) == ["pause", "reload", "checksum", "update_weight_version", "resume", "probe"]
+        assert list(stages) == ["check", "pause", "reload", "checksum", "update_weight_version", "resume", "probe"]
         assert 0 < sum(stages.values()) <= seconds
         assert (status, answer) == (
             200,

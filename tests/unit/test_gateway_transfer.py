@@ -54,7 +54,7 @@ async def test_the_gateway_orders_and_the_trainer_sends(sender: Sender, version:
         stage.engine.orders.clear()
         status, made = await publish(stage, sender, version)
         assert (status, made["version"], made["checksum"]) == (200, 1, version[1])
-        assert list(made["stages"]["policy-0"]) == ["pause", "transfer", "checksum", "update_weight_version", "resume", "probe"]
+        assert list(made["stages"]["policy-0"]) == ["check", "pause", "transfer", "checksum", "update_weight_version", "resume", "probe"]
         assert stage.engine.orders == [*BEFORE, *MEETING, *SENDING, *AFTER]
         stage.engine.orders.clear()
         assert (await publish(stage, sender, version, 2))[0] == 200
