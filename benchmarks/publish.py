@@ -59,10 +59,9 @@ STAGES = (
     "announce",
     "first_token",
 )
-"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `check`: of an adapter's base, while calls go on.
-`take`: the road's own.
-`announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version is served to a client's first
-token from it."""
+"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `check`: of an adapter's base, while
+calls go on. `take`: the road's own. `announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version
+is served to a client's first token from it."""
 STEP_SECONDS = 120
 _SPANS = """
 SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']) AS version, child.SpanName,
