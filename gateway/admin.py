@@ -53,12 +53,12 @@ class Admin:
         return json_response({"status": "announced"})
 
     async def calls(self, request: web.Request) -> web.Response:
-        """How many policy calls an attempt made."""
+        """Answer how many policy calls an attempt made, and whether the last one was refused for the length of its prompt."""
         attempt = url_attempt(request)
         calls = await self._counts.calls(attempt, COUNT_WAIT_SECONDS)
         if calls is None:
             return error_response(404, f"attempt {attempt.number} of rollout {attempt.rollout_id!r} was neither announced nor seen")
-        return json_response({"calls": calls})
+        return json_response({"calls": calls, "overflowed": self._counts.overflowed(attempt)})
 
     async def health(self, request: web.Request) -> web.Response:
         """The gateway is up."""

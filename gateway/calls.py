@@ -36,6 +36,7 @@ from gateway.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
 from gateway.redaction import Redactor
 from gateway.relax import relax
 from gateway.upstream import BackendDownError, Scrubber, unreachable
+from spangrad.failures import names_context_overflow
 from spangrad.settings import Settings
 from spangrad.types import Mode
 
@@ -138,7 +139,8 @@ class Calls:
         try:
             await self._exporter.put(self._span(exchange.facts))
         finally:
-            self._counts.end(exchange.facts.context.attempt)
+            facts = exchange.facts
+            self._counts.end(facts.context.attempt, overflowed=facts.http_status == 400 and names_context_overflow(facts.error_message))
             self._count(exchange)
 
     def _span(self, facts: CallFacts) -> bytes:

@@ -21,6 +21,8 @@ class _Tally:
     announced: Announcement = NOTHING_ANNOUNCED
     calls: int = 0
     in_flight: int = 0
+    overflowed: bool = False
+    """Whether the last call that ended was refused because its prompt was longer than the model's context."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -47,11 +49,12 @@ class Counts:
             tally.in_flight += 1
             tally.idle.clear()
 
-    def end(self, attempt: Attempt | None) -> None:
-        """A call's span is queued."""
+    def end(self, attempt: Attempt | None, *, overflowed: bool = False) -> None:
+        """Note that a call's span is queued, and whether the engine refused the call for the length of its prompt."""
         if attempt is not None:
             tally = self._tallies[attempt]
             tally.in_flight -= 1
+            tally.overflowed = overflowed
             if not tally.in_flight:
                 tally.idle.set()
 
@@ -70,6 +73,11 @@ class Counts:
             except TimeoutError:
                 pass  # a call that hangs is counted all the same: its span will come when it ends
         return tally.calls
+
+    def overflowed(self, attempt: Attempt) -> bool:
+        """Whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
+        tally = self._tallies.get(attempt)
+        return tally is not None and tally.overflowed
 
     def _touch(self, attempt: Attempt) -> _Tally:
         tally = self._tallies.setdefault(attempt, _Tally())

@@ -1,8 +1,8 @@
 """Makes one attempt of a rollout, stage by stage: environment, agent, evaluator; around them root span, announcement, count of calls.
 
 In: a lease, and a word when it is not wanted any more. Out: how the attempt ended, its root span closed but not sent yet. Invariant: every
-lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason and no reward. Each stage has
-places of its own, which an attempt holds while it is in that stage; what was leased for it is given back, however it ends.
+lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a reward where the policy
+caused the failure. Each stage has places of its own, which an attempt holds while it is in that stage; what was leased for it is given back, however it ends.
 
 An attempt that has an environment waits with it for a place among those that run. So the places before that are few, and a lease of the
 queue is taken for one of those (`Attempts.entry`).
@@ -196,7 +196,7 @@ class Attempts:
                 answer = await self._through(making)
             if answer.failure is AttemptFailure.NO_REWARD and self._services.by_rules:
                 answer = replace(answer, rewards={}, failure=None, detail="")
-            answer = await self._counted(making, answer)
+            answer = self._with_reward(await self._counted(making, answer))
             if lease.attempt:
                 await self._write_lost(await self.queue.rollout(lease.rollout_id), None)
         except StoppedError:
@@ -208,7 +208,7 @@ class Attempts:
         if why is not None:
             answer = Answer(None, why.failure, why.detail)
         answer = answer.storable()
-        final = why.final if why is not None else answer.failure is None or lease.last
+        final = why.final if why is not None else answer.failure is None or answer.rewards is not None or lease.last
         stages = clock.taken()
         self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, stages, final=final)
         return Ended(lease, answer, making.calls, stages, final=final, told=why is not None and why.told)
@@ -306,10 +306,19 @@ class Attempts:
         """The answer, once the gateway has counted the calls."""
         if self.gateway is None or making.stop.asked.done():
             return answer
-        making.calls = await self.gateway.calls(making.rollout.key)
-        if making.calls is None and answer.failure is None:
-            return Answer(None, AttemptFailure.UNCOUNTED, "the gateway does not know this attempt any more")
+        counted = await self.gateway.calls(making.rollout.key)
+        making.calls = counted and counted.calls
+        counts = answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None
+        if counted is None and counts:
+            return Answer(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{_after(answer)}")
+        if counted is not None and counted.overflowed and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}:
+            return replace(answer, failure=AttemptFailure.CONTEXT_OVERFLOW)
         return answer
+
+    def _with_reward(self, answer: Answer) -> Answer:
+        """Return the answer, with the reward of its failure where the policy caused that."""
+        reward = self._settings.failure_rewards.of(answer.failure)
+        return answer if reward is None else replace(answer, rewards=reward)
 
     async def mourn(self, standing: Standing) -> None:
         """Write the roots that nobody else will of a rollout that has ended: of an attempt whose worker is gone, or of a cancellation."""
@@ -335,8 +344,9 @@ class Attempts:
         for one in whole.attempts:
             if _ended_by_queue(one):
                 key = RolloutKey(whole.run_id, whole.rollout_id, one.attempt)
-                calls = await self.gateway.calls(key) if self.gateway is not None else None
-                self._write(_rollout(whole, one.attempt), Answer(None, one.reason, one.detail), calls, final=one.attempt == final)
+                counted = await self.gateway.calls(key) if self.gateway is not None else None
+                answer = Answer(None, one.reason, one.detail)
+                self._write(_rollout(whole, one.attempt), answer, counted and counted.calls, final=one.attempt == final)
 
     def _write(self, rollout: Rollout, answer: Answer, calls: int | None, *, final: bool) -> None:
         if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
@@ -364,6 +374,10 @@ def rollout_of(lease: Lease) -> Rollout:
 def _rollout(standing: Standing, attempt: int) -> Rollout:
     key = RolloutKey(standing.run_id, standing.rollout_id, attempt)
     return Rollout(key, Task(standing.task_id, None, standing.prompt), Mode(standing.mode), standing.group_id, standing.group_size)
+
+
+def _after(answer: Answer) -> str:
+    return "" if answer.failure is None else f"; it had failed: {answer.failure.value}: {answer.detail}"
 
 
 def _ended_by_queue(attempt: Attempt) -> bool:

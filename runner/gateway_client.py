@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -25,6 +26,16 @@ _REQUEST_SECONDS = 20.0
 """The gateway may wait 10 s for calls in flight before it counts them."""
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CallCount:
+    """An attempt's policy calls, as the gateway counted them."""
+
+    calls: int
+    """Calls that were accepted."""
+    overflowed: bool
+    """Whether the engine refused the last one that ended because its prompt was longer than the model's context."""
 
 
 class GatewayClient:
@@ -79,8 +90,8 @@ class GatewayClient:
         """
         await self._request("PUT", self._attempt(key), {"run_id": key.run_id, "mode": mode, "traceparent": traceparent})
 
-    async def calls(self, key: RolloutKey) -> int | None:
-        """How many policy calls of an attempt were accepted, waiting for those in flight; None when the gateway has forgotten it.
+    async def calls(self, key: RolloutKey) -> CallCount | None:
+        """Count an attempt's policy calls, waiting for those in flight. None: the gateway has forgotten the attempt.
 
         Raises:
             GatewayError: the gateway refused, or stays away.
@@ -89,7 +100,7 @@ class GatewayClient:
         if found is None:
             _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
             return None
-        return int(found["calls"])
+        return CallCount(int(found["calls"]), bool(found["overflowed"]))
 
     async def served(self, policy: str) -> int | None:
         """The version of a policy that is served. None: it has not admitted its engine, or does not know the policy.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from runner.jobs import Answer, Job
 from spangrad.attempt_answer import END_STAGE
-from spangrad.types import AttemptFailure, Stage
+from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
 
 if TYPE_CHECKING:
     from runner.hosts import AgentHost
@@ -27,7 +27,15 @@ _FLUSH_SECONDS = 30.0
 _CLOSE_SECONDS = 30.0
 """How long a host may take, after the last stage, to close the environment and to send the spans."""
 _STOPPED = Answer(None, AttemptFailure.CANCELLED, "stopped")
+_LATE = {
+    Stage.INIT: AttemptFailure.ENVIRONMENT,
+    Stage.RUN: AttemptFailure.TIMEOUT,
+    Stage.EVALUATE: AttemptFailure.EVALUATION,
+}
+"""Failure of a stage that was not done in its time: only the agent's time is the policy's to use up."""
 _logger = logging.getLogger(__name__)
+
+_UNFLUSHED = Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
 
 Ends = Sequence[asyncio.Future[Any]]
 """Done when the attempt is not to go on; it then fails as `cancelled`, once it has ended."""
@@ -83,7 +91,7 @@ class Hosted:
         if self._answered.done():
             return False
         if not self._moved.done() or any(one.done() for one in ends):
-            self._answer = await self._over(ends, f"{stage}: not done after {seconds:g} s")
+            self._answer = await self._over(ends, _LATE[stage], f"{stage}: not done after {seconds:g} s")
             return False
         return self._moved.result() != END_STAGE
 
@@ -92,23 +100,29 @@ class Hosted:
         if self._answer is None and not self._answered.done():
             await asyncio.wait([self._answered, *ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not self._answered.done():
-                self._answer = await self._over(ends, f"{END_STAGE}: its environment is not closed after {_CLOSE_SECONDS:g} s")
+                late = f"{END_STAGE}: its environment is not closed after {_CLOSE_SECONDS:g} s"
+                self._answer = await self._over(ends, AttemptFailure.ENVIRONMENT, late)
         if self._answer is None:
             self._answer = await self._read(self._answered.result())
+        elif self._answer.failure is AttemptFailure.TIMEOUT and self._answered.done() and not await self._flush():
+            self._answer = _UNFLUSHED
         return self._answer
 
     def _hear(self, stage: str) -> None:
         if not self._moved.done():
             self._moved.set_result(stage)
 
-    async def _over(self, ends: Ends, late: str) -> Answer:
-        """End it early, because it is not wanted or its time is over."""
+    async def _over(self, ends: Ends, failure: AttemptFailure, late: str) -> Answer:
+        """End it early, because it is not wanted or its time is over: then it fails as `failure`, and `late` says why."""
         done = await self._cancel()
         if any(one.done() for one in ends):
             return _STOPPED
         if done and self._answered.result()["failure"] != AttemptFailure.TIMEOUT:
             return await self._read(self._answered.result())  # it was in time; its spans were not
-        return Answer(None, AttemptFailure.TIMEOUT, late)
+        if not done and failure is AttemptFailure.TIMEOUT and self._host.attempts > 1:
+            # Whichever of them blocks the process: the others could do nothing about it.
+            return Answer(None, AttemptFailure.CRASH, f"{late}; the agent's process hangs with {self._host.attempts} attempts in it")
+        return Answer(None, failure, late)
 
     async def _cancel(self) -> bool:
         """Cancel it; whether the host has answered."""
@@ -126,11 +140,12 @@ class Hosted:
         """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
         if message.get("stuck") and not self._host.retired:
             self._retire()
-        if message["failure"]:
-            return Answer(None, AttemptFailure(message["failure"]), message["detail"])
+        failure = AttemptFailure(message["failure"]) if message["failure"] else None
+        if failure is not None and failure not in POLICY_FAILURES:
+            return Answer(None, failure, message["detail"])
         if not message["flushed"] and not await self._flush():
-            return Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
-        return Answer(message["reward"], None, message["detail"], message.get("output"))
+            return _UNFLUSHED
+        return Answer(message["reward"], failure, message["detail"], message.get("output"))
 
     async def _flush(self) -> bool:
         if self._host.ended:

@@ -139,6 +139,11 @@ class AgentHost:
         """Whether the process has, and was answered for."""
         return self._life.done()
 
+    @property
+    def attempts(self) -> int:
+        """Attempts under way in it."""
+        return len(self.moves)
+
     def expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
         """Done with the next answer to this id."""
         self._waiting[id] = asyncio.get_running_loop().create_future()

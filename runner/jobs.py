@@ -1,6 +1,7 @@
 """What an agent host is given for one attempt, and how the attempt ended.
 
-In, out: frozen values. Invariant: an answer has rewards, or a failure, or an output that is still to be judged.
+In, out: frozen values. Invariant: an answer has rewards, or a failure (which may have a reward of its own), or an output that is still to
+be judged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Answer:
     """How an attempt ended: with rewards, or with a failure."""
 
     rewards: Mapping[str, float] | float | None
-    """None when it failed, and while its output is still to be judged; empty when the agent has rewarded itself on its own spans."""
+    """None when it failed for no doing of the policy, and while its output is still to be judged; empty when the agent has rewarded itself
+    on its own spans."""
     failure: AttemptFailure | None
     """None when it succeeded."""
     detail: str = ""

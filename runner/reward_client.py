@@ -58,7 +58,7 @@ class RewardClient:
             status, content = await again(lambda: self._ask(body), seconds)
         except TimeUpError as error:
             said = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
-            return Answer(None, AttemptFailure.TIMEOUT, said)
+            return Answer(None, AttemptFailure.EVALUATION, said)
         text = content.decode(errors="replace")
         if status != 200:
             return Answer(None, AttemptFailure.EVALUATION, f"{self._url} answers HTTP {status}: {text[:500]}")
@@ -69,7 +69,7 @@ class RewardClient:
         try:
             rewards = rewards_from(value)
         except ValueError as error:
-            return Answer(None, AttemptFailure.INVALID_OUTPUT, f"{self._url}: {error}")
+            return Answer(None, AttemptFailure.EVALUATION, f"{self._url}: {error}")
         if rewards is None:
             return Answer(None, AttemptFailure.NO_REWARD, f"{self._url} gave no reward")
         return Answer(rewards, None)

@@ -2,7 +2,7 @@
 
 In: tasks, an agent, settings. Out: one root span `rollout` an attempt, with its rewards or its failure and the number of its policy
 calls, and an `Outcome` a rollout. Invariant: when `run` returns, all its rollouts have ended, and the store has acknowledged the root spans
-of all attempts; a failed attempt carries a reason and no reward.
+of all attempts; a failed attempt carries a reason, and a reward only where the policy caused the failure.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Outcome:
     mode: Mode
     """What it was for."""
     reward: Mapping[str, float] | None
-    """Final rewards by name. None exactly when it failed; empty when the agent has rewarded itself: its spans then hold the rewards."""
+    """Final rewards by name. None: it failed, and has no reward for that (`runner.failure_rewards`); empty when the agent has rewarded
+    itself: its spans then hold the rewards."""
     failure: AttemptFailure | None
     """Why its last attempt failed. None when it succeeded."""
     detail: str
@@ -358,7 +359,7 @@ def outcome_of(standing: Standing) -> Outcome:
         RolloutKey(standing.run_id, standing.rollout_id, last.attempt if last else 0),
         standing.task_id,
         standing.mode,
-        ((last and last.rewards) or {}) if succeeded else None,
+        ((last and last.rewards) or {}) if succeeded else last and last.rewards,
         AttemptFailure.CANCELLED if standing.state is State.CANCELLED else failure,
         last.detail if last else "cancelled before it began",
         (last and last.seconds) or 0.0,

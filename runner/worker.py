@@ -228,6 +228,7 @@ def _completion(ended: Ended) -> Completion:
 
 def _failure(ended: Ended) -> Failure:
     assert ended.answer.failure is not None
+    rewards = by_name(ended.answer.rewards)
     return Failure(
         rollout_id=ended.lease.rollout_id,
         attempt=ended.lease.attempt,
@@ -235,4 +236,5 @@ def _failure(ended: Ended) -> Failure:
         detail=ended.answer.detail,
         calls=ended.calls,
         seconds=ended.seconds,
+        rewards=None if rewards is None else dict(rewards),
     )

@@ -1,6 +1,6 @@
 """The kernel: names, types, errors, settings and the command line that every part shares.
 
-In: nothing. Out: for people, `spangrad.rollout` (the decorator), `spangrad.prompt` and `spangrad.Client`. Invariant: an agent's process
+In: nothing. Out: for people, `spangrad.rollout` (the decorator), `spangrad.prompt`, `spangrad.MaxTurnsError` and `spangrad.Client`. Invariant: an agent's process
 imports this package, so importing it loads nothing but the standard library.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spangrad.decorator import rollout
+from spangrad.failures import MaxTurnsError
 from spangrad.prompt_client import Prompt, prompt
 
 if TYPE_CHECKING:
     from spangrad.client import Client
 
-__all__ = ["Client", "Prompt", "__version__", "prompt", "rollout"]
+__all__ = ["Client", "MaxTurnsError", "Prompt", "__version__", "prompt", "rollout"]
 __version__ = "0.1.0"
 
 

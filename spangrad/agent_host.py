@@ -48,6 +48,7 @@ from spangrad.attempt_answer import END_STAGE, Answer, Stages, handed_on, raised
 from spangrad.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.callables import load, load_agent
 from spangrad.errors import AgentError
+from spangrad.failures import failure_of
 from spangrad.flushing import Flusher
 from spangrad.local_environment import LocalEnvironment
 from spangrad.processes import MARK, kill_marked
@@ -174,7 +175,7 @@ class Host:
         except InvalidOutput as error:
             return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
         except (Exception, SystemExit) as error:
-            return raised(name, AttemptFailure.EXCEPTION, error)
+            return raised(name, failure_of(error), error)
         if stages.outputs:
             return handed_on(name, output)
         if stages.evaluator is not None:
@@ -186,11 +187,12 @@ class Host:
         return self._rewarded(name, output, note)
 
     def _rewarded(self, name: str, value: object, note: AttemptNote) -> Answer:
+        alone = self._stages.evaluator is None
         try:
             reward = rewards_from(value)
         except ValueError as error:
-            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
-        alone = self._stages.evaluator is None
+            # The policy answers for what its agent gives, not for what judges it.
+            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT if alone else AttemptFailure.EVALUATION, detail=str(error))
         if reward is None and alone and note.rewarded:
             return Answer(name, {})
         if reward is None:

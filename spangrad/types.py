@@ -128,7 +128,11 @@ _REMEDIES: Mapping[DropReason, str] = {
 
 
 class AttemptFailure(StrEnum):
-    """Why an attempt of a rollout gave no reward: `spangrad.rollout.failure` on its root span."""
+    """Why an attempt of a rollout failed: `spangrad.rollout.failure` on its root span.
+
+    Those of `POLICY_FAILURES` are the policy's doing and have a reward (`runner.failure_rewards`); the others are infrastructure's, and
+    the rollout is tried again.
+    """
 
     CRASH = "crash"
     """The process that ran the agent died."""
@@ -138,14 +142,18 @@ class AttemptFailure(StrEnum):
     """The agent raised."""
     EXIT_CODE = "exit_code"
     """The agent's command ended with an exit code other than 0."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """The agent raised, or its command failed, because its last prompt was longer than the model's context."""
+    MAX_TURNS = "max_turns"
+    """The agent used up the turns that it, or its framework, allows."""
     INVALID_OUTPUT = "invalid_output"
-    """What should be rewards are not finite numbers."""
+    """What the agent gave as rewards are not finite numbers, or its output cannot be read."""
     NO_REWARD = "no_reward"
     """The agent ended well, and nothing said what that is worth."""
     EVALUATION = "evaluation"
-    """The evaluator raised, or the reward service gave no answer that can be read."""
+    """The evaluator raised, was not done in time, or gave no finite numbers; or the reward service gave no answer that can be read."""
     ENVIRONMENT = "environment"
-    """What the agent was to work in could not be made ready, or was lost under it."""
+    """The environment could not be made ready in time, was lost under the agent, or could not be closed."""
     UNCOUNTED = "uncounted"
     """The gateway was restarted meanwhile and cannot say how many calls it answered, so some may be missing."""
     UNFLUSHED = "unflushed"
@@ -153,9 +161,22 @@ class AttemptFailure(StrEnum):
     CANCELLED = "cancelled"
     """The runner was stopped or lost the gateway, or the rollout was not wanted any more."""
     LOST = "lost"
-    """Nothing was heard of its worker for longer than its lease holds."""
+    """Nothing was heard of its worker for longer than its lease holds, or its worker did not end it when its time was over."""
     RELEASED = "released"
     """Its worker gave it back; it does not count as one of the rollout's attempts."""
+
+
+POLICY_FAILURES = frozenset(
+    {
+        AttemptFailure.TIMEOUT,
+        AttemptFailure.EXCEPTION,
+        AttemptFailure.EXIT_CODE,
+        AttemptFailure.CONTEXT_OVERFLOW,
+        AttemptFailure.INVALID_OUTPUT,
+        AttemptFailure.MAX_TURNS,
+    }
+)
+"""Failures that the policy caused: they may have a reward (`runner.failure_rewards`), and then count."""
 
 
 class Stage(StrEnum):

@@ -126,7 +126,7 @@ class EnvironmentClient:
         except TimeUpError as error:
             self._release(lease)
             raise NoInstanceError(
-                AttemptFailure.TIMEOUT, f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {error}"
+                AttemptFailure.ENVIRONMENT, f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {error}"
             ) from None
         except BaseException:
             self._release(lease)  # whether the service has heard of it, nobody knows

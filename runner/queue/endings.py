@@ -42,7 +42,8 @@ class Ending:
         """What a worker tells."""
         if isinstance(told, Completion):
             return Ending(told.rollout_id, told.attempt, None, "", told.rewards, told.calls, told.seconds)
-        return Ending(told.rollout_id, told.attempt, told.reason, storable(told.detail), None, told.calls, told.seconds, told.retry)
+        detail = storable(told.detail)
+        return Ending(told.rollout_id, told.attempt, told.reason, detail, told.rewards, told.calls, told.seconds, told.retry)
 
     def same(self, row: sa.RowMapping) -> bool:
         """Whether a row of ATTEMPTS tells of this very ending."""
@@ -127,6 +128,8 @@ class Endings:
         left = row["attempts_left"]
         if ending.reason is None:
             return State.SUCCEEDED.value, left
+        if ending.rewards is not None:
+            return State.FAILED.value, left
         if ending.reason is AttemptFailure.RELEASED:
             return State.QUEUED.value, left + 1
         return (State.QUEUED if ending.retry and left > 0 else State.DEAD).value, left

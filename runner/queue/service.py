@@ -288,7 +288,7 @@ class Service:
         for key in self._run.over():
             if running := self._running.get(key):
                 detail = f"it ran for more than {running.timeout_seconds:g} s, and its worker did not end it"
-                endings[key] = Ending(*key, AttemptFailure.TIMEOUT, detail)
+                endings[key] = Ending(*key, AttemptFailure.LOST, detail)
         for key in self._held.over():
             if running := self._running.get(key):
                 detail = f"nothing was heard of {running.worker} for {running.lease_seconds:g} s"

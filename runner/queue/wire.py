@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from spangrad.types import AttemptFailure, Mode, PromptVersion
+from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion
 
 NO_NULL = r"^[^\x00]*$"
 """PostgreSQL keeps no such character, and one that it refuses would fail the transaction of everybody who shares it."""
@@ -30,6 +30,8 @@ class State(StrEnum):
     """A worker holds it."""
     SUCCEEDED = "succeeded"
     """An attempt was completed."""
+    FAILED = "failed"
+    """An attempt failed by what the policy did, and has a reward for it: it counts, and no other attempt is made."""
     DEAD = "dead"
     """Each of its attempts failed: a dead letter, until somebody queues it again."""
     CANCELLED = "cancelled"
@@ -182,6 +184,18 @@ class Failure(Struct, frozen=True, kw_only=True):
     seconds: Annotated[float, Meta(ge=0)] | None = None
     retry: bool = True
     """False: no other attempt would do better; it is dead at once."""
+    rewards: dict[str, float] | None = None
+    """By name, of a failure that the policy caused: the rollout has failed, counts, and is not tried again. None: it has none."""
+
+    def __post_init__(self) -> None:
+        """Refuse a reward of infrastructure.
+
+        Raises:
+            ValueError: the reason is none of the policy's.
+        """
+        if self.rewards is not None and self.reason not in POLICY_FAILURES:
+            reasons = ", ".join(sorted(POLICY_FAILURES))
+            raise ValueError(f"the policy did not cause {self.reason.value!r}, so it has no rewards. Leave them out; only {reasons} have them")
 
 
 class Fail(Struct, frozen=True, kw_only=True):

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, SecretStr
 
 from spangrad.settings.section import Section
+from spangrad.types import POLICY_FAILURES, AttemptFailure
+
+
+FailureReward = Annotated[float | None, Field(allow_inf_nan=False)]
+
+
+class FailureRewards(Section):
+    """Rewards of failures that the policy caused. Failures of infrastructure have none, and are tried again."""
+
+    timeout: FailureReward = 0.0
+    """Reward of an attempt whose agent was not done in time. None: it has none, its calls are dropped, and it is tried again."""
+    exception: FailureReward = 0.0
+    """Reward of an attempt whose agent raised. None: as for `timeout`."""
+    exit_code: FailureReward = 0.0
+    """Reward of an attempt whose command ended with an exit code other than 0. None: as for `timeout`."""
+    context_overflow: FailureReward = 0.0
+    """Reward of an attempt that ended because its prompt outgrew the model's context. None: as for `timeout`."""
+    invalid_output: FailureReward = 0.0
+    """Reward of an attempt whose agent gave what is no reward or no readable output. None: as for `timeout`."""
+    max_turns: FailureReward = 0.0
+    """Reward of an attempt whose agent used up its turns. None: as for `timeout`."""
+
+    def of(self, failure: AttemptFailure | None) -> float | None:
+        """Return the reward of a failure. None: it has none."""
+        return getattr(self, failure.value) if failure in POLICY_FAILURES else None
 
 
 class RunnerSettings(Section):
@@ -33,6 +59,8 @@ class RunnerSettings(Section):
     evaluations: int = Field(default=16, ge=1)
     """Evaluators at once in each process. What is evaluated holds no place of `concurrency`."""
     max_attempts: int = Field(default=2, ge=1)
+    """Attempts of a rollout; after a failure that the policy caused, and that has a reward, no other is made."""
+    failure_rewards: FailureRewards = FailureRewards()
     init_timeout_seconds: float = Field(default=300, gt=0)
     """That an attempt's environment may take, also in the line of a service."""
     timeout_seconds: float = Field(default=300, gt=0)

@@ -1,0 +1,81 @@
+"""Failures that the policy caused, recognised by the exception that ended an agent or by what the engine answered.
+
+In: exceptions of agents and of the frameworks that they use, bodies of error answers. Out: an `AttemptFailure`. Invariant: classes of
+frameworks are recognised by name, so that nothing is imported that the agent does not import itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from spangrad.types import AttemptFailure
+
+TURN_LIMITS = frozenset(
+    {
+        "MaxTurnsError",  # ours
+        "MaxTurnsExceeded",  # OpenAI Agents SDK
+        "GraphRecursionError",  # LangGraph
+        "ModelCallLimitExceededError",  # LangChain's agent middleware
+        "UsageLimitExceeded",  # Pydantic AI
+        "AgentMaxStepsError",  # smolagents
+        "LlmCallsLimitExceededError",  # Google ADK
+    }
+)
+"""Classes of exceptions that frameworks raise when an agent used up its turns. AutoGen raises none: its run ends, and is evaluated."""
+CONTEXT_LIMITS = frozenset({"ContextWindowExceededError", "ContextOverflowError"})
+"""Classes of exceptions of LiteLLM and LangChain for a prompt that the model has no room for."""
+_CONTEXT_CODE = "context_length_exceeded"
+_CONTEXT_WORDS = ("maximum context length", "longer than the maximum model length", _CONTEXT_CODE)
+"""In the messages of vLLM and of OpenAI's API."""
+
+
+class MaxTurnsError(Exception):
+    """Raised by an agent that used up the turns it allows itself: the attempt fails as `max_turns` (docs/runner.md)."""
+
+
+def names_context_overflow(text: str) -> bool:
+    """Whether an error's text says that a prompt is longer than the model's context."""
+    lowered = text.lower()
+    return any(words in lowered for words in _CONTEXT_WORDS)
+
+
+def failure_of(error: BaseException) -> AttemptFailure:
+    """Return what kind of failure the exception is that ended an agent.
+
+    The exception itself, what caused it, and the members of exception groups are looked at; the outermost one that is recognised decides.
+
+    Returns:
+        max_turns, context_overflow, or exception where nothing is recognised.
+    """
+    for link in _chain(error):
+        names = {kind.__name__ for kind in type(link).__mro__}
+        if names & TURN_LIMITS:
+            return AttemptFailure.MAX_TURNS
+        if names & CONTEXT_LIMITS or getattr(link, "code", None) == _CONTEXT_CODE or names_context_overflow(_text(link)):
+            return AttemptFailure.CONTEXT_OVERFLOW
+    return AttemptFailure.EXCEPTION
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, those in its group, and those that led to it, each once, nearest first."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        link = waiting.pop(0)
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        if isinstance(link, BaseExceptionGroup):
+            waiting += cast("BaseExceptionGroup[BaseException]", link).exceptions
+        before = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        if before is not None:
+            waiting.append(before)
+
+
+def _text(error: BaseException) -> str:
+    """Return an exception's message; empty where its class fails to give one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
