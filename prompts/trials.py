@@ -90,7 +90,7 @@ class Trials:
         for key, attempt, span, attributes in self._rows(_REWARDS, ids=[one.rollout_id for one in found]) if found else ():
             given[key, attempt].append((span, attributes))
         keyed = {(one.rollout_id, one.attempt): one for one in found if one.failure != AttemptFailure.CANCELLED}
-        return [one if one.failure else replace(one, score=_return(given[key], spans[key])) for key, one in keyed.items()]
+        return [replace(one, score=_return(given[key], spans[key], root_only=bool(one.failure))) for key, one in keyed.items()]
 
     def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
         """The same trials, with what was said in their last attempts, in the order in which the gateway took the calls.
@@ -114,8 +114,15 @@ def _trial(rollout: str, attempt: int, attributes: Mapping[str, str], said: str)
     return Trial(rollout, attempt, int(version), attributes[semconv.TASK_ID], None, attributes.get(semconv.ROLLOUT_FAILURE, ""), said)
 
 
-def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str) -> float | None:
-    """The sum of the rewards that the runner has written; where it has none, of those that the agent's spans and logs have."""
+def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str, *, root_only: bool) -> float | None:
+    """Return the sum of the rewards that the runner has written; where it has none, of those that the agent's spans and logs have.
+
+    Args:
+        given: spans and their evaluations.
+        root: the attempt's root span.
+        root_only: the attempt failed, so that only the runner's word counts (`runner.failure_rewards`).
+    """
     of_root = [attributes for span, attributes in given if span == root]
-    values = [float(one[semconv.EVALUATION_SCORE]) for one in of_root or [attributes for _, attributes in given]]
+    counted = of_root if of_root or root_only else [attributes for _, attributes in given]
+    values = [float(one[semconv.EVALUATION_SCORE]) for one in counted]
     return sum(values) if values else None

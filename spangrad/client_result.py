@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 _LINE_SECONDS = 10.0
+_REWARDED = ("succeeded", "failed")
+"""States of rollouts whose last attempt may have rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class Measure:
     outcomes: Mapping[str, int]
     """How many, by how they ended: `succeeded`, or the reason of the last attempt."""
     mean_reward: float | None
-    """Over those that succeeded and told their rewards to the runner, each the sum of its rewards. None: none has."""
+    """Over those that told their rewards to the runner, each the sum of its rewards, failures that the policy caused among them
+    (`runner.failure_rewards`). None: none has."""
 
     @property
     def rollouts(self) -> int:
@@ -80,7 +83,7 @@ class Tally:
         last: Mapping[str, Any] = rollout["attempts"][-1] if rollout["attempts"] else {}
         succeeded = rollout["state"] == "succeeded"
         self._outcomes["succeeded" if succeeded else last.get("reason") or "cancelled"] += 1
-        if succeeded and last.get("rewards"):
+        if rollout["state"] in _REWARDED and last.get("rewards"):
             self._returns.append(sum(last["rewards"].values()))
         group = rollout["group_id"]
         self._left[group] += 1

@@ -39,7 +39,7 @@ class DropReason(StrEnum):
     NO_REWARD = "no_reward"
     """The rollout ended without a reward. Never read as 0."""
     ATTEMPT_FAILED = "attempt_failed"
-    """The agent crashed, hung or gave something invalid, and no attempt was left."""
+    """The attempt failed by no doing of the policy (a crash, a lost worker), and no attempt was left; or its failure has no reward."""
     SUPERSEDED_ATTEMPT = "superseded_attempt"
     """A later attempt of the same rollout counts instead."""
     SHARED_TRACE = "shared_trace"
@@ -95,7 +95,7 @@ _REMEDIES: Mapping[DropReason, str] = {
     "or raise builder.incomplete_after_seconds: those that come late make a new revision.",
     DropReason.NO_REWARD: "Give one: an event gen_ai.evaluation.result with a finite score, or a query of builder.sql_rewards; "
     "rules of builder.rules are enough only with builder.rewards_from = 'rules'.",
-    DropReason.ATTEMPT_FAILED: "Mend what the attempt failed of (its root span says it), or allow more attempts.",
+    DropReason.ATTEMPT_FAILED: "Fix what the attempt failed of (its root span names it), or allow more attempts.",
     DropReason.SUPERSEDED_ATTEMPT: "Nothing need be done: the attempt that counts was built in its place.",
     DropReason.SHARED_TRACE: "Let whoever asks say for which rollout: under /rollout/ID/attempt/N/v1, or with baggage; "
     "or give each attempt a trace of its own.",

@@ -57,6 +57,8 @@ class FakeEngine:
     """An adapter that it refuses spoils what it had."""
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
+    refusal: str = "the engine says no"
+    """Message of the error that it answers with where `status` is not 200."""
     """Of chat answers; anything but 200 is an error in vLLM's words."""
     body: bytes | None = None
     """Chat answers' body, in place of the right one."""
@@ -200,7 +202,7 @@ class FakeEngine:
             self.arrived.set()
         try:
             if self.status != 200 and not probe:
-                error = {"message": "the engine says no", "type": "BadRequestError", "param": None, "code": self.status}
+                error = {"message": self.refusal, "type": "BadRequestError", "param": None, "code": self.status}
                 return web.json_response({"error": error}, status=self.status)
             if self.body is not None and not probe:
                 return web.Response(body=self.body, content_type="application/json")

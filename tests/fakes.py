@@ -188,6 +188,8 @@ class AttemptGateway(HttpServer):
         self.ready = 200
         self.forgotten: set[int] = set()
         """Attempts, by number, whose calls it cannot count any more."""
+        self.overflow_all = False
+        """Whether it says of every attempt that the engine refused the last call for its length; the calls themselves are answered."""
         self.chatted = threading.Semaphore(0)
         self._lock = threading.Lock()
         super().__init__(port)
@@ -219,7 +221,7 @@ class AttemptGateway(HttpServer):
                 self.announced[key] = body
                 return 200, {}
             if key is not None and path.endswith("/calls") and key in self.announced and key[1] not in self.forgotten:
-                return 200, {"calls": self.calls.get(key, 0)}
+                return 200, {"calls": self.calls.get(key, 0), "overflowed": self.overflow_all}
         return 404, {"error": path}
 
 

@@ -6,6 +6,7 @@ leaves behind is found by its working directory.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import textwrap
@@ -68,7 +69,8 @@ class World:
             "gateway.url": self.settings.gateway.url,
             **{f"runner.{name}": value for name, value in runner.items() if value is not None and "queue_db" not in name},
         }
-        words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+        texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
+        words = [word for name, value in texts.items() for word in ("--set", f"{name}={value}")]
         log = self.directory / f"worker-{len(self.children)}.log"
         child = Child(
             "spangrad worker",

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import polars as pl
 
+from spangrad import semconv
 from spangrad.settings import BuilderSettings
 from spangrad.types import transition_ids
 from transition_builder import dialects, join, lineage, placing, reconcile, rewards
 from transition_builder.dialects import gateway
+from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform
 from transition_builder.lineage import Forest
 from transition_builder.resolve import resolve, shared
@@ -48,20 +50,21 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
 
     final = frames.rollouts.select(*_ATTEMPT)
     current = calls.join(final, on=_ATTEMPT, how="semi")
-    may_reward = frames.rollouts.filter((pl.col("Verdict") == Verdict.COMPLETE.value) & (pl.col("Failure") == ""))
-    rows = frames.spans.filter(pl.col("RowKind") != "span")
-    evaluations = resolve(rows, _named_spans(frames), frames.rollouts).join(may_reward.select(_ATTEMPT), on=_ATTEMPT, how="semi")
+    rows = resolve(frames.spans.filter(pl.col("RowKind") != "span"), _named_spans(frames), frames.rollouts)
+    rollouts = _without_rewarded_failures(frames.rollouts, rows)
+    may_reward = rollouts.filter((pl.col("Verdict") == Verdict.COMPLETE.value) & (pl.col("Failure") == ""))
+    evaluations = rows.join(may_reward.select(_ATTEMPT), on=_ATTEMPT, how="semi")
     given = rewards.gather(frames, evaluations, nodes, current, placed.caused, may_reward, spec)
 
     calls = _with_shared(calls, frames)
-    concluded = reconcile.conclude(calls, frames.rollouts, given.faults, spec)
+    concluded = reconcile.conclude(calls, rollouts, given.faults, spec)
     known = concluded.join(final, on=_ATTEMPT, how="semi").select(*_ATTEMPT, "CallId", "Order", "Choice", Kept=pl.col("Reason") == "")
     return Built(
         transitions=_transitions(
             concluded.filter(pl.col("Reason") == ""), rewards.spread(given.rewards, known), placed.calls.select(*reconcile.ARRAYS), spec
         ),
         drops=concat(
-            [_drops(concluded.filter(pl.col("Reason") != ""), spec), _stamp(reconcile.empty_rollouts(frames.rollouts, calls), spec)], DROPS
+            [_drops(concluded.filter(pl.col("Reason") != ""), spec), _stamp(reconcile.empty_rollouts(rollouts, calls), spec)], DROPS
         ),
         rewards=conform(_stamp(given.rewards, spec), REWARDS),
     )
@@ -82,6 +85,20 @@ def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
         spans = spans.unique(_SPAN, keep="first", maintain_order=True)
     nodes = dialects.describe(spans)
     return nodes, lineage.forest(nodes), recorded
+
+
+def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame) -> pl.DataFrame:
+    """Return the rollouts, with an empty Failure where the runner gave the failed attempt a reward: the policy caused it, so it counts.
+
+    Args:
+        rollouts: ROLLOUTS.
+        evaluations: resolved evaluation rows.
+    """
+    score = attribute(semconv.EVALUATION_SCORE).cast(pl.Float64, strict=False)
+    on_root = evaluations.filter((pl.col("RowKind") == "evaluation_event") & score.is_finite()).select(*_ROLLOUT, *_SPAN)
+    rewarded = on_root.unique().with_columns(rewarded=pl.lit(True))
+    marked = rollouts.join(rewarded, on=[*_ROLLOUT, *_SPAN], how="left", maintain_order="left")
+    return marked.with_columns(Failure=pl.when("rewarded").then(pl.lit("")).otherwise("Failure")).drop("rewarded")
 
 
 def _with_shared(calls: pl.DataFrame, frames: Frames) -> pl.DataFrame:

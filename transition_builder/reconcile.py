@@ -7,7 +7,7 @@ The first reason that holds is the one that is written, in this order:
 
 1. whose call it is: shared_trace, superseded_attempt;
 2. whether it is a call of its own that we can read: duplicate, unknown_convention;
-3. what befell its rollout: incomplete, attempt_failed;
+3. what befell its rollout: incomplete, attempt_failed (the attempt failed, and has no reward for that);
 4. what the build leaves out: not_selected, by agent, model, policy, tool, component;
 5. what came of it: aborted, call_failed, retried, unfinished;
 6. what is known of it: redacted, other_modality, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;

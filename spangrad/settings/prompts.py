@@ -42,7 +42,8 @@ class PromptSettings(Section):
     held_out: float = Field(default=0.5, gt=0, lt=1)
     """Share of the tasks that candidates are measured on and no critique sees, where no file names them."""
     failed_score: float | None = None
-    """What a rollout counts of which every attempt failed. None: a candidate with a held-out task that has no reward is not ranked."""
+    """Score of a rollout of which every attempt failed without a reward. None: a candidate that lacks a held-out task's reward is not
+    ranked."""
     max_p: float = Field(default=0.05, gt=0, le=1)
     """The best candidate is published when its gain over the prompt that the search began with has a one-sided p of at most this, by a
     paired permutation test over the held-out tasks. 1: whenever it is better."""

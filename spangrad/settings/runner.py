@@ -10,7 +10,6 @@ from pydantic import Field, SecretStr
 from spangrad.settings.section import Section
 from spangrad.types import POLICY_FAILURES, AttemptFailure
 
-
 FailureReward = Annotated[float | None, Field(allow_inf_nan=False)]
 
 

@@ -147,10 +147,10 @@ async def test_an_image_is_an_agent_and_its_containers_end_with_their_attempts(t
             async with Runner(here.settings, image) as runner:
                 await runner.queue.enqueue("run", [new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1)])
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
-                await until(lambda: is_state(runner.queue, "hung", State.DEAD), 60)
+                await until(lambda: is_state(runner.queue, "hung", State.FAILED), 60)
             assert [(o.task_id, o.reward, o.failure, o.detail) for o in outcomes] == [
                 ("well", {"reward": 0.5}, None, ""),
-                ("exit", None, AttemptFailure.EXIT_CODE, "exit code 3"),
+                ("exit", {"reward": 0.0}, AttemptFailure.EXIT_CODE, "exit code 3"),
                 ("look", {"reward": 1.0}, None, ""),
             ]
             roots = here.roots()

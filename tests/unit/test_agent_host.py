@@ -173,7 +173,7 @@ def test_attempts_in_threads_with_an_evaluator(tmp_path: Path) -> None:
             answered("c", failure="exception", detail="SystemExit: 3"),
             answered("d", failure="no_reward", detail="the evaluator gave no reward"),
             answered("e", failure="evaluation", detail="RuntimeError: cannot judge"),
-            answered("f", failure="invalid_output", detail="reward 'k' is nan, not a finite number"),
+            answered("f", failure="evaluation", detail="reward 'k' is nan, not a finite number"),
         ]
         assert [span.attributes[ROLLOUT_ID] for span in sink.named("sync")] == ["a", "b", "c", "d", "e", "f"]
         host.send(job("g", "hang"))

@@ -325,7 +325,7 @@ async def test_a_client_gives_back_what_it_holds_and_learns_what_it_has_lost() -
             held = await client.lease("r", 0, "x", 10)
             with pytest.raises(NoInstanceError, match=r"no environment after 1 s; .* says: HTTP 503.*all 1 instances are taken") as late:
                 await client.lease("other", 0, "y", 1)
-            assert late.value.failure is AttemptFailure.TIMEOUT
+            assert late.value.failure is AttemptFailure.ENVIRONMENT
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(held.lost), 1.5)  # almost twice as long as it holds unrenewed
             assert await states() == ["leased"]

@@ -66,6 +66,7 @@ class _Status(msgspec.Struct):
 
 class _Count(msgspec.Struct):
     calls: int
+    overflowed: bool
 
 
 BODIES = (BackendRequest, SleepRequest, PublicationRequest, OrderRequest, _Announcement)

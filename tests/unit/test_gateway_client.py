@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from unit_gateway import ASKED, staged
 
-from runner.gateway_client import GatewayClient
+from runner.gateway_client import CallCount, GatewayClient
 from spangrad.types import Mode, RolloutKey
 
+TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."
 TRACEPARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
 
@@ -18,11 +19,32 @@ async def test_a_rollout_of_any_name_has_its_own_endpoint_and_count(name: str) -
         key = RolloutKey("run", name, 0)
         try:
             await client.announce(key, Mode.TRAIN, TRACEPARENT)
-            assert await client.calls(key) == 0
+            assert await client.calls(key) == CallCount(0, overflowed=False)
             async with stage.client.post(f"{client.endpoint(key)}/chat/completions", json=ASKED) as answer:
                 assert answer.status == 200
-            assert await client.calls(key) == 1
+            assert await client.calls(key) == CallCount(1, overflowed=False)
             (span,) = await stage.spans()
             assert span.attributes["spangrad.rollout.id"] == name
+        finally:
+            await client.close()
+
+
+async def test_calls_of_an_attempt_whose_last_call_outgrew_the_context_say_so() -> None:
+    async with staged() as stage:
+        client = GatewayClient(str(stage.client._base_url), None)
+        key = RolloutKey("run", "r", 0)
+
+        async def call(status: int, refusal: str) -> CallCount | None:
+            stage.engine.status, stage.engine.refusal = status, refusal
+            async with stage.client.post(f"{client.endpoint(key)}/chat/completions", json=ASKED) as answer:
+                assert answer.status == status
+            return await client.calls(key)
+
+        try:
+            await client.announce(key, Mode.TRAIN, TRACEPARENT)
+            assert await call(400, "temperature must be non-negative") == CallCount(1, overflowed=False)
+            assert await call(400, TOO_LONG) == CallCount(2, overflowed=True)
+            assert await call(200, "") == CallCount(3, overflowed=False), "the agent made its prompt shorter"
+            assert await call(500, TOO_LONG) == CallCount(4, overflowed=False)
         finally:
             await client.close()

@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids
     assert semconv.ERROR_TYPE not in span.attributes
     assert (span.attributes[semconv.VERSION_START], semconv.VERSION_END in span.attributes) == (0, False)
     assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
-    assert await stage.count("/rollout/r1/attempt/2") == (200, {"calls": 1})
+    assert await stage.count("/rollout/r1/attempt/2") == (200, {"calls": 1, "overflowed": False})
 
 
 async def test_a_client_that_leaves_a_whole_answer_stops_the_engine(stage: Stage) -> None:
@@ -304,13 +304,13 @@ async def test_odd_requests_are_recorded_and_break_nothing(stage: Stage) -> None
     # vLLM samples no colder than this.
     assert first.attributes[semconv.SAMPLING_TEMPERATURE] == 0.01
     assert second.attributes[semconv.RUN_ID] == "run"
-    assert await stage.count(path) == (200, {"calls": 2})
+    assert await stage.count(path) == (200, {"calls": 2, "overflowed": False})
 
 
 async def test_calls_are_counted_once_each_and_wait_for_those_in_flight(stage: Stage) -> None:
     path = "/rollout/r1/attempt/2"
     async with stage.client.put(path, json={"run_id": "run", "mode": "train"}):
-        assert await stage.count(path) == (200, {"calls": 0})
+        assert await stage.count(path) == (200, {"calls": 0, "overflowed": False})
     stage.engine.status = 500
     await stage.chat(path)
     stage.engine.status = 200
@@ -323,7 +323,7 @@ async def test_calls_are_counted_once_each_and_wait_for_those_in_flight(stage: S
     done, _ = await asyncio.wait({counting}, timeout=0.1)
     assert not done
     stage.engine.go_on.set()
-    assert await counting == (200, {"calls": 3})
+    assert await counting == (200, {"calls": 3, "overflowed": False})
     assert (await call)[0] == 200
     assert len(await stage.spans(3)) == 3
     assert await stage.count("/rollout/r1/attempt/3") == (

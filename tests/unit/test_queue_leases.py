@@ -120,7 +120,7 @@ async def test_only_the_agents_time_counts_where_its_worker_says_it(tmp_path: Pa
 
         await until(over)
         (attempt,) = (await client.rollout("r0")).attempts
-        assert (attempt.reason, attempt.detail) == (AttemptFailure.TIMEOUT, "it ran for more than 0.1 s, and its worker did not end it")
+        assert (attempt.reason, attempt.detail) == (AttemptFailure.LOST, "it ran for more than 0.1 s, and its worker did not end it")
 
 
 async def test_an_extended_lease_needs_no_heartbeat_also_after_a_restart(queue_db: str) -> None:
@@ -152,7 +152,7 @@ async def test_a_restart_gives_every_lease_its_whole_time_and_counts_on_what_att
             ran = time.monotonic() - began
         assert 1.5 <= ran < 2.2, "its timeout and a lease's time, counted from the hand-out"
         (ended,) = (await client.rollout("short0")).attempts
-        assert (ended.reason, ended.detail) == (AttemptFailure.TIMEOUT, "it ran for more than 1 s, and its worker did not end it")
+        assert (ended.reason, ended.detail) == (AttemptFailure.LOST, "it ran for more than 1 s, and its worker did not end it")
         assert await state(client, "long0") == State.RUNNING
 
 

@@ -321,6 +321,7 @@ async def test_metrics_are_prometheus(tmp_path: Path) -> None:
             'spangrad_queue_rollouts{state="queued"} 2.0',
             'spangrad_queue_rollouts{state="running"} 1.0',
             'spangrad_queue_rollouts{state="succeeded"} 1.0',
+            'spangrad_queue_rollouts{state="failed"} 0.0',
             'spangrad_queue_rollouts{state="dead"} 0.0',
             'spangrad_queue_rollouts{state="cancelled"} 0.0',
             'spangrad_queue_attempts_total{end="succeeded"} 1.0',

@@ -110,7 +110,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(directory: Path, agent: AgentSpec, **settings: int | float) -> AsyncGenerator[Stage]:
+async def stage(directory: Path, agent: AgentSpec, **settings: object) -> AsyncGenerator[Stage]:
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink, AttemptGateway() as gateway:
         found = Settings(
@@ -132,7 +132,7 @@ def mine(directory: Path) -> CallableAgent:
 
 
 async def test_a_rollout_that_is_stopped_between_attempts_is_ended(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
+    async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2, failure_rewards={"exception": None}) as on:
         on.sink.refusals = [(503, {"retry-after": "1"})]  # while the root waits, the rollout is not queued again, and the other one begins
         run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
         await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans) and len(on.gateway.announced) == 2)
@@ -159,12 +159,12 @@ async def test_what_an_agent_says_in_no_text_ends_its_own_attempt_alone(tmp_path
         outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert [(outcome.reward, outcome.failure, outcome.detail) for outcome in outcomes] == [
             ({"half ?": 0.5}, None, ""),
-            (None, AttemptFailure.EXCEPTION, "RuntimeError: no tool is called ?, or "),
+            ({"reward": 0.0}, AttemptFailure.EXCEPTION, "RuntimeError: no tool is called ?, or "),
             ({"reward": 1.0}, None, ""),
         ]
         assert on.roots() == [
             ("odd reward", 0, None, True, 0, 1),
-            ("raise oddly", 0, "exception", True, 0, 0),
+            ("raise oddly", 0, "exception", True, 0, 1),
             ("well", 0, None, True, 0, 1),
         ]
 

@@ -23,11 +23,13 @@ from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy import wants_greedy
 from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.settings.runner import FailureRewards
 from spangrad.telemetry import parse_headers
 from spangrad.types import AttemptFailure, Mode, Task
 
 AGENT = """
     import asyncio, json, os, random, signal, time, urllib.request
+    import spangrad
     from opentelemetry import trace
     tracer = trace.get_tracer("agent")
 
@@ -54,9 +56,22 @@ AGENT = """
             time.sleep(60)
         if mood == "raise":
             raise RuntimeError("bad day")
+        if mood == "too long":
+            raise ValueError("Error code: 400 - This model's maximum context length is 64 tokens. However, your prompt contains 65")
+        if mood == "too many turns":
+            try:
+                raise MaxTurnsExceeded("Max turns (3) exceeded")
+            except MaxTurnsExceeded as error:
+                raise RuntimeError("the framework gave up") from error
+        if mood == "own limit":
+            raise spangrad.MaxTurnsError("5 turns")
         return mood
+
+    class MaxTurnsExceeded(Exception):
+        pass
 """
 EVENT = semconv.EVALUATION_EVENT
+NO_REWARDS = dict.fromkeys(FailureRewards.model_fields)
 
 
 def reward_event(name: str, value: float) -> tuple[str, dict[str, object]]:
@@ -173,9 +188,66 @@ def test_greedy_rollouts_are_run_where_they_are_asked_for_or_needed(asked: bool 
         assert not wants_greedy(plain, Mode.TRAIN)
 
 
-async def test_failed_attempts_are_data(tmp_path: Path) -> None:
+async def test_run_with_failures_of_the_policy_gives_them_their_rewards_and_tries_infrastructures_again(tmp_path: Path) -> None:
     agent = CallableAgent("mine:moody", directory=tmp_path)
-    async with stage(tmp_path, agent, concurrency=8, timeout_seconds=1.5) as on:
+    rewards = {"exception": -1.0, "max_turns": -0.5}
+    async with stage(tmp_path, agent, concurrency=16, timeout_seconds=3, failure_rewards=rewards) as on:
+        moods: dict[str, list[object]] = {
+            "exception": ["raise", 1.0],
+            "invalid_output": ["text", 1.0],
+            "timeout": ["hang", 1.0],
+            "context_overflow": ["too long", 1.0],
+            "max_turns": ["too many turns", 1.0],
+            "max_turns ": ["own limit", 1.0],
+            "no_reward": [None, 1.0],
+        }
+        tasks = [Task(name, {"moods": m, "calls": 2}) for name, m in moods.items()]
+        outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
+        expected = {
+            "exception": -1.0,
+            "invalid_output": 0.0,
+            "timeout": 0.0,
+            "context_overflow": 0.0,
+            "max_turns": -0.5,
+            "max_turns ": -0.5,
+        }
+        assert {o.task_id: (o.key.attempt, o.reward, o.failure, o.calls) for o in outcomes} == {
+            **{name: (0, {"reward": value}, name.strip(), 2) for name, value in expected.items()},
+            "no_reward": (1, {"reward": 1.0}, None, 2),
+        }
+        roots = {(root.attributes[semconv.TASK_ID], root.attributes[semconv.ROLLOUT_ATTEMPT]): root for root in on.roots()}
+        keys = (semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL, semconv.ROLLOUT_CALLS)
+        told = {name: (*(root.attributes.get(key) for key in keys), root.status, root.events) for name, root in roots.items()}
+        assert told == {
+            **{(name, 0): (name.strip(), True, 2, "ERROR", (reward_event("reward", value),)) for name, value in expected.items()},
+            ("no_reward", 0): ("no_reward", False, 2, "ERROR", ()),
+            ("no_reward", 1): (None, True, 2, "UNSET", (reward_event("reward", 1.0),)),
+        }
+
+
+async def test_run_whose_gateway_saw_the_last_call_overflow_names_that_failure(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=1, max_attempts=2) as on:
+        on.gateway.overflow_all = True
+        (raised, well) = await on.runner.run(
+            [Task("a", {"moods": ["raise"], "calls": 1}), Task("b", {"moods": [0.5], "calls": 1})], mode=Mode.TRAIN, group_size=1
+        )
+        assert (raised.failure, raised.detail, raised.reward) == ("context_overflow", "RuntimeError: bad day", {"reward": 0.0})
+        assert (well.failure, well.reward) == (None, {"reward": 0.5})
+
+
+async def test_run_whose_gateway_forgot_a_failed_attempt_gives_it_no_reward(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=1, max_attempts=1) as on:
+        on.gateway.forgotten.add(0)
+        (outcome,) = await on.runner.run([Task("a", {"moods": ["raise"], "calls": 1})], mode=Mode.TRAIN, group_size=1)
+        assert (outcome.failure, outcome.reward, outcome.calls) == (AttemptFailure.UNCOUNTED, None, None)
+        assert outcome.detail == "the gateway does not know this attempt any more; it had failed: exception: RuntimeError: bad day"
+
+
+async def test_failed_attempts_without_rewards_are_tried_again(tmp_path: Path) -> None:
+    agent = CallableAgent("mine:moody", directory=tmp_path)
+    async with stage(tmp_path, agent, concurrency=8, timeout_seconds=1.5, failure_rewards=NO_REWARDS) as on:
         moods = {
             "second try": ["raise", 0.5],
             "never": ["raise", None],
@@ -267,9 +339,9 @@ async def test_a_program_is_an_agent(tmp_path: Path) -> None:
         outcomes = await on.runner.run(tasks, mode=Mode.PROBE, group_size=1)
         assert [(o.reward, o.failure, o.detail, o.calls) for o in outcomes] == [
             ({"reward": 0.25}, None, "", 1),
-            (None, AttemptFailure.EXIT_CODE, "exit code 4", 0),
-            (None, AttemptFailure.INVALID_OUTPUT, "the reward is 'some words', not a finite number", 1),
-            (None, AttemptFailure.INVALID_OUTPUT, "the reward is 'words', not a finite number", 1),
+            ({"reward": 0.0}, AttemptFailure.EXIT_CODE, "exit code 4", 0),
+            ({"reward": 0.0}, AttemptFailure.INVALID_OUTPUT, "the reward is 'some words', not a finite number", 1),
+            ({"reward": 0.0}, AttemptFailure.INVALID_OUTPUT, "the reward is 'words', not a finite number", 1),
         ]
         roots = {root.attributes[semconv.ROLLOUT_ID]: root for root in on.roots()}
         inside = on.sink.named("in the program")
@@ -301,7 +373,7 @@ async def test_a_program_with_an_evaluator_that_hangs_is_ended(tmp_path: Path) -
     agent = CommandAgent((sys.executable, "program.py"), evaluator="judge:judge", directory=tmp_path)
     async with stage(tmp_path, agent, concurrency=2, max_attempts=1, timeout_seconds=3) as on:
         outcomes = await on.runner.run([Task("a", "judge"), Task("b", "hang")], mode=Mode.TRAIN, group_size=1)
-        assert [(o.reward, o.failure) for o in outcomes] == [({"reward": 1.0}, None), (None, AttemptFailure.TIMEOUT)]
+        assert [(o.reward, o.failure) for o in outcomes] == [({"reward": 1.0}, None), ({"reward": 0.0}, AttemptFailure.TIMEOUT)]
         assert on.sink.named("in the program") == []
 
 

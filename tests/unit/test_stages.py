@@ -216,13 +216,14 @@ async def test_each_stage_has_a_time_of_its_own_and_says_so(tmp_path: Path) -> N
     async with runner(tmp_path, agent, concurrency=4, max_attempts=1, **times) as (made, here):
         found = await outcomes(made, ["init", "init raises", "run", "evaluate", "init thread", "evaluate thread"])
         assert [(one.failure, one.detail) for one in found[:4]] == [
-            (AttemptFailure.TIMEOUT, "init: not done after 1 s"),
+            (AttemptFailure.ENVIRONMENT, "init: not done after 1 s"),
             (AttemptFailure.ENVIRONMENT, "LookupError: no such world"),
             (AttemptFailure.TIMEOUT, "run: not done after 1.5 s"),
-            (AttemptFailure.TIMEOUT, "evaluate: not done after 2 s"),
+            (AttemptFailure.EVALUATION, "evaluate: not done after 2 s"),
         ]
         # A thread that hangs is its process's end; what it took along does not matter here.
-        assert {one.failure for one in found[4:]} <= {AttemptFailure.TIMEOUT, AttemptFailure.CRASH}
+        assert {one.failure for one in found[4:]} <= {AttemptFailure.ENVIRONMENT, AttemptFailure.EVALUATION, AttemptFailure.CRASH}
+        assert [one.reward for one in found[:4]] == [None, None, {"reward": 0.0}, None], "the agent's time alone is the policy's"
         (well,) = await outcomes(made, ["well"])
         assert (well.reward, well.failure) == ({"reward": 1.0}, None)
         kept = AttemptFiles(here.settings.runner.directory, 100)
@@ -320,11 +321,11 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
             assert {name: (one.reward, one.failure, one.detail) for name, one in found.items()} == {
                 "well": ({"reward": 0.5}, None, ""),
                 "several": ({"a": 1.0, "b": -2.5}, None, ""),
-                "text": (None, AttemptFailure.INVALID_OUTPUT, f"{url}: the reward is 'good', not a finite number"),
+                "text": (None, AttemptFailure.EVALUATION, f"{url}: the reward is 'good', not a finite number"),
                 "none": (None, AttemptFailure.NO_REWARD, f"{url} gave no reward"),
                 "garbage": (None, AttemptFailure.EVALUATION, f"{url} answers what is not JSON: '<html>'"),
                 "broken": (None, AttemptFailure.EVALUATION, f'{url} answers HTTP 500: {{"error": "ouch"}}'),
-                "busy": (None, AttemptFailure.TIMEOUT, f"evaluate: not done after 2 s; {url} says: HTTP 503: busy"),
+                "busy": (None, AttemptFailure.EVALUATION, f"evaluate: not done after 2 s; {url} says: HTTP 503: busy"),
             }
             assert len(here.roots()) == len(answers)
         said = [[200, "null"]]

@@ -16,8 +16,9 @@ import fakes
 from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id, transition_id
 from transition_builder.build import build
-from transition_builder.frames import Built, Frames
-from transition_builder.schemas import DROPS, REWARDS, TRANSITIONS
+from transition_builder.frames import Built, Frames, empty
+from transition_builder.schemas import BUILT, DROPS, REWARDS, TRANSITIONS
+from transition_builder.sink import revise
 
 SPEC = BuilderSettings()
 
@@ -218,9 +219,41 @@ def test_what_befell_a_rollout_is_the_reason_of_all_its_calls() -> None:
     assert kept(built) == [(new, 0, 0, "agent", [1.0])]
 
 
+def test_build_of_a_failed_attempt_keeps_its_calls_where_the_runner_gave_it_a_reward() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root("slow", calls=3, failure="timeout"), -1.0)
+    agent = spans.span("planner", root, rollout="slow", kind="AGENT")
+    first = linked_call(spans, agent, rollout="slow")
+    spans.evaluation(first, 0.25, name="step")
+    second = linked_call(spans, agent, rollout="slow")
+    in_flight = linked_call(spans, agent, rollout="slow", Aborted=True)
+    built = build(spans.frames(), SPEC)
+    assert kept(built) == [(first, 0, 0, "planner", [0.25]), (second, 0, 1, "planner", [-1.0])]
+    assert reasons(built) == {in_flight: ("aborted", "")}
+    assert built.rewards.select("Name", "Value", "Source").sort("Name").rows() == [
+        ("reward", -1.0, "runner"),
+        ("step", 0.25, "evaluation_event"),
+    ]
+    builds = revise(built, spans.frames().rollouts, empty(BUILT), "spec").builds
+    assert builds.select("Failure", "Transitions", "Drops", "Rewards").rows() == [("timeout", 2, 1, 2)]
+
+
+def test_build_of_a_failed_attempt_that_only_its_agent_rewarded_drops_its_calls() -> None:
+    spans = fakes.SpanFactory()
+    agent = spans.span("planner", spans.root("crashed", calls=1, failure="crash"), rollout="crashed", kind="AGENT")
+    spans.evaluation(agent, 1.0)
+    call = linked_call(spans, agent, rollout="crashed")
+    spans.evaluation(root := spans.root("broken", calls=1, failure="exception"), "nan")
+    unworthy = linked_call(spans, root, rollout="broken")
+    built = build(spans.frames(), SPEC)
+    assert reasons(built) == {call: ("attempt_failed", "crash"), unworthy: ("attempt_failed", "exception")}
+    assert (built.transitions.height, built.rewards.height) == (0, 0)
+
+
 def test_a_rollout_without_calls_leaves_one_drop_of_its_own() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(quiet := spans.root("quiet", calls=0))
+    spans.evaluation(slow := spans.root("slow", calls=0, failure="timeout"))
     failed = spans.root("failed", calls=0, failure="exit_code")
     late = spans.root("late", calls=2, Verdict="incomplete", Detail="0 of 2")
     linked_call(spans, spans.root("retried", attempt=0, calls=1, final=False, failure="crash"), rollout="retried", attempt=0)
@@ -232,8 +265,9 @@ def test_a_rollout_without_calls_leaves_one_drop_of_its_own() -> None:
         ("late", 0, late, "incomplete", "0 of 2"),
         ("quiet", 0, quiet, "no_calls", ""),
         ("retried", 1, retried, "attempt_failed", "timeout"),
+        ("slow", 0, slow, "no_calls", ""),
     ]
-    assert built.drops.height == 5
+    assert built.drops.height == 6
     assert built.transitions.height == 0
 
 
@@ -281,7 +315,7 @@ CALLS = st.tuples(
     st.sampled_from(sorted(FAULTS)), st.sampled_from(["linked", "root", "missing", "loop"]), st.integers(1, 2), st.booleans(), st.booleans()
 )
 ATTEMPTS = st.lists(st.lists(CALLS, max_size=4), min_size=1, max_size=3)
-ENDS = st.sampled_from(["", "", "", "failed", "incomplete", "nan", "mute"])
+ENDS = st.sampled_from(["", "", "", "failed", "counted failure", "incomplete", "nan", "mute"])
 
 
 def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[tuple[Any, ...]]], end: str) -> dict[str, str]:
@@ -289,11 +323,11 @@ def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[t
     expected: dict[str, str] = {}
     for attempt, calls in enumerate(attempts):
         last = attempt == len(attempts) - 1
-        failure = "crash" if not last or end == "failed" else ""
+        failure = "timeout" if last and end == "counted failure" else "crash" if not last or end == "failed" else ""
         root = spans.root(
             rollout, attempt=attempt, final=last, failure=failure, Verdict="incomplete" if last and end == "incomplete" else "complete"
         )
-        if last and end in {"", "nan"}:
+        if last and end in {"", "nan", "counted failure"}:
             spans.evaluation(root, 1.0)
         if last and end == "nan":
             spans.evaluation(root, "inf", name="other")
@@ -323,7 +357,7 @@ def random_rollout(spans: fakes.SpanFactory, rollout: str, attempts: list[list[t
 def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[list[list[tuple[Any, ...]]], str]]) -> None:
     spans = fakes.SpanFactory()
     expected: dict[str, str] = {}
-    empty = set[str]()
+    without_calls = set[str]()
     for number, (attempts, end) in enumerate(rollouts):
         name = f"r{number}"
         calls = random_rollout(spans, name, attempts, end)
@@ -333,7 +367,7 @@ def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[l
             calls |= {call: fault or "no_reward" for call, fault in calls.items() if call in ours}
         expected |= calls
         if not attempts[-1]:
-            empty.add(name)
+            without_calls.add(name)
     spec = BuilderSettings(
         selection=Selection(policies="policy"), rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.125, tools=("*",)),)
     )
@@ -346,7 +380,7 @@ def test_every_call_leaves_once_and_rewards_are_preserved(rollouts: list[tuple[l
     left = Counter([*built.transitions["CallId"], *dropped["CallId"]])
     assert left == Counter(list(expected))
     assert dict(dropped.select("CallId", "Reason").rows()) == {call: reason for call, reason in expected.items() if reason}
-    assert Counter(built.drops.filter(pl.col("CallId") == "")["RolloutId"]) == Counter(empty)
+    assert Counter(built.drops.filter(pl.col("CallId") == "")["RolloutId"]) == Counter(without_calls)
 
     trained = built.transitions.group_by("RolloutId").agg(pl.col("Rewards.Value").list.sum().sum().alias("return"))
     said = built.rewards.group_by("RolloutId").agg(pl.col("Value").sum().alias("return"))

@@ -27,6 +27,7 @@ from spangrad.types import AttemptFailure, Mode, Task
 BAD = {"crash": 10, "hang": 5, "garbage": 5}
 """Of 100 tasks."""
 REASONS = {"crash": AttemptFailure.EXIT_CODE, "hang": AttemptFailure.TIMEOUT, "garbage": AttemptFailure.INVALID_OUTPUT, "well": None}
+REWARDS = {AttemptFailure.EXIT_CODE: {"reward": 0.0}, AttemptFailure.TIMEOUT: {"reward": -1.0}, AttemptFailure.INVALID_OUTPUT: None}
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
@@ -34,21 +35,22 @@ async def test_a_lot_with_bad_agents_ends_with_a_reason_for_each(tmp_path: Path,
     moods = [mood for mood, percent in BAD.items() for _ in range(count * percent // 100)]
     moods += ["well"] * (count - len(moods))
     tasks = [Task(f"{number} {mood}", mood) for number, mood in enumerate(moods)]
-    with world(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count) as here:
+    rewards = {"timeout": -1.0, "invalid_output": None}
+    with world(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count, failure_rewards=rewards) as here:
         async with Runner(here.settings, here.agent) as runner:
             outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert Counter((o.task_id.split()[1], o.failure) for o in outcomes) == Counter((mood, REASONS[mood]) for mood in moods)
-        assert {o.failure: o.reward for o in outcomes} == {None: {"reward": 1.0}} | {REASONS[mood]: None for mood in BAD}
-        # What fails is tried twice, and each attempt has its root; the last one of each rollout ends it.
+        assert {o.failure: o.reward for o in outcomes} == {None: {"reward": 1.0}, **REWARDS}
+        # What fails without a reward is tried twice, and each attempt has its root; the last one of each rollout ends it.
         expected = {(o.key.rollout_id, n): n == o.key.attempt for o in outcomes for n in range(o.key.attempt + 1)}
         assert {key: root[semconv.ROLLOUT_FINAL] for key, root in here.roots().items()} == expected
-        assert Counter(o.key.attempt for o in outcomes) == Counter(int(mood != "well") for mood in moods)
+        assert Counter(o.key.attempt for o in outcomes) == Counter(int(mood == "garbage") for mood in moods)
         kept = AttemptFiles(here.settings.runner.directory, count)
         by_mood: dict[str, Outcome] = {o.task_id.split()[1]: o for o in outcomes}
         shown = {mood: [(one.end["reason"], _text(one.log)) for one in kept.kept(o.key.rollout_id)] for mood, o in by_mood.items()}
         assert shown == {
-            "crash": [("exit_code", "")] * 2,
-            "hang": [("timeout", "")] * 2,
+            "crash": [("exit_code", "")],
+            "hang": [("timeout", "")],
             "garbage": [("invalid_output", "no number\n")] * 2,
             "well": [(None, "thinking\n1\n")],
         }
