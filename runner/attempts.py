@@ -2,7 +2,8 @@
 
 In: a lease, and a word when it is not wanted any more. Out: how the attempt ended, its root span closed but not sent yet. Invariant: every
 lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a reward where the policy
-caused the failure. Each stage has places of its own, which an attempt holds while it is in that stage; what was leased for it is given back, however it ends.
+caused the failure. Each stage has places of its own, which an attempt holds while it is in that stage; what was leased for it is given
+back, however it ends.
 
 An attempt that has an environment waits with it for a place among those that run. So the places before that are few, and a lease of the
 queue is taken for one of those (`Attempts.entry`).

@@ -1,7 +1,7 @@
 """The kernel: names, types, errors, settings and the command line that every part shares.
 
-In: nothing. Out: for people, `spangrad.rollout` (the decorator), `spangrad.prompt`, `spangrad.MaxTurnsError` and `spangrad.Client`. Invariant: an agent's process
-imports this package, so importing it loads nothing but the standard library.
+In: nothing. Out: for people, `spangrad.rollout` (the decorator), `spangrad.prompt`, `spangrad.MaxTurnsError` and `spangrad.Client`.
+Invariant: an agent's process imports this package, so importing it loads nothing but the standard library.
 """
 
 from __future__ import annotations

@@ -195,9 +195,7 @@ class Failure(Struct, frozen=True, kw_only=True):
         """
         if self.rewards is not None and self.reason not in POLICY_FAILURES:
             reasons = ", ".join(sorted(POLICY_FAILURES))
-            raise ValueError(
-                f"the policy did not cause {self.reason.value!r}, so it has no rewards. Leave them out; only {reasons} have them"
-            )
+            raise ValueError(f"the policy did not cause {self.reason.value!r}: leave out its rewards. Only {reasons} have any")
 
 
 class Fail(Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class FailureRewards(Section):
 
     def of(self, failure: AttemptFailure | None) -> float | None:
         """Return the reward of a failure. None: it has none."""
-        return getattr(self, failure.value) if failure in POLICY_FAILURES else None
+        return getattr(self, failure) if failure is not None and failure in POLICY_FAILURES else None
 
 
 class RunnerSettings(Section):

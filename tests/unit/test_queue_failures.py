@@ -1,0 +1,38 @@
+"""What the queue does with failures that have rewards, and with those that have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from queues import failed, queue_settings, serving, some
+
+from runner.queue.wire import Fail, State, Which
+from spangrad.types import POLICY_FAILURES, AttemptFailure
+
+
+async def test_fail_with_rewards_ends_the_rollout_and_nobody_tries_it_again(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", max_attempts=3)) as (client, _):
+        await client.enqueue("run", some(2))
+        first, second = await client.lease("run", "worker", 2)
+        counted = failed(first, AttemptFailure.TIMEOUT, rewards={"reward": -1.0})
+        results = await client.fail([counted, failed(second, AttemptFailure.TIMEOUT)])
+        assert [one.state for one in results] == [State.FAILED, State.QUEUED]
+        assert [one.state for one in await client.fail([counted])] == [State.FAILED], "told twice, answered alike"
+        (attempt,) = (await client.rollout(first.rollout_id)).attempts
+        assert (attempt.reason, attempt.rewards) == (AttemptFailure.TIMEOUT, {"reward": -1.0})
+        ended = (await client.ended("run")).rollouts
+        assert [(one.rollout_id, one.state) for one in ended] == [(first.rollout_id, State.FAILED)]
+        assert await client.retry(Which(run_id="run")) == 0, "no dead letter"
+        assert (await client.run("run")).states == {State.QUEUED: 1, State.FAILED: 1}
+
+
+@pytest.mark.parametrize("reason", list(AttemptFailure))
+def test_failure_with_rewards_of_infrastructure_is_refused(reason: AttemptFailure) -> None:
+    body = {"failures": [{"rollout_id": "r", "attempt": 0, "reason": reason.value, "rewards": {"reward": 0.0}}]}
+    if reason in POLICY_FAILURES:
+        assert msgspec.convert(body, Fail).failures[0].rewards == {"reward": 0.0}
+    else:
+        with pytest.raises(msgspec.ValidationError, match=f"the policy did not cause '{reason.value}': leave out its rewards"):
+            msgspec.convert(body, Fail)
