@@ -17,6 +17,7 @@ _WORDS = {
     "batch": "would be trained",
     "left": "waits for others: a batch takes more",
     "skipped": "skipped",
+    "incomplete": "waits for rows that the store does not show yet",
     "waiting": "waits for its rollouts",
     "no_group": "rollouts without a group",
     "other_mode": "of a mode that is not trained",

@@ -242,13 +242,17 @@ def _seconds() -> Panel:
 
 
 def _sizes() -> Panel:
+    masked = " + ".join(metric(f"masked_{reason}") for reason in ("unknown_version", "stale", "other_tokenizer", "greedy", "too_long"))
     sql = f"""
         SELECT Version AS version, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("transitions")} AS transitions,
-            {metric("sequences")} AS sequences, {metric("too_long")} AS "too long"
+            {metric("sequences")} AS sequences, {masked} AS masked
         FROM {STEPS}
         ORDER BY version"""
     return over_versions(
-        "Size of the batch", sql, "short", "sequences: rows after merging. too long: calls that no device takes, left out of the loss."
+        "Size of the batch",
+        sql,
+        "short",
+        "sequences: rows after merging. masked: calls that are too old, too long or greedy, left out of the loss.",
     )
 
 

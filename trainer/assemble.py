@@ -1,7 +1,7 @@
 """From whole groups of rollouts to one training step: credit, lengths, merging, layout.
 
 In: what the store holds of the groups, and the trainer's settings. Out: the arrays of the step and the metrics that tell of them.
-Invariant: a pure function but for its warnings; every call of the policy that is selected is in the batch, or counted as too long.
+Invariant: a pure function but for its warnings; every call of the policy that is selected is in the batch, or counted as masked.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from trainer.batch import Batch, layout
 from trainer.chains import Chains, chains
 from trainer.credit import GROUP, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
 from trainer.learning import ESTIMATORS
+from trainer.masks import masks
 from trainer.merge import merge, separate
-from trainer.skips import fits
-from trainer.source import Loaded
+from trainer.skips import MASKS, SkipReason
+from trainer.source import GROUP_COLUMNS, Group, Loaded
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 5
-"""How many calls that are too long a warning names."""
+"""Largest number of masked calls that a warning names."""
+_BOUNDS = {SkipReason.STALE: "max_staleness", SkipReason.TOO_LONG: "max_tokens_per_device"}
+"""The settings that bound calls."""
 
 
 def assemble(
-    loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, lineage: Sequence[int], divisor: int
+    loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, lineage: Sequence[int], divisor: int, tokenizer_hash: str = ""
 ) -> tuple[Batch, dict[str, float]]:
     """The arrays of a step, and its metrics.
 
-    Calls that no device takes are left out after the comparison, so that long rollouts count in their group's baseline as ever.
+    Masked calls (`trainer.masks`) are left out after the comparison, so that their rollouts count in their group's baseline as ever.
 
     Args:
         loaded: whole groups, other policies' calls and calls that are not selected among them: their rewards count.
@@ -40,11 +43,12 @@ def assemble(
         normalise: how values are compared.
         lineage: committed versions, oldest first; the last one will be trained.
         divisor: the number of rows will be a multiple of it.
+        tokenizer_hash: the policy's; empty: calls of any tokenizer are trained.
 
     Returns:
-        The batch; transitions (trained calls), too_long (calls), sequences, tokens (processed), trained_tokens, merge_ratio, rollouts,
-        groups, mean_return (weighted), mean_reward_NAME (raw) for each reward's name, and greedy_return (weighted, over groups) where the
-        estimator compares with it.
+        The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.skips.MASKS`, sequences, tokens
+        (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return (weighted), mean_reward_NAME (raw) for each reward's name,
+        and greedy_return (weighted, over groups) where the estimator compares with it.
 
     Raises:
         SettingsError: credit or selection has no meaning.
@@ -54,25 +58,21 @@ def assemble(
     if loaded.greedy is not None:
         transitions = with_greedy(transitions, loaded.greedy, rule.reward_weights)
     own = loaded.own(settings.policy, settings.selection)
-    short = loaded.transitions.select(fits(settings.max_tokens_per_device)).to_series()
-    long = loaded.transitions.filter(own & ~short)["TransitionId"]
-    if len(long):
-        names = ", ".join(long.head(_NAMED)) + (", ..." if len(long) > _NAMED else "")
-        limit = settings.max_tokens_per_device
-        told = "%d calls are longer than trainer.max_tokens_per_device = %d and are not trained, though their rewards count: %s"
-        logger.warning(told, len(long), limit, names)
+    masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    trained = own & masked.is_null()
+    counts = _count_masked(loaded.transitions["TransitionId"].filter(own), masked.filter(own), settings)
     links: Chains | None = None
     if ESTIMATORS[settings.estimator].by_token:
-        calls, links = chains(loaded.transitions, own & short, rule.reward_weights)
+        calls, links = chains(loaded.transitions, trained, rule.reward_weights)
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
-        calls = loaded.transitions.filter(own & short)
-        values = advantages(transitions, own, rule, normalise=normalise).filter(short.filter(own))
+        calls = loaded.transitions.filter(trained)
+        values = advantages(transitions, own, rule, normalise=normalise).filter(trained.filter(own))
     sequences = (merge if settings.merge else separate)(calls, values)
     batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
     metrics = {
         "transitions": len(calls),
-        "too_long": len(long),
+        **counts,
         "sequences": len(sequences),
         "tokens": sequences.tokens,
         "trained_tokens": sequences.trained_tokens,
@@ -84,3 +84,23 @@ def assemble(
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }
     return batch, {name: float(value) for name, value in metrics.items()}
+
+
+def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> list[Group]:
+    """Return the groups that have rows in the batch that `assemble` makes of the same, in the order in which `Batch.group` numbers them."""
+    masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    rows = loaded.transitions.filter(loaded.own(settings.policy, settings.selection) & masked.is_null())
+    return [Group(*names) for names in rows.select(GROUP_COLUMNS).unique().sort(*GROUP).rows()]
+
+
+def _count_masked(names: pl.Series, masked: pl.Series, settings: TrainerSettings) -> dict[str, float]:
+    """Metrics: the number of calls that are masked, by reason; a warning for those that are."""
+    counts = {reason: int((masked == reason.value).sum()) for reason in MASKS}
+    for reason, count in counts.items():
+        if count:
+            calls = names.filter(masked == reason.value)
+            shown = ", ".join(calls.head(_NAMED)) + (", ..." if count > _NAMED else "")
+            bound = _BOUNDS.get(reason)
+            limit = f"; trainer.{bound} = {getattr(settings, bound)}" if bound else ""
+            logger.warning("%d calls are masked (%s%s), though their rewards count: %s", count, reason, limit, shown)
+    return {f"masked_{reason.value}": float(count) for reason, count in counts.items()}

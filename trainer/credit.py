@@ -233,11 +233,19 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
         )
 
 
-def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule) -> pl.DataFrame:
-    """The groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest has nothing to learn from."""
+def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule, trained: pl.Series | None = None) -> pl.DataFrame:
+    """The groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest has nothing to learn from.
+
+    Args:
+        transitions: all calls of whole rollouts.
+        own: which of them are compared.
+        rule: the scheme and its parameters.
+        trained: which of those are trained. None: all that are compared.
+    """
     scope: Scope = "greedy" if rule.scope == "greedy" else "group"
     differs = advantages(transitions, own, replace(rule, scope=scope, step_weight=1.0), normalise=lambda units: np.ones(len(units.values)))
-    return transitions.filter(own).select(*GROUP).filter(differs != 0).unique(maintain_order=True)
+    alive = differs != 0 if trained is None else (differs != 0) & trained.filter(own)
+    return transitions.filter(own).select(*GROUP).filter(alive).unique(maintain_order=True)
 
 
 def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.Series:

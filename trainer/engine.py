@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.errors import TrainerError
+from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
 from trainer.batch import Batch, parts
 from trainer.estimators import over_tokens
@@ -74,7 +74,8 @@ class Engine:
             updated (how many optimiser steps).
 
         Raises:
-            TrainerError: the gap exceeds trainer.logprob_gap_alarm, and the weights are as before; or a gradient is not finite, and the
+            TrainerError: the gap exceeds trainer.logprob_gap_alarm, and the weights are as before.
+            BadRowsError: a gradient is not finite, for which no row is to blame by itself, and the
                 weights are as the optimiser steps before it left them: as before, when it was the first.
         """
         settings, known = self.settings, {}
@@ -147,10 +148,11 @@ class Engine:
         norm = metrics.get("grad_norm", 0.0)
         if not np.isfinite(norm):
             before = f"after {step} others of this batch" if step else "so no step was taken"
-            raise TrainerError(
+            message = (
                 f"the gradient's norm is {norm}, {before}. Look for extreme advantages or logprobs in this batch, and lower "
                 f"trainer.learning_rate = {self.settings.learning_rate:g} if earlier steps grew."
             )
+            raise BadRowsError(message, {})
         told = {ours: metrics[theirs] for theirs, ours in _TOLD.items() if theirs in metrics} | correction_metrics(metrics)
         if batch.checked.any():
             told |= {"logprob_gap": metrics["logprob_gap"], "logprob_gap_mean": metrics["logprob_gap_mean"]}

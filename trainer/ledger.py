@@ -25,14 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
 
 from spangrad.errors import LedgerError
 from spangrad.leases import Watch, is_dead, shown, this_process
+from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
-from trainer import tunings
+from trainer import batch_rollouts, tunings
 from trainer.ledger_tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, Database, LedgerVersion, version_of
-from trainer.skips import SkipReason
+from trainer.skipped_groups import SkippedGroups
+from trainer.skips import Skip, SkipReason
 from trainer.source import BatchRollout, Group
 
 
@@ -48,7 +49,16 @@ class Lease:
 class Ledger:
     """The ledger of one branch of one policy, for one trainer."""
 
-    def __init__(self, place: Path | str, policy: str, branch: str, *, lease_seconds: float = 60.0, holder: str | None = None) -> None:
+    def __init__(
+        self,
+        place: Path | str,
+        policy: str,
+        branch: str,
+        *,
+        lease_seconds: float = 60.0,
+        holder: str | None = None,
+        settings: TrainerSettings | None = None,
+    ) -> None:
         """Open the ledger, making it when there is none.
 
         Args:
@@ -57,6 +67,7 @@ class Ledger:
             branch: its branch.
             lease_seconds: how long a lease holds unrenewed.
             holder: who leases. None: this process.
+            settings: what skips depend on. None: the defaults.
 
         Raises:
             LedgerError: there is no such database.
@@ -66,6 +77,7 @@ class Ledger:
         self._holder = holder or this_process()
         self._watch = Watch[str]()
         self.database = Database(place)
+        self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
 
     def close(self) -> None:
         """Close the database's connections."""
@@ -118,7 +130,8 @@ class Ledger:
             None: another trainer's step is under way, or the head is no longer `parent`; look again.
 
         Raises:
-            LedgerError: a rollout is in another batch, or there are no weights to train.
+            AlreadyTrainedError: a rollout is in another batch; nothing was leased.
+            LedgerError: there are no weights to train.
         """
         with self.database.transaction() as transaction:
             head = self._head(transaction)
@@ -140,13 +153,7 @@ class Ledger:
             if tuning:
                 tunings.enter(transaction, self._branch, lease.batch_id, tuning, rollouts)
                 return lease
-            try:
-                transaction.execute(BATCH_ROLLOUTS.insert(), [self._row(one, lease.batch_id) for one in rollouts])
-            except IntegrityError as error:
-                raise LedgerError(
-                    f"a rollout of this batch is already in another batch of {self._branch['policy']}/{self._branch['branch']} "
-                    f"({error.orig}): no rollout is trained twice. Give rollouts ids of their own in each run."
-                ) from error
+            batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
         return lease
 
     def renew(self, lease: Lease) -> bool:
@@ -212,11 +219,19 @@ class Ledger:
             transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=version))
             return version_of(found)
 
-    def skip(self, groups: Iterable[Group], reason: SkipReason) -> None:
-        """Skip groups, with a reason; idempotent: the first reason stays."""
-        with self.database.transaction() as transaction:
-            rows = [{**self._branch, **_group_key(group), "reason": reason.value} for group in groups]
-            self.database.insert_new(transaction, SKIPPED, rows)
+    def skip(self, groups: Iterable[Group], reason: SkipReason, detail: str = "") -> None:
+        """Skip groups for one reason; see `skips` for several."""
+        head = self.frontier()
+        self.skips.enter({group: Skip(reason, detail) for group in groups}, head.version if head else 0)
+
+    def skipped(self) -> dict[Group, SkipReason]:
+        """Return every skipped group, and why."""
+        return {row.group: row.reason for row in self.skips.read()}
+
+    def claimed(self, rollouts: Sequence[BatchRollout]) -> dict[Group, str]:
+        """Return the groups of which a rollout is in a committed batch of the branch, with a sentence about each."""
+        with self.database.reading() as connection:
+            return dict(batch_rollouts.claimed(connection, self._branch, rollouts))
 
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
         """Add what was not known when the version was committed."""
@@ -237,12 +252,6 @@ class Ledger:
                 *self._mine(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec
             )
             return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
-
-    def skipped(self) -> dict[Group, SkipReason]:
-        """Return every skipped group, and why."""
-        with self.database.transaction() as transaction:
-            rows = transaction.execute(sa.select(SKIPPED).where(*self._mine(SKIPPED))).mappings()
-            return {_group(row): SkipReason(row["reason"]) for row in rows}
 
     def versions(self) -> list[LedgerVersion]:
         """All versions, oldest first."""
@@ -313,11 +322,7 @@ class Ledger:
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """The rollouts of a batch, leased or committed, in order."""
         with self.database.transaction() as transaction:
-            where = BATCH_ROLLOUTS.c.batch_id == batch_id
-            order = (BATCH_ROLLOUTS.c.group_id, BATCH_ROLLOUTS.c.rollout_id, BATCH_ROLLOUTS.c.attempt)
-            rows = transaction.execute(sa.select(BATCH_ROLLOUTS).where(where).order_by(*order)).mappings()
-            own = [BatchRollout(_group(row), row["rollout_id"], row["attempt"], row["revision"]) for row in rows]
-            return own or tunings.rollouts_of(transaction, batch_id)
+            return batch_rollouts.read(transaction, batch_id) or tunings.rollouts_of(transaction, batch_id)
 
     def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c[name] == value for name, value in self._branch.items()]
@@ -365,16 +370,6 @@ class Ledger:
         newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(self._policy())).scalar()
         return 0 if newest is None else newest + 1
 
-    def _row(self, one: BatchRollout, batch_id: str) -> dict[str, object]:
-        return {
-            **self._branch,
-            **_group_key(one.group),
-            "rollout_id": one.rollout_id,
-            "attempt": one.attempt,
-            "revision": one.revision,
-            "batch_id": batch_id,
-        }
-
 
 def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:
     """Numbers of the versions from the first weights to a head, oldest first.
@@ -389,11 +384,3 @@ def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: 
         found.add(head)
         branch, head = parents[branch, head]
     return sorted(found)
-
-
-def _group_key(group: Group) -> dict[str, object]:
-    return {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
-
-
-def _group(row: sa.RowMapping) -> Group:
-    return Group(row["run_id"], row["mode"], row["build_spec"], row["group_id"])

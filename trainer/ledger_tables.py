@@ -105,6 +105,12 @@ SKIPPED = sa.Table(
     *_branch_key(),
     *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "mode", "build_spec", "group_id")],
     sa.Column("reason", sa.String, nullable=False),
+    sa.Column("detail", sa.String, nullable=False, comment="a sentence about this group; empty: the reason says it all"),
+    sa.Column("basis", sa.String, nullable=False, comment="JSON: the settings that the reason depends on (trainer/skips.py)"),
+    sa.Column("head", sa.Integer, comment="the reason holds for what comes of this version; NULL: it depends on no version"),
+    sa.Column("version", sa.Integer, nullable=False, comment="newest number that the policy had handed out: what was skipped when"),
+    sa.Column("skipped_at", sa.BigInteger, nullable=False, comment="microseconds since 1970, for people"),
+    sa.Index("skipped_groups_by_version", *BRANCH, "version"),
 )
 PINS = sa.Table(
     "pins",

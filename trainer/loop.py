@@ -18,16 +18,17 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from spangrad.clickhouse import connect
-from spangrad.errors import SpangradError
+from spangrad.errors import BadRowsError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
 from spangrad.types import Mode, VersionStatus
 from trainer import alarms, checkpoint
-from trainer.assemble import assemble
+from trainer.assemble import assemble, batch_groups
 from trainer.batch import Batch
+from trainer.batch_rollouts import AlreadyTrainedError
 from trainer.credit import CreditRule, Normalise
 from trainer.deferred import Deferred, Optimiser
 from trainer.demand import Caller
@@ -46,37 +47,20 @@ from trainer.publisher import Publisher, publisher_of
 from trainer.publishing import HeadPublisher
 from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
-from trainer.skips import SkipReason, find_skips
-from trainer.source import Group, Loaded, Source
+from trainer.source import Loaded, Source
+from trainer.taking import BatchQueue, GroupSource
 from trainer.tunings import has_trainers_state
 from trainer.view import LogLines
 from trainer.watchers import watchers_of
 from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 """How often an idle trainer asks what is served."""
-
-
-class GroupSource(Protocol):
-    """Where groups come from."""
-
-    @property
-    def build_spec(self) -> str:
-        """The build specification of all of them."""
-        ...
-
-    def ready(self) -> list[Group]:
-        """Groups whose last rollout was built, oldest first."""
-        ...
-
-    def load(self, groups: Sequence[Group]) -> Loaded:
-        """Their rollouts and transitions."""
-        ...
 
 
 @dataclass
@@ -110,6 +94,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.demand = Caller(self.settings, self.ledger, self.source.build_spec)
         self.publishing = HeadPublisher(self.publisher, self.ledger, self.settings, self.shutdown) if self.publisher else None
+        self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
 
     def start(self) -> None:
         """Bring the store's copy and the gateway up to what the ledger has committed."""
@@ -181,27 +166,11 @@ class Trainer:
 
     def take(self) -> Loaded | None:
         """The oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
-        settings = self.settings.trainer
-        while True:
-            self._head = newest_version(self.ledger)
-            finished = self.ledger.finished_groups(settings.run_id, self.source.build_spec, tuned=not settings.retrain_tuned)
-            ready = [group for group in self.source.ready() if (group.mode, group.group_id) not in finished]
-            if len(ready) < settings.groups_per_batch:
-                return None
-            chosen = ready[: settings.groups_per_batch]
-            self.clock.begin()
-            with self.clock.stage("load"):
-                loaded = self.source.load(chosen)
-            reasons = find_skips(chosen, loaded, settings, lineage=self.ledger.lineage(), tokenizer_hash=self._head.tokenizer_hash)
-            if not reasons:
-                self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in ready))
-                return loaded
-            if SkipReason.STALE in reasons.values():
-                self._publish_again()
-            for reason in set(reasons.values()):
-                groups = [group for group, why in reasons.items() if why is reason]
-                self.ledger.skip(groups, reason)
-                logger.warning("%d groups will not be trained (%s): %s", len(groups), reason, ", ".join(one.group_id for one in groups))
+        self._head = newest_version(self.ledger)
+        loaded = self.batches.take(self.source, self._head)
+        if loaded:
+            self.demand.call(ready=sum(group.mode == Mode.TRAIN for group in self.batches.ready))
+        return loaded
 
     def _busy(self) -> bool:
         """Whether another trainer's step is under way; said once of each."""
@@ -214,19 +183,27 @@ class Trainer:
     def _load(self, version: LedgerVersion) -> None:
         """Load what is to be trained, where that is not what the last step of this trainer made."""
         if version.version != self.loaded.version:
-            self.optimiser.close()
-            # What it held is forgotten before as much again is loaded.
-            self.optimiser = Deferred(lambda: self.load_optimiser(version))
-            self.optimiser = self.load_optimiser(version)
-            self.loaded = version
+            self._load_anew(version)
             self.mirror.catch_up()
             logger.info("version %d is loaded: branch %s was moved there by somebody else", version.version, version.branch)
+
+    def _load_anew(self, version: LedgerVersion) -> None:
+        self.optimiser.close()
+        # What it held is forgotten before as much again is loaded.
+        self.optimiser = Deferred(lambda: self.load_optimiser(version))
+        self.optimiser = self.load_optimiser(version)
+        self.loaded = version
 
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
 
+        A step that is refused for some of its rows leaves their groups skipped and the others ready.
+
         Returns:
             False: another trainer's step is under way, or the branch has another head by now.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.max_failed_share).
         """
         parent = self._head or newest_version(self.ledger)
         if isinstance(self.optimiser, Deferred) and not self.optimiser.is_loaded:
@@ -235,13 +212,19 @@ class Trainer:
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
             lineage = self.ledger.lineage()
-            batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows)
-            facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries()
+            batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash)
+            facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
             rule = alarms.GamingRule.of(settings)
             history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
         try:
             made = self._commit(loaded, batch, facts, parent)
+        except BadRowsError as error:
+            self._refuse(error, loaded, batch, parent)
+            return True
+        except AlreadyTrainedError as error:
+            self.batches.skip_claimed(error.groups, parent)
+            return True
         except BaseException:
             self.shutdown.end()
             try:
@@ -252,6 +235,7 @@ class Trainer:
         if made is None:
             return False
         self.loaded = made
+        self.batches.forget()
         if made.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
             logger.warning("%s", alarms.told(made.version, made.metrics, rule))
         made = self._hand_over(made)
@@ -267,6 +251,18 @@ class Trainer:
             self.evaluation.run_command(made, number)
         self.clock.end()
         return True
+
+    def _refuse(self, error: BadRowsError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
+        """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
+        groups = batch_groups(loaded, self.settings.trainer, lineage=self.ledger.lineage(), tokenizer_hash=parent.tokenizer_hash)
+        try:
+            with self.shutdown.shielded():
+                self.batches.refuse(error, loaded, groups, batch.group.tolist(), parent)
+        finally:
+            undo_leases(self.ledger, self.settings)
+        if not error.rows:  # such as a gradient: earlier optimiser steps of the batch may have moved the weights
+            self._load_anew(parent)
+        self.clock.end()
 
     def _hand_over(self, made: LedgerVersion) -> LedgerVersion:
         """Publish what was made, unless another trainer of the branch has gone on from it already."""

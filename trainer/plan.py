@@ -8,14 +8,15 @@ changed, in the ledger or in the store, so a plan can be asked for while a train
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
 from spangrad.types import Mode
-from trainer.skips import SkipReason, find_skips
-from trainer.source import Group, GroupState, Loaded
+from trainer.group_checks import find_skips, same_ids
+from trainer.skips import SkipReason
+from trainer.source import BatchRollout, Group, GroupState, Loaded
 
 
 class Fate(StrEnum):
@@ -27,6 +28,8 @@ class Fate(StrEnum):
     """It is ready, and too few others are for a batch (trainer.groups_per_batch)."""
     SKIPPED = "skipped"
     """It may not be trained, now or later: the reason says why."""
+    INCOMPLETE = "incomplete"
+    """The store does not show all of its rows yet."""
     WAITING = "waiting"
     """Some of its rollouts are not built yet."""
     NO_GROUP = "no_group"
@@ -69,6 +72,8 @@ class Past:
     leased: frozenset[tuple[str, str]]
     """Those of them whose step is under way."""
     skipped: dict[Group, SkipReason]
+    claimed: Callable[[Sequence[BatchRollout]], Mapping[Group, str]] = lambda _: {}
+    """The groups of which a rollout is in a committed batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class Plan:
 
     @property
     def _there(self) -> int:
-        return sum(one.mode == Mode.TRAIN for one in self.having(Fate.LEFT, Fate.WAITING, Fate.UNDER_WAY))
+        return sum(one.mode == Mode.TRAIN for one in self.having(Fate.LEFT, Fate.WAITING, Fate.INCOMPLETE, Fate.UNDER_WAY))
 
     def _skips(self) -> str:
         skips = Counter(one.reason.value for one in self.having(Fate.SKIPPED) if one.reason)
@@ -142,6 +147,8 @@ class Plan:
         if waiting:
             missing = sum(one.size - one.rollouts for one in waiting)
             told.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
+        if incomplete := self.having(Fate.INCOMPLETE):
+            told.append(f"{_wait(len(incomplete))} for rows that the store does not show yet")
         if self.unbuilt:
             told.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
         if skips := self._skips():
@@ -194,7 +201,12 @@ def planned(
     lineage, batch = list(past.lineage), 0
     while ready:
         chosen = ready[: settings.groups_per_batch]
-        reasons = _reasons(chosen, load, lineage, past.tokenizer_hash, settings)
+        loaded = load([one.group for one in chosen])
+        if loaded.incomplete:
+            fates |= {one.group: _fate(one, Fate.INCOMPLETE) for one in chosen if one.group in loaded.incomplete}
+            ready = [one for one in ready if one.group not in loaded.incomplete]
+            continue
+        reasons = _reasons([one.group for one in chosen], loaded, lineage, past, settings)
         if reasons:
             fates |= {one.group: _fate(one, Fate.SKIPPED, reason=reasons[one.group]) for one in chosen if one.group in reasons}
             ready = [one for one in ready if one.group not in reasons]
@@ -211,15 +223,12 @@ def planned(
 
 
 def _reasons(
-    chosen: Sequence[GroupState],
-    load: Callable[[Sequence[Group]], Loaded],
-    lineage: Sequence[int],
-    tokenizer: str,
-    settings: TrainerSettings,
+    groups: Sequence[Group], loaded: Loaded, lineage: Sequence[int], past: Past, settings: TrainerSettings
 ) -> dict[Group, SkipReason]:
-    groups = [one.group for one in chosen]
-    loaded = load(groups)
-    return find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer)
+    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=past.tokenizer_hash)
+    if not skips and (claimed := past.claimed(loaded.rollouts)):
+        return dict.fromkeys(claimed, SkipReason.ALREADY_TRAINED)
+    return {group: skip.reason for group, skip in (skips or same_ids(loaded.rollouts, groups)).items()}
 
 
 def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: SkipReason | None = None) -> PlannedGroup:

@@ -71,7 +71,12 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
     under_way = [one.policy_version.batch_id for one in ledger.versions() if one.status is None]
     leased = {(one.group.mode, one.group.group_id) for batch in under_way if batch for one in ledger.batch(batch)}
     finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.retrain_tuned)
-    return Past(tuple(ledger.lineage()), newest.tokenizer_hash, frozenset(finished), frozenset(leased), ledger.skipped())
+    lineage, bases = ledger.lineage(), ledger.skips.bases
+    known = frozenset(lineage)
+    skipped = ledger.skips.read()
+    again = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
+    kept = {row.group: row.reason for row in skipped if not row.is_outdated(known, bases)}
+    return Past(tuple(lineage), newest.tokenizer_hash, frozenset(finished - again), frozenset(leased), kept, ledger.claimed)
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> Past:

@@ -71,7 +71,7 @@ def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
 def open_ledger(settings: Settings) -> Ledger:
     """The ledger of the trainer's branch."""
     trainer = settings.trainer
-    return Ledger(ledger_place(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds)
+    return Ledger(ledger_place(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds, settings=trainer)
 
 
 def existing_ledger(settings: Settings) -> Ledger | None:

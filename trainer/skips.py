@@ -1,134 +1,119 @@
-"""Which ready groups may be trained, and why the others never will be.
+"""Reasons for which a group of rollouts is skipped, and what each of them depends on.
 
-In: transitions of ready groups, the ledger's committed versions, the trainer's settings. Out: a reason for each group that must be
-skipped. Invariant: a pure function of facts that do not get better with time, so that a skipped group stays so: versions only grow,
-and a finished group gains no rollout.
+In: the trainer's settings. Out: `SkipReason`, `Skip` and the basis of a reason. Invariant: a skip names everything that it depends on, so
+that it is judged again once that has changed, and only then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-
-import polars as pl
+from typing import Any
 
 from spangrad.settings import TrainerSettings
-from trainer.credit import GROUP, CreditRule, live_groups, with_greedy
-from trainer.learning import ESTIMATORS
-from trainer.source import GROUP_COLUMNS, Group, Loaded
 
 
 class SkipReason(StrEnum):
-    """Why a ready group is never trained."""
+    """Reason for which a ready group is not trained; of several that hold, the first in this order is given."""
 
     CANCELLED = "cancelled"
     """A rollout of it was cancelled: it has not ended by itself, and the queue does not count the group."""
     NO_TRANSITIONS = "no_transitions"
     """Every call of this policy in it was dropped, or is not selected."""
+    CONTRADICTORY = "contradictory"
+    """A call of it contradicts itself: it has no prompt or no response, or not as many logprobs as response tokens."""
+    NOT_FINITE = "not_finite"
+    """A logprob, a reward or the gradient is not a finite number."""
     ONE_ROLLOUT = "one_rollout"
     """Only one of its rollouts left transitions, so there is nothing to compare it with."""
     UNKNOWN_VERSION = "unknown_version"
-    """A call was sampled by a version that is none of this branch's past."""
+    """Its calls were sampled by versions that are none of this branch's past."""
     STALE = "stale"
-    """A call was sampled by weights too many versions behind (trainer.max_staleness)."""
+    """Its calls were sampled by weights too many versions behind (trainer.max_staleness)."""
     OTHER_TOKENIZER = "other_tokenizer"
-    """A call was sampled with another tokenizer or chat template than the policy's."""
+    """Its calls were sampled with another tokenizer or chat template than the policy's."""
     GREEDY = "greedy"
-    """A call was sampled at temperature 0: its distribution has no logprobs to compare."""
+    """Its calls were sampled at temperature 0: that distribution has no logprobs to compare."""
     TOO_LONG = "too_long"
-    """Every call of this policy in it is longer than a device takes (trainer.max_tokens_per_device)."""
+    """Its calls are longer than a device takes (trainer.max_tokens_per_device)."""
     NO_BASELINE = "no_baseline"
     """Its greedy rollout, which the estimator compares with, failed, left no transitions, or was not sampled greedily by weights within
     trainer.max_staleness."""
     EQUAL = "equal"
     """No value in it differs from one that it is compared with, and trainer.skip_equal_groups says to leave such groups out."""
+    ALREADY_TRAINED = "already_trained"
+    """A rollout of it has the id of one that another group's batch has trained."""
+    LOGPROB_GAP = "logprob_gap"
+    """The trainer's logprobs of its tokens are not those that the engine sampled with."""
 
 
-def find_skips(
-    groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
-) -> dict[Group, SkipReason]:
-    """The groups that the settings' trainer never trains, and why: those of which a rollout was cancelled, and see `skip_reasons`."""
-    own, transitions = loaded.own(settings.policy, settings.selection), loaded.transitions
-    compared: pl.DataFrame | None = None
-    if loaded.greedy is not None:
-        transitions = with_greedy(transitions, loaded.greedy, settings.reward_weights)
-        compared = _compared(loaded.greedy.filter(pl.col("Policy") == settings.policy), lineage[-1 - settings.max_staleness :])
-    cancelled = dict.fromkeys((group for group in groups if group.group_id in loaded.cancelled), SkipReason.CANCELLED)
-    return cancelled | skip_reasons(
-        [group for group in groups if group not in cancelled],
-        transitions.filter(own),
-        lineage=lineage,
-        max_staleness=settings.max_staleness,
-        tokenizer_hash=tokenizer_hash,
-        max_tokens=settings.max_tokens_per_device,
-        alone=ESTIMATORS[settings.estimator].scope in {"all", "greedy"},
-        live=live_groups(transitions, own, CreditRule.of(settings)) if settings.skip_equal_groups else None,
-        compared=compared,
-    )
+MASKS = (SkipReason.UNKNOWN_VERSION, SkipReason.STALE, SkipReason.OTHER_TOKENIZER, SkipReason.GREEDY, SkipReason.TOO_LONG)
+"""Reasons that hold of a call: it is masked, its reward counts, and its group is skipped only where every call is masked."""
+
+FAILURES = (SkipReason.CONTRADICTORY, SkipReason.NOT_FINITE, SkipReason.ALREADY_TRAINED, SkipReason.LOGPROB_GAP)
+"""Reasons that speak of a fault in what was recorded or computed; trainer.max_failed_share bounds how many groups may have them."""
+
+REMEDIES: Mapping[SkipReason, str] = {
+    SkipReason.CONTRADICTORY: "See what wrote those rows: a transition has a prompt, a response and a logprob for each response token.",
+    SkipReason.NOT_FINITE: "Fix what gives rewards or logprobs that are not finite; lower trainer.learning_rate if gradients grew.",
+    SkipReason.ALREADY_TRAINED: "Give rollouts ids of their own in each run.",
+    SkipReason.LOGPROB_GAP: (
+        "See that engine and trainer hold the same weights and tokenizer and that the recorded sampling parameters are those in effect "
+        "(docs/learning.md)."
+    ),
+}
+"""What to do where many groups fail for a reason."""
 
 
-def skip_reasons(
-    groups: Sequence[Group],
-    transitions: pl.DataFrame,
-    *,
-    lineage: Sequence[int],
-    max_staleness: int,
-    tokenizer_hash: str,
-    max_tokens: int,
-    alone: bool = False,
-    live: pl.DataFrame | None = None,
-    compared: pl.DataFrame | None = None,
-) -> dict[Group, SkipReason]:
-    """Find the groups that must be skipped; the first reason in the order of `SkipReason` that holds is given.
+@dataclass(frozen=True, slots=True)
+class _Dependence:
+    """What a reason depends on beside the group's own rows."""
 
-    Args:
-        groups: ready groups.
-        transitions: those of theirs that would be trained; newest revisions only.
-        lineage: the committed versions that led to the one about to be trained, which is last.
-        max_staleness: how many committed versions may lie between a call's and the weights that will be trained.
-        tokenizer_hash: the policy's.
-        max_tokens: the longest call that fits a device.
-        alone: whether a rollout without another of its group has something to be compared with.
-        live: groups with something to learn from (`credit.live_groups`). None: those without are trained too.
-        compared: run and id of the groups whose greedy rollout can be compared with. None: none is needed.
-    """
-    fresh = lineage[-1 - max_staleness :]
-    version, tokenizer = pl.col("Version"), pl.col("TokenizerHash")
-    facts = transitions.group_by(*GROUP_COLUMNS).agg(
-        rollouts=pl.col("RolloutId").n_unique(),
-        unknown_version=~version.is_in(list(lineage)).all(),
-        stale=~version.is_in(list(fresh)).all(),
-        other_tokenizer=((tokenizer != "") & (tokenizer != tokenizer_hash)).any(),
-        greedy=(pl.col("Temperature") <= 0).any(),
-        too_long=(~fits(max_tokens)).all(),
-    )
-    if live is not None:
-        marked = live.with_columns(equal=pl.lit(value=False))
-        facts = facts.join(marked, on=GROUP, how="left").with_columns(pl.col("equal").fill_null(value=True))
-    if compared is not None:
-        there = compared.with_columns(no_baseline=pl.lit(value=False))
-        facts = facts.join(there, on=compared.columns, how="left").with_columns(pl.col("no_baseline").fill_null(value=True))
-    found = {Group(*(row[name] for name in GROUP_COLUMNS)): row for row in facts.iter_rows(named=True)}
-    reasons: dict[Group, SkipReason] = {}
-    for group in groups:
-        row = found.get(group)
-        if row is None:
-            reasons[group] = SkipReason.NO_TRANSITIONS
-        elif row["rollouts"] < 2 and not alone:
-            reasons[group] = SkipReason.ONE_ROLLOUT
-        else:
-            holds = [reason for reason in SkipReason if row.get(reason.value) is True]
-            if holds:
-                reasons[group] = holds[0]
-    return reasons
+    versions: bool = False
+    """The versions that led to the one about to be trained."""
+    settings: tuple[str, ...] = ()
+    """Fields of `TrainerSettings`."""
 
 
-def _compared(greedy: pl.DataFrame, fresh: Sequence[int]) -> pl.DataFrame:
-    """Run and id of the groups whose greedy rollout's calls are all greedy, and of weights that are fresh enough."""
-    sound = (pl.col("Temperature") <= 0) & pl.col("Version").is_in(list(fresh))
-    return greedy.group_by("RunId", "GroupId").agg(sound.all().alias("sound")).filter("sound").drop("sound")
+_OF_CALLS = ("policy", "selection", "max_staleness", "max_tokens_per_device")
+_OF_VALUES = ("credit", "baseline", "gamma", "estimator", "reward_weights")
+_MASKED = _Dependence(versions=True, settings=_OF_CALLS)
+DEPENDENCES: Mapping[SkipReason, _Dependence] = {
+    SkipReason.CANCELLED: _Dependence(),
+    SkipReason.NO_TRANSITIONS: _Dependence(settings=("policy", "selection")),
+    SkipReason.CONTRADICTORY: _Dependence(),
+    SkipReason.NOT_FINITE: _Dependence(),
+    SkipReason.ONE_ROLLOUT: _Dependence(settings=("policy", "selection", "estimator", "baseline")),
+    **dict.fromkeys(MASKS, _MASKED),
+    SkipReason.NO_BASELINE: _Dependence(versions=True, settings=("policy", "estimator", "max_staleness")),
+    SkipReason.EQUAL: _Dependence(versions=True, settings=("skip_equal_groups", *_OF_VALUES, *_OF_CALLS)),
+    SkipReason.ALREADY_TRAINED: _Dependence(),
+    SkipReason.LOGPROB_GAP: _Dependence(settings=("dtype", "logprob_gap_alarm")),
+}
 
 
-def fits(max_tokens: int) -> pl.Expr:
-    """Whether a call's prompt and response fit a device together."""
-    return pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len() <= max_tokens
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Why a group is skipped."""
+
+    reason: SkipReason
+    detail: str = ""
+    """A sentence about this group, for people; empty: the reason says it all."""
+
+
+def basis(reason: SkipReason, settings: TrainerSettings) -> str:
+    """Return the settings that a reason depends on, as JSON: equal texts are equal settings."""
+    values: dict[str, Any] = settings.model_dump(mode="json", include=set(DEPENDENCES[reason].settings))
+    return json.dumps(values, sort_keys=True)
+
+
+def bases(settings: TrainerSettings) -> dict[SkipReason, str]:
+    """Return the basis of every reason under these settings."""
+    return {reason: basis(reason, settings) for reason in SkipReason}
+
+
+def depends_on_versions(reason: SkipReason) -> bool:
+    """Whether a reason may cease to hold once the branch goes back to an older version."""
+    return DEPENDENCES[reason].versions

@@ -7,8 +7,8 @@ told; a rollout's newest revision, each row once. What the ledger has used is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM otel.build
 """
 
 _BUILDS = """
-SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Transitions, Rewards
 FROM {builds} AS v
 WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
@@ -128,6 +128,8 @@ class Loaded:
     """Transitions of the groups' greedy rollouts. None: the trainer's estimator compares with none."""
     cancelled: frozenset[str] = frozenset()
     """Ids of groups of which a rollout was cancelled, so that its attempt ended before its agent had."""
+    incomplete: Mapping[Group, str] = field(default_factory=dict[Group, str])
+    """Groups of which the store shows fewer rows than were built, with a sentence about each: they are not ready yet."""
 
     def own(self, policy: str, selection: Selection) -> pl.Series:
         """Which transitions one policy can be trained on: those that it answered and that are selected.
@@ -136,6 +138,39 @@ class Loaded:
             SettingsError: a pattern of the selection is no regular expression.
         """
         return self.transitions.select(Own=(pl.col("Policy") == policy) & expression(selection))["Own"]
+
+    def only(self, groups: Collection[Group]) -> Loaded:
+        """Return what was loaded of some of the groups."""
+        ids = {group.group_id for group in groups}
+        names = pl.DataFrame([(group.mode, group.group_id) for group in groups], schema=["Mode", "GroupId"], orient="row")
+        if names.is_empty():
+            names = names.cast(pl.String)
+        return Loaded(
+            [rollout for rollout in self.rollouts if rollout.group in groups],
+            self.transitions.join(names, on=["Mode", "GroupId"], how="semi", maintain_order="left"),
+            None if self.greedy is None else self.greedy.filter(pl.col("GroupId").is_in(pl.Series(sorted(ids), dtype=pl.String).implode())),
+            self.cancelled & ids,
+            {group: detail for group, detail in self.incomplete.items() if group in groups},
+        )
+
+    def __add__(self, other: Loaded) -> Loaded:
+        """Return what was loaded of this one's groups and the other's, which are others, in the store's order."""
+        greedy = [frame for frame in (self.greedy, other.greedy) if frame is not None]
+        return Loaded(
+            sorted([*self.rollouts, *other.rollouts], key=lambda row: (row.group.mode, row.group.group_id, row.rollout_id, row.attempt)),
+            _in_order([self.transitions, other.transitions]),
+            _in_order(greedy) if greedy else None,
+            self.cancelled | other.cancelled,
+            {**self.incomplete, **other.incomplete},
+        )
+
+
+_ORDER = ("Mode", "GroupId", "RolloutId", "Attempt", "Turn", "CallId")
+
+
+def _in_order(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Return the rows of all, in the order in which the store gives them."""
+    return pl.concat([frame for frame in frames if frame.height] or frames[:1], how="vertical_relaxed").sort(*_ORDER)
 
 
 def _with_greedy(states: Sequence[GroupState], modes: Sequence[str]) -> list[GroupState]:
@@ -216,12 +251,13 @@ class Source:
             BatchRollout(Group(*group), rollout, attempt, revision)
             for *group, rollout, attempt, revision in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision").iter_rows()
         ]
-        cancelled = self._cancelled(rollouts)
+        cancelled, missing = self._cancelled(rollouts), missing_rows(builds, newest)
+        incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
         if not self._greedy:
-            return Loaded(rollouts, newest, cancelled=cancelled)
+            return Loaded(rollouts, newest, cancelled=cancelled, incomplete=incomplete)
         greedy = pl.col("Mode") == Mode.GREEDY
         trained = [one for one in rollouts if one.group.mode != Mode.GREEDY]
-        return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled)
+        return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled, incomplete)
 
     def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
         ids = set[str]()
@@ -238,3 +274,24 @@ class Source:
         frame = pl.from_arrow(table)
         assert isinstance(frame, pl.DataFrame)
         return frame.with_columns(pl.col(pl.Categorical, pl.Binary).cast(pl.String))
+
+
+def missing_rows(builds: pl.DataFrame, transitions: pl.DataFrame) -> dict[str, str]:
+    """Compare loaded rows with what the builder counted: a replica may show a build before its rows.
+
+    Args:
+        builds: ROWS_OF, GroupId, Transitions and Rewards of the newest revisions.
+        transitions: their rows, as far as the store shows them.
+
+    Returns:
+        Ids of groups with a rollout of which rows are missing, with a sentence that names one such rollout.
+    """
+    rows = transitions.group_by(ROWS_OF).agg(Rows=pl.len(), Entries=pl.col("Rewards.Value").list.len().sum())
+    counts = builds.join(rows, on=ROWS_OF, how="left").with_columns(pl.col("Rows", "Entries").fill_null(0))
+    short = counts.filter((pl.col("Rows") < pl.col("Transitions")) | (pl.col("Entries") < pl.col("Rewards")))
+    return {
+        group: f"rollout {rollout!r} has {rows} of {built} transitions and {entries} of {rewards} rewards in the store so far."
+        for group, rollout, rows, built, entries, rewards in short.sort("GroupId", "RolloutId", descending=True)
+        .select("GroupId", "RolloutId", "Rows", "Transitions", "Entries", "Rewards")
+        .iter_rows()
+    }

@@ -124,12 +124,13 @@ def row(step: Step, validation: Mapping[str, float]) -> list[str]:
 def describe(step: Step) -> str:
     """One line about a step."""
     version, m = step.version, step.version.metrics
+    masked = sum(value for name, value in m.items() if name.startswith("masked_"))
     parts = [
         f"{m['groups']:.0f} groups",
         f"{m['rollouts']:.0f} rollouts",
         f"{m['transitions']:.0f} transitions",
         *([f"{m['merge_ratio']:.1f}x fewer tokens in {m['sequences']:.0f} sequences"] if m["merge_ratio"] > 1 else []),
-        *([f"{m['too_long']:.0f} calls too long"] if m["too_long"] else []),
+        *([f"{masked:.0f} calls masked"] if masked else []),
         f"return {m['mean_return']:+.2f}",
         f"success {m['success']:.2f}",
         f"gap {_number(m.get('logprob_gap'), '.0e', 'unknown')}",

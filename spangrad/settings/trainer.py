@@ -110,6 +110,10 @@ class TrainerSettings(Section):
     selection: Selection = Selection()
     """Which of the policy's calls are trained; rewards of the others count all the same."""
     groups_per_batch: int = Field(default=4, ge=1)
+    max_failed_share: float = Field(default=0.25, ge=0, le=1)
+    """Largest share of the last trainer.failed_window groups that may fail a check (docs/training.md) before the run stops."""
+    failed_window: int = Field(default=64, ge=1)
+    """Groups of the run, trained or failed, over which trainer.max_failed_share is taken; at least four batches' worth."""
     retrain_tuned: bool = False
     """Also take groups of which `spangrad tune` has trained a rollout on this branch. False: they count as trained."""
     max_steps: int = 0

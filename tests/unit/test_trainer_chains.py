@@ -77,4 +77,4 @@ def test_a_batch_for_an_estimator_of_tokens_leaves_advantages_to_the_engine():
     assert batch.chains is not None
     assert (batch.chains.rollout.tolist(), batch.chains.rewards.tolist()) == ([0, 0, 1], [0, 6, 1])
     assert not batch.advantages.any()
-    assert (batch.real_rows, facts["transitions"], facts["too_long"]) == (3, 3, 1)
+    assert (batch.real_rows, facts["transitions"], facts["masked_too_long"]) == (3, 3, 1)

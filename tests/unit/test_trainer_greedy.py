@@ -16,7 +16,8 @@ from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer import credit
 from trainer.credit import CreditRule
-from trainer.skips import SkipReason, find_skips
+from trainer.group_checks import find_skips
+from trainer.skips import SkipReason
 from trainer.source import Group, Loaded
 
 REMAX = TrainerSettings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
@@ -44,10 +45,11 @@ def loaded(rows: list[dict[str, object]], of_greedy: list[dict[str, object]]) ->
 
 def reasons(rows: list[dict[str, object]], of_greedy: list[dict[str, object]], **changes: object) -> dict[Group, SkipReason]:
     chosen = REMAX.model_copy(update=changes)
-    return find_skips([GROUP], loaded(rows, of_greedy), chosen, lineage=(0, 1, 2, 3), tokenizer_hash="tokenizer")
+    skips = find_skips([GROUP], loaded(rows, of_greedy), chosen, lineage=(0, 1, 2, 3), tokenizer_hash="tokenizer")
+    return {group: skip.reason for group, skip in skips.items()}
 
 
-NEW = {"Version": 3}
+NEW = {"Version": 3, "Versions.Version": [3]}
 
 
 @pytest.mark.parametrize(

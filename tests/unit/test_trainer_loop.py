@@ -28,8 +28,10 @@ from trainer.deferred import Deferred
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.shutdown import Shutdown, Stopped
-from trainer.skips import SkipReason
+from trainer.skips import MASKS, SkipReason
 from trainer.source import Group, Loaded
+
+MASKED = dict.fromkeys((f"masked_{reason.value}" for reason in MASKS), 0.0)
 
 
 class Turns(FakeSource):
@@ -70,11 +72,12 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     known = {name: value for name, value in newest.metrics.items() if name not in timed}
     assert known == {
         "loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": 1.0,
-        "transitions": 4.0, "too_long": 0.0, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
+        "transitions": 4.0, **MASKED, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
         "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
         "groups_wanted": 22.0, "groups_skipped": 0.0, "publish_retries": 0.0, "store_retries": 0.0,
+        "groups_incomplete": 0.0, "groups_failed": 0.0,
     }  # fmt: skip
     # Published at the start as well: only the gateway can tell whether what it serves is sound.
     assert json.loads((tmp_path / "policies/served.json").read_text()) == [0, 0, 1, 2]
@@ -100,7 +103,7 @@ def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, c
     trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
     assert trainer.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
-    assert "2 groups will not be trained (stale): c, d" in caplog.text
+    assert "2 groups are skipped (stale): c, d. c: all 2 calls of the policy are masked: 2 stale (trainer.max_staleness = 0)" in caplog.text
 
 
 def test_a_group_that_may_not_be_trained_is_replaced_by_the_next(tmp_path: Path, base: Path):
@@ -120,10 +123,10 @@ def test_calls_that_no_device_takes_are_left_out_and_told_of(tmp_path: Path, bas
     (batch,) = optimiser.batches
     assert (batch.token_counts, batch.advantages[:, 0].tolist()) == ([4] * 4, [1.0, -1.0, 1.0, -1.0]), "rewards on the long calls count"
     newest = loop.newest_version(trainer.ledger)
-    assert (newest.metrics["transitions"], newest.metrics["too_long"]) == (4, 4)
-    told = "4 calls are longer than trainer.max_tokens_per_device = 9 and are not trained, though their rewards count: transition-a-0-1, "
+    assert (newest.metrics["transitions"], newest.metrics["masked_too_long"]) == (4, 4)
+    told = "4 calls are masked (too_long; trainer.max_tokens_per_device = 9), though their rewards count: transition-a-0-1, "
     assert told in caplog.text
-    assert "4 transitions, 4 calls too long, return +0.50" in caplog.text
+    assert "4 transitions, 4 calls masked, return +0.50" in caplog.text
 
 
 def test_a_group_without_a_call_that_fits_is_skipped(tmp_path: Path, base: Path):

@@ -1,26 +1,52 @@
-"""Which ready groups may be trained."""
+"""Which ready groups are skipped and which calls are masked, and what each reason depends on."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fakes import transition_row
-from trainer.skips import SkipReason, skip_reasons
-from trainer.source import Group
+from spangrad.settings import TrainerSettings
+from trainer.assemble import assemble, batch_groups
+from trainer.group_checks import find_skips, same_ids
+from trainer.masks import masks
+from trainer.skips import DEPENDENCES, FAILURES, MASKS, REMEDIES, Skip, SkipReason, bases, basis
+from trainer.source import BatchRollout, Group, Loaded
 
 GROUP = Group("run", "train", "spec", "group")
+OTHER = Group("run", "train", "spec", "other")
+SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String), "Logprobs": pl.List(pl.Float64)}
+SETTINGS = TrainerSettings(run_id="run", max_tokens_per_device=5)
 
 
-def reasons(rows: list[dict[str, object]], lineage: tuple[int, ...] = (0,), max_staleness: int = 0) -> dict[Group, SkipReason]:
-    frame = pl.DataFrame(rows or [transition_row("elsewhere", GroupId="other")])
-    return skip_reasons([GROUP], frame, lineage=lineage, max_staleness=max_staleness, tokenizer_hash="tokenizer", max_tokens=5)
+def loaded(rows: list[dict[str, object]]) -> Loaded:
+    frame = pl.DataFrame(rows, schema_overrides=SCHEMA)
+    names = dict.fromkeys((str(row["GroupId"]), str(row["RolloutId"])) for row in rows)
+    return Loaded([BatchRollout(Group("run", "train", "spec", group), rollout, 0, 0) for group, rollout in names], frame)
 
 
-PAIR = [transition_row("a"), transition_row("b")]
+def skips(rows: list[dict[str, object]], *groups: Group, lineage: tuple[int, ...] = (0,), **changes: Any) -> dict[Group, Skip]:
+    chosen = SETTINGS.model_copy(update=changes)
+    of = loaded(rows or [transition_row("elsewhere", GroupId="elsewhere")])
+    return find_skips(groups or (GROUP,), of, chosen, lineage=lineage, tokenizer_hash="tokenizer")
 
 
-def test_two_rollouts_of_the_newest_version_may_be_trained():
+def reasons(rows: list[dict[str, object]], **changes: Any) -> dict[Group, SkipReason]:
+    return {group: skip.reason for group, skip in skips(rows, **changes).items()}
+
+
+PAIR = [transition_row("a", rewards=(1.0,)), transition_row("b", rewards=(0.0,))]
+
+
+def pair(**changes: object) -> list[dict[str, object]]:
+    return [transition_row(name, **changes) for name in "ab"]
+
+
+def test_find_skips_of_two_rollouts_of_the_newest_version_finds_none() -> None:
     assert reasons(PAIR) == {}
 
 
@@ -29,26 +55,116 @@ def test_two_rollouts_of_the_newest_version_may_be_trained():
     [
         ([], SkipReason.NO_TRANSITIONS),
         ([transition_row("a"), transition_row("a", 1)], SkipReason.ONE_ROLLOUT),
-        ([*PAIR, transition_row("c", Version=9)], SkipReason.UNKNOWN_VERSION),
-        ([*PAIR, transition_row("c", TokenizerHash="other")], SkipReason.OTHER_TOKENIZER),
-        ([*PAIR, transition_row("c", Temperature=0.0)], SkipReason.GREEDY),
-        ([transition_row(name, PromptIds=[1, 2, 3, 4]) for name in "ab"], SkipReason.TOO_LONG),
+        (pair(Version=9), SkipReason.UNKNOWN_VERSION),
+        (pair(TokenizerHash="another"), SkipReason.OTHER_TOKENIZER),
+        (pair(Temperature=0.0), SkipReason.GREEDY),
+        (pair(PromptIds=[1, 2, 3, 4]), SkipReason.TOO_LONG),
+        ([*PAIR, transition_row("c", PromptIds=[])], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", ResponseIds=[], Logprobs=[])], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", Logprobs=[-0.5])], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", **{"Versions.Start": [1]})], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", **{"Versions.Start": [0, 5], "Versions.Version": [0, 0]})], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", **{"Versions.Start": [0, 0], "Versions.Version": [0, 0]})], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", **{"Versions.Start": [0, 1], "Versions.Version": [0]})], SkipReason.CONTRADICTORY),
+        ([*PAIR, transition_row("c", Logprobs=[-0.5, float("nan")])], SkipReason.NOT_FINITE),
+        ([*PAIR, transition_row("c", Logprobs=[-0.5, float("-inf")])], SkipReason.NOT_FINITE),
+        ([*PAIR, transition_row("c", rewards=(float("nan"),))], SkipReason.NOT_FINITE),
+        # What another policy was paid is part of the rollout's return.
+        ([*PAIR, transition_row("b", 1, rewards=(float("inf"),), Policy="judge")], SkipReason.NOT_FINITE),
     ],
-)
-def test_one_call_is_enough_to_skip_a_group(rows: list[dict[str, object]], reason: SkipReason):
+)  # fmt: skip
+def test_find_skips_gives_the_reason_of_a_group_that_cannot_be_trained(rows: list[dict[str, object]], reason: SkipReason) -> None:
     assert reasons(rows) == {GROUP: reason}
 
 
-def test_a_call_without_a_tokenizer_hash_is_taken():
+def test_find_skips_where_versions_begin_in_order_takes_the_group() -> None:
+    assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [0, 1], "Versions.Version": [0, 0]})]) == {}
+    assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [], "Versions.Version": []})]) == {}
+
+
+def test_find_skips_names_the_row_that_contradicts_itself_and_the_value_that_is_not_finite() -> None:
+    rows = [*PAIR, transition_row("c", Logprobs=[-0.5]), *(transition_row(name, GroupId="other") for name in "de")]
+    rows += [transition_row("f", GroupId="other", rewards=(float("nan"),))]
+    assert skips(rows, GROUP, OTHER) == {
+        GROUP: Skip(SkipReason.CONTRADICTORY, "transition transition-c-0 has 2 response tokens and 1 logprobs."),
+        OTHER: Skip(SkipReason.NOT_FINITE, "transition transition-f-0 has a reward of nan."),
+    }
+
+
+def test_find_skips_of_a_bad_group_leaves_its_neighbours_alone() -> None:
+    """A reward that is no number reaches no other group's comparison."""
+    bad = [transition_row(name, GroupId="other", rewards=(reward,)) for name, reward in (("c", float("nan")), ("d", 1.0))]
+    assert reasons([*PAIR, *bad], skip_equal_groups=True) == {}
+
+
+ODD = (
+    {"Temperature": 0.0},
+    {"Version": 2},
+    {"Version": 9},
+    {"TokenizerHash": "another"},
+    {"PromptIds": [1] * 99},
+    {"Versions.Start": [0, 1], "Versions.Version": [5, 2]},
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, object]) -> None:
+    """The fault of a call is the call's: 63 others are trained, and the reward of the odd one counts."""
+    rows = [
+        transition_row(f"r{r}", t, rewards=(float(r % 2),) if t == 7 else (), **{"Version": 5, **(odd if (r, t) == (3, 7) else {})})  # type: ignore[arg-type]
+        for r in range(8)
+        for t in range(8)
+    ]
+    lineage, chosen = (0, 1, 2, 3, 4, 5), SETTINGS.model_copy(update={"max_staleness": 2})
+    assert find_skips([GROUP], loaded(rows), chosen, lineage=lineage, tokenizer_hash="tokenizer") == {}
+    own = {"lineage": lineage, "tokenizer_hash": "tokenizer"}
+    batch, facts = assemble(loaded(rows), chosen, lambda units: units.values - units.values.mean(), divisor=1, **own)  # type: ignore[arg-type]
+    assert (batch.real_rows, facts["mean_return"]) == (63, 0.5)
+    masked = {name: value for name, value in facts.items() if name.startswith("masked_") and value}
+    (reason,) = set(masks(loaded(rows).transitions, chosen, **own).drop_nulls())  # type: ignore[arg-type]
+    assert masked == {f"masked_{reason}": 1.0}
+    # Rollout 3 won by the masked call alone: its other calls are reinforced for it.
+    assert {float(value) for row, value in zip(batch.rollout, batch.advantages[:, 0], strict=True) if row == 3} == {0.5}
+
+
+def test_masks_of_a_call_is_that_of_its_oldest_token() -> None:
+    rows = [
+        transition_row("a", Version=4, **{"Versions.Start": [0, 1], "Versions.Version": [4, 6]}),
+        transition_row("b", Version=6, **{"Versions.Start": [0, 1], "Versions.Version": [6, 5]}),
+        transition_row("c", Version=6, **{"Versions.Start": [], "Versions.Version": []}),
+    ]
+    lineage = (0, 4, 6)
+    for bound, expected in ((0, ["stale", "unknown_version", None]), (1, [None, "unknown_version", None])):
+        chosen = SETTINGS.model_copy(update={"max_staleness": bound})
+        assert masks(loaded(rows).transitions, chosen, lineage=lineage).to_list() == expected
+
+
+@given(st.lists(st.sampled_from([{}, *ODD]), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_masks_of_a_call_depend_on_no_other_call(odds: list[dict[str, object]], random: Any) -> None:
+    rows = [transition_row(f"r{place}", **{"Version": 5, **odd}) for place, odd in enumerate(odds)]  # type: ignore[arg-type]
+    random.shuffle(rows)
+    chosen = SETTINGS.model_copy(update={"max_staleness": 2})
+    own = {"settings": chosen, "lineage": (0, 1, 2, 3, 4, 5), "tokenizer_hash": "tokenizer"}
+    together = masks(loaded(rows).transitions, **own).to_list()
+    assert together == [masks(loaded([row]).transitions, **own)[0] for row in rows]
+
+
+def test_find_skips_where_every_call_is_masked_gives_the_most_frequent_reason() -> None:
+    rows = [*pair(Temperature=0.0), *(transition_row(name, 1, Version=3) for name in "ab"), transition_row("a", 2, Version=3)]
+    (skip,) = skips(rows, lineage=(3, 4)).values()
+    assert skip.reason is SkipReason.STALE
+    assert skip.detail == (
+        "all 5 calls of the policy are masked: 2 unknown_version, 3 stale (trainer.max_staleness = 0); "
+        "the oldest is of version 0, and version 4 is trained."
+    )
+
+
+def test_find_skips_takes_a_call_without_a_tokenizer_hash() -> None:
     assert reasons([*PAIR, transition_row("c", TokenizerHash="")]) == {}
 
 
-def test_a_group_of_which_some_calls_fit_is_taken():
-    assert reasons([*PAIR, transition_row("c", PromptIds=[1] * 9)]) == {}
-
-
-def test_staleness_counts_committed_versions():
-    old = [transition_row("a", Version=4), transition_row("b", Version=6)]
+def test_find_skips_counts_committed_versions_as_staleness() -> None:
+    old = [transition_row("a", Version=4), transition_row("b", Version=4)]
     # 5 was orphaned: 4 is one version behind 6, not two.
     assert reasons(old, lineage=(0, 4, 6), max_staleness=0) == {GROUP: SkipReason.STALE}
     assert reasons(old, lineage=(0, 4, 6), max_staleness=1) == {}
@@ -56,16 +172,51 @@ def test_staleness_counts_committed_versions():
     assert reasons(old, lineage=(0, 4, 6, 7), max_staleness=9) == {}
 
 
-def test_a_rollout_alone_is_taken_where_nothing_is_compared_within_groups():
-    frame = pl.DataFrame([transition_row("a")])
-    facts = {"lineage": (0,), "max_staleness": 0, "tokenizer_hash": "tokenizer", "max_tokens": 5}
-    assert skip_reasons([GROUP], frame, **facts, alone=True) == {}  # type: ignore[arg-type]
+def test_find_skips_of_a_rollout_alone_takes_it_where_nothing_is_compared_within_groups() -> None:
+    assert reasons([transition_row("a")], estimator="reinforce_plus_plus") == {}
 
 
-def test_a_group_that_is_not_among_the_live_ones_is_equal():
-    frame = pl.DataFrame([*PAIR, *(transition_row(name, GroupId="other") for name in "cd")])
-    live = pl.DataFrame({"RunId": ["run"], "Mode": ["train"], "GroupId": ["other"]})
-    other = Group("run", "train", "spec", "other")
-    facts = {"lineage": (0,), "max_staleness": 0, "tokenizer_hash": "tokenizer", "max_tokens": 5}
-    assert skip_reasons([GROUP, other], frame, **facts, live=live) == {GROUP: SkipReason.EQUAL}  # type: ignore[arg-type]
-    assert skip_reasons([GROUP, other], frame, **facts) == {}  # type: ignore[arg-type]
+def test_find_skips_where_asked_skips_equal_groups_and_those_whose_masked_calls_alone_differ() -> None:
+    equal = [transition_row(name, GroupId="other", rewards=(1.0,)) for name in "cd"]
+    assert skips([*PAIR, *equal], GROUP, OTHER, skip_equal_groups=True) == {OTHER: Skip(SkipReason.EQUAL)}
+    assert skips([*PAIR, *equal], GROUP, OTHER) == {}
+    # By turn: the calls that differ are greedy, and those that are trained do not differ.
+    turns = [transition_row(name, turn, Temperature=float(turn)) for name in "ab" for turn in (0, 1)]
+    turns[0] |= {"Rewards.Name": ["reward"], "Rewards.Value": [1.0]}
+    assert reasons(turns, skip_equal_groups=True, credit="own", baseline="turn") == {GROUP: SkipReason.EQUAL}
+
+
+def test_same_ids_keeps_the_first_group_of_each_rollout_id() -> None:
+    rollouts = [BatchRollout(GROUP, "same", 0, 0), BatchRollout(OTHER, "same", 0, 0), BatchRollout(OTHER, "b", 0, 0)]
+    detail = "rollout 'same' is one of group {!r}, too, which came first."
+    assert same_ids(rollouts, [GROUP, OTHER]) == {OTHER: Skip(SkipReason.ALREADY_TRAINED, detail.format("group"))}
+    assert same_ids(rollouts, [OTHER, GROUP]) == {GROUP: Skip(SkipReason.ALREADY_TRAINED, detail.format("other"))}
+    again = BatchRollout(GROUP, "same", 1, 0)
+    assert same_ids([rollouts[0], again, rollouts[2]], [GROUP, OTHER]) == {}, "another attempt of it is another one"
+
+
+def test_batch_groups_are_numbered_as_the_rows_of_the_batch() -> None:
+    rows = [
+        transition_row(f"{name}{i}", GroupId=name, **odd)
+        for name, odd in (("z", {}), ("a", ODD[0]), ("m", {}), ("b", {}))
+        for i in range(2)
+    ]  # type: ignore[arg-type]
+    batch, _ = assemble(loaded(rows), SETTINGS, lambda units: units.values, lineage=(0,), divisor=4)
+    groups = batch_groups(loaded(rows), SETTINGS, lineage=(0,))
+    assert [groups[number].group_id if number >= 0 else None for number in batch.group] == ["z", "z", "m", "m", "b", "b", None, None]
+
+
+def test_each_reason_says_what_it_depends_on_and_a_failure_how_it_is_fixed() -> None:
+    assert set(DEPENDENCES) == set(SkipReason)
+    assert set(REMEDIES) == set(FAILURES)
+    named = {name for dependence in DEPENDENCES.values() for name in dependence.settings}
+    assert named <= TrainerSettings.model_fields.keys()
+    assert not set(MASKS) & set(FAILURES)
+
+
+def test_basis_changes_with_the_settings_that_a_reason_depends_on_and_with_no_other() -> None:
+    before = bases(SETTINGS)
+    after = bases(SETTINGS.model_copy(update={"max_staleness": 3, "learning_rate": 1.0}))
+    changed = {reason for reason in SkipReason if before[reason] != after[reason]}
+    assert changed == {*MASKS, SkipReason.NO_BASELINE, SkipReason.EQUAL}
+    assert basis(SkipReason.CONTRADICTORY, SETTINGS) == "{}"

@@ -25,7 +25,7 @@ from trainer.watching import Clock, Stage, Step, Watchers
 
 SECOND = 1_000_000_000
 METRICS = {
-    "groups": 4.0, "rollouts": 16.0, "transitions": 30.0, "merge_ratio": 1.0, "too_long": 0.0, "mean_return": 0.25, "success": 0.5,
+    "groups": 4.0, "rollouts": 16.0, "transitions": 30.0, "merge_ratio": 1.0, "masked_too_long": 0.0, "mean_return": 0.25, "success": 0.5,
     "logprob_gap": 2e-6, "staleness_mean": 0.5, "seconds_idle": 6.0, "seconds_train": 1.5, "seconds_publish": 0.5,
 }  # fmt: skip
 
@@ -99,10 +99,10 @@ def test_idle_time_is_what_lay_between_two_steps(monkeypatch: pytest.MonkeyPatch
 
 def test_a_log_has_a_line_a_step_and_one_for_held_out_rollouts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    LogLines().stepped(step(too_long=2.0, updated=0.0))
+    LogLines().stepped(step(masked_too_long=2.0, updated=0.0))
     LogLines().evaluated(version(validate_rollouts=64, validate_return=0.75, validate_success=0.7), 4)
     assert [record.message for record in caplog.records] == [
-        "step 3 -> version 3: 4 groups, 16 rollouts, 30 transitions, 2 calls too long, return +0.25, success 0.50, gap 2e-06, "
+        "step 3 -> version 3: 4 groups, 16 rollouts, 30 transitions, 2 calls masked, return +0.25, success 0.50, gap 2e-06, "
         "train 1.50 s, publish 0.50 s, idle 75%, all advantages 0: weights as before",
         "version 3 on 64 held-out rollouts: return +0.750, success 0.70",
     ]
