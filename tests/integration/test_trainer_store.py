@@ -21,12 +21,13 @@ from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory
 from trainer.evaluate import Evaluation
+from trainer.group_checks import find_skips
 from trainer.ledger import Ledger
 from trainer.loop import train
 from trainer.measures import measures
 from trainer.mirror import Mirror
 from trainer.recovery import open_ledger, prepare
-from trainer.skips import SkipReason, find_skips
+from trainer.skips import Skip, SkipReason
 from trainer.source import BatchRollout, Group, Source
 
 SPEC = BuilderSettings().spec
@@ -132,8 +133,8 @@ def test_a_group_of_which_a_rollout_was_cancelled_is_skipped(settings: Settings,
     assert {one.group_id for one in groups} == {"cancelled", "lost"}
     loaded = source(settings, world).load(groups)
     assert loaded.cancelled == {"cancelled"}
-    reasons = find_skips(groups, loaded, settings.trainer, lineage=[0], tokenizer_hash=world.tokenizer)
-    assert reasons == {Group(run, "train", SPEC, "cancelled"): SkipReason.CANCELLED}
+    skips = find_skips(groups, loaded, settings.trainer, lineage=[0], tokenizer_hash=world.tokenizer)
+    assert skips == {Group(run, "train", SPEC, "cancelled"): Skip(SkipReason.CANCELLED)}
 
 
 def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):
