@@ -61,6 +61,13 @@ def check_device(settings: TrainerSettings, device: str) -> None:
         raise SettingsError("trainer.packing = true needs the package flash-attn. Install it, or set trainer.packing = false.")
 
 
+def is_packed(settings: TrainerSettings, device: str) -> bool:
+    """Return whether rows pass through the model end to end (trainer.packing)."""
+    if settings.packing is None:
+        return device != "cpu" and importlib.util.find_spec("flash_attn") is not None
+    return settings.packing
+
+
 def worker_environment(device: str, *, own: bool) -> dict[str, str]:
     """What a worker's process must find in its environment before it imports verl.
 

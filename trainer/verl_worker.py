@@ -17,6 +17,7 @@ from spangrad.settings import TrainerSettings
 from trainer.losses import actor_config, checked_ppo_loss, value_loss_of
 from trainer.micro_batches import bound_padded_micro_batches
 from trainer.objective import Objective
+from trainer.process import is_packed
 from trainer.tuning_losses import loss_of
 
 _NO_END = 1 << 62
@@ -45,7 +46,8 @@ def training_worker(
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # of plans that FSDP has no use for
     if device == "cpu":
         _register_cpu_engine()
-    if not settings.packing:
+    packed = is_packed(settings, device)
+    if not packed:
         bound_padded_micro_batches()
     again = settings.gradient_checkpointing
     optimizer = FSDPOptimizerConfig(
@@ -62,8 +64,8 @@ def training_worker(
             model_type="value_model" if critic else "language_model",
             model_config=HFModelConfig(
                 path=str(model),
-                use_remove_padding=settings.packing,
-                override_config={"attn_implementation": "flash_attention_2" if settings.packing else "sdpa"},
+                use_remove_padding=packed,
+                override_config={"attn_implementation": "flash_attention_2" if packed else "sdpa"},
                 enable_gradient_checkpointing=device != "cpu" if again is None else again,
                 lora_rank=rank,
                 lora_alpha=settings.lora_alpha,

@@ -193,8 +193,8 @@ class TrainerSettings(Section):
     poll_seconds: float = 0.2
     dtype: Literal["fp32", "bf16"] = "fp32"
     """What is computed in; weights and moments are kept in float32, and gradients summed in it (mixed precision)."""
-    packing: bool = False
-    """Pass rows through the model end to end, without padding; needs a GPU and the package flash-attn."""
+    packing: bool | None = None
+    """Pass rows through the model end to end, without padding. None: where there are a GPU and the package flash-attn, which it needs."""
     gradient_checkpointing: bool | None = None
     """Compute activations again in the backward pass instead of keeping them: less memory, more time. None: where there is a GPU."""
     workers: int = Field(default=0, ge=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from trainer import checkpoint
 from trainer.batch import Batch, layout
 from trainer.engine import Engine
 from trainer.merge import separate
+from trainer.process import is_packed
 from trainer.ray_cluster import Cluster
 
 ROWS = 23
@@ -199,6 +201,14 @@ def test_too_many_workers_are_refused(ray: Cluster, tiny_model: Path) -> None:
         Engine(tiny_model, settings(tiny_model, workers=7))
     with pytest.raises(TrainerError, match=r"trainer\.nodes = 2 with trainer\.workers = 1"):
         Engine(tiny_model, settings(tiny_model, workers=1, nodes=2))
+
+
+def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = TrainerSettings()
+    assert not is_packed(asked, "cuda"), "flash-attn is not installed here"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else None)
+    assert [is_packed(asked, device) for device in ("cpu", "cuda")] == [False, True]
+    assert not is_packed(TrainerSettings(packing=False), "cuda")
 
 
 def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:
