@@ -25,6 +25,7 @@ from trainer.batch import Batch, parts
 from trainer.estimators import over_tokens
 from trainer.learning import check
 from trainer.losses import correct, correction_metrics
+from trainer.rollout_losses import by_rollout, needs_logprobs, several_rows
 from trainer.rows import padded, scalars, tensordict
 from trainer.workers import begin
 
@@ -32,7 +33,9 @@ _TOLD = {
     "loss": "loss",
     "actor/pg_clipfrac": "clip_fraction",
     "actor/ppo_kl": "ppo_kl",
-    "actor/entropy_loss": "entropy",
+    "entropy": "entropy",
+    "clip_low": "clip_low",
+    "clip_high": "clip_high",
     "kl_loss": "reference_kl",
 }
 """Verl's metrics of a step that are kept, and their names here. Not every loss has all of them."""
@@ -90,7 +93,8 @@ class Engine:
         for _ in range(settings.epochs):
             for part in self._parts(batch):
                 if self._trainable(part):
-                    steps.append(self._pass("train", part, step=len(steps)))
+                    part, corrected = self._by_rollout(part, first=not steps)
+                    steps.append({**self._pass("train", part, step=len(steps)), **corrected})
         told = {**known, **_means(steps)} or self._pass("infer", batch)
         told |= {"grad_norm": max((one["grad_norm"] for one in steps), default=0.0), "updated": float(len(steps))}
         if self._has_critic and batch.response_mask.any():
@@ -128,13 +132,28 @@ class Engine:
                 batch, told = replace(batch, **changes), {**told, **metrics}
         return replace(batch, checked=np.zeros_like(batch.checked)), told
 
+    def _by_rollout(self, part: Batch, *, first: bool) -> tuple[Batch, dict[str, float]]:
+        """A step's part, prepared where a rollout has several rows; metrics of a correction.
+
+        Args:
+            part: of the batch.
+            first: whether the weights are those of the batch's start.
+        """
+        if not several_rows(part):
+            return part, {}
+        logprobs: NDArray[np.float32] | None = None
+        if needs_logprobs(self.settings):
+            logprobs = part.old_logprobs if first else None
+            logprobs = self._logprobs("policy", part) if logprobs is None else logprobs
+        return by_rollout(part, self.settings, logprobs)
+
     def _parts(self, batch: Batch) -> list[Batch]:
         """A batch's mini-batches, drawn anew each time from the random state that is saved with the optimiser's."""
         import torch
 
         if self.settings.mini_batches == 1:
             return [batch]
-        order = torch.randperm(batch.real_rows, generator=self._order).tolist()
+        order = torch.randperm(batch.rollouts, generator=self._order).tolist()
         return parts(batch, order, self.settings.mini_batches, divisor=self.data_parallel_size)
 
     def _trainable(self, batch: Batch) -> bool:

@@ -91,7 +91,7 @@ def training_worker(
     if objective:
         worker.set_loss_fn(loss_of(objective))
         return worker
-    policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings.logprob_gap_alarm)
+    policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings)
     worker.set_loss_fn(value_loss_of(settings, optimizer) if critic else policy_loss)
     return worker
 
