@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import torch
 from checkpoints import written
-from sampling import PROMPT, logprobs_of, sample, sampled_rows
+from sampling import PROMPT, logprobs_of, sample, sampled_by, sampled_rows
 
 from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
@@ -77,8 +77,9 @@ def test_a_wrong_temperature_or_logprob_raises_the_alarm_and_touches_nothing(eng
 
 
 def test_rows_of_older_weights_are_not_held_against_the_alarm(engine: Engine, rows: pl.DataFrame):
-    stale = rows.with_columns(Version=pl.lit(0), Logprobs=pl.Series([[value - 0.5 for value in one] for one in rows["Logprobs"].to_list()]))
-    mixed = pl.concat([rows.with_columns(Version=pl.lit(1)), stale])
+    lower = pl.Series([[value - 0.5 for value in one] for one in rows["Logprobs"].to_list()])
+    stale = sampled_by(rows.with_columns(Logprobs=lower), 0)
+    mixed = pl.concat([sampled_by(rows, 1), stale])
     metrics = engine.step(batch(mixed, pl.concat([ADVANTAGES, ADVANTAGES]), version=1))
     assert metrics["logprob_gap"] < 1e-4
     assert "logprob_gap" not in engine.step(batch(stale, version=1))
@@ -139,13 +140,13 @@ def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.
 def test_zero_advantages_take_no_step_even_after_others(engine: Engine, rows: pl.DataFrame):
     engine.step(batch(rows))
     before = weights(engine)
-    metrics = engine.step(batch(rows.with_columns(Version=pl.lit(0)), pl.Series(np.zeros(24)), version=1))
+    metrics = engine.step(batch(sampled_by(rows, 0), pl.Series(np.zeros(24)), version=1))
     assert (metrics["updated"], metrics["grad_norm"]) == (0, 0)
     assert differences(before, weights(engine)) == 0, "AdamW's moments moved the weights"
 
 
 def test_a_resumed_engine_repeats_the_step_exactly(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
-    later = rows.with_columns(Version=pl.lit(-1))
+    later = sampled_by(rows, -1)
     engine.step(batch(rows))
     made = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch(later))
