@@ -92,6 +92,8 @@ def command(settings: Settings, model: Path) -> list[str]:
         "--host": engine.host,
         "--port": str(engine.port),
         "--dtype": engine.dtype,
+        # Logits as the trainer computes them: of a bfloat16 head they are rounded to steps of up to an eighth of a nat.
+        "--hf-overrides": json.dumps({"head_dtype": engine.head_dtype}),
         "--max-model-len": str(engine.max_model_len),
         # Of the distribution that was sampled, after temperature, top-p and penalties: what importance ratios need.
         "--logprobs-mode": "processed_logprobs",

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.backend import Backend
 from gateway.policy import Canary, Policy
-from gateway.publication import CallsInFlight, Expected, InFlight, PublicationError, Release, holds, put
+from gateway.publication import Expected, InFlight, PublicationError, Release, put
 from gateway.transfer import Sender
 from gateway.upstream import BackendStatus
 from spangrad.errors import EngineError
@@ -41,19 +41,12 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     checksum: str
     order: Order = Order.ALL_AT_ONCE
     in_flight: InFlight = InFlight.KEEP
-    drain_seconds: float | None = None
-    """Longest wait of `drain`; calls that are left go on as with `keep`. None: the time of a call, after which the publication fails."""
     canary: float | None = None
     """Share of the rollouts that one engine serves with it, until it is promoted or rolled back. None: all engines serve it."""
     sender: Sender | None = None
     """Who sends the weights to the engines' workers. None: they read them from `path`, as they will whenever they need them again."""
     again: bool = False
     """Publish a version that was rolled back, or that is older than what is served."""
-
-    @property
-    def calls(self) -> CallsInFlight:
-        """How calls in flight are treated."""
-        return CallsInFlight(self.in_flight, self.drain_seconds)
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -97,14 +90,14 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         if request.canary is not None:
             await _send_canary(policy, release, expected, request, todo)
         else:
-            await _put_into(policy, todo, release, expected, request.order, request.calls)
+            await _put_into(policy, todo, release, expected, request.order, request.in_flight)
             policy.served(release)
             _withdraw_laggards(policy)
         took = [policy.canary.backend] if policy.canary else todo
         return _publication(policy, release, time.monotonic() - began, took)
 
 
-async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publication:
+async def promote(policy: Policy, order: Order, in_flight: InFlight) -> Publication:
     """Have all engines serve what the canary serves.
 
     Raises:
@@ -123,14 +116,14 @@ async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publica
         policy.served(canary.release)
         try:
             if todo:
-                await _put_into(policy, todo, canary.release, expected, order, calls)
+                await _put_into(policy, todo, canary.release, expected, order, in_flight)
         except EngineError as error:
             log.warning("only the canary serves version %d: %s", canary.release.version, error)
         _withdraw_laggards(policy)
         return _publication(policy, canary.release, time.monotonic() - began)
 
 
-async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publication:
+async def roll_back(policy: Policy, order: Order, in_flight: InFlight) -> Publication:
     """Serve what was served before: before the canary, before a publication that left no engine up, else before the newest version.
 
     Raises:
@@ -153,7 +146,7 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
         withdrawn = [policy.canary.release.version] if policy.canary else [one.version for one in policy.releases[-1:] if newest]
         try:
             if todo:
-                await _put_into(policy, todo, release, expected, order, calls)
+                await _put_into(policy, todo, release, expected, order, in_flight)
         except EngineError as error:
             if len(todo) == len(engines):
                 raise
@@ -196,7 +189,7 @@ def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend], *,
 
 
 async def _put_into(
-    policy: Policy, engines: Sequence[Backend], release: Release, expected: Expected, order: Order, calls: CallsInFlight
+    policy: Policy, engines: Sequence[Backend], release: Release, expected: Expected, order: Order, in_flight: InFlight
 ) -> None:
     """Publish to engines; those that fail are told apart by their status.
 
@@ -205,14 +198,13 @@ async def _put_into(
     """
     began = time.monotonic()
     if order is Order.ROLLING:
-        failures = [await _publish_to(engines[0], release, expected, calls)]
+        failures = [await _publish_to(engines[0], release, expected, in_flight)]
         if failures[0] is None:
-            failures += [await _publish_to(one, release, expected, calls) for one in engines[1:]]
+            failures += [await _publish_to(one, release, expected, in_flight) for one in engines[1:]]
     else:
-        # Those that get a number alone serve on meanwhile.
-        policy.all_at_once = not all([holds(one, await expected.by(one)) for one in engines])
+        policy.all_at_once = True
         try:
-            failures = await asyncio.gather(*(_publish_to(one, release, expected, calls) for one in engines))
+            failures = await asyncio.gather(*(_publish_to(one, release, expected, in_flight) for one in engines))
         finally:
             policy.all_at_once = False
             policy.changed()
@@ -225,11 +217,11 @@ async def _put_into(
     )
 
 
-async def _publish_to(backend: Backend, release: Release, expected: Expected, calls: CallsInFlight) -> EngineError | None:
+async def _publish_to(backend: Backend, release: Release, expected: Expected, in_flight: InFlight) -> EngineError | None:
     """Publish to one engine; what went wrong, or None."""
     async with backend.lock:
         try:
-            await put(backend, release, await expected.by(backend), calls, expected.sender)
+            await put(backend, release, await expected.by(backend), in_flight, expected.sender)
         except EngineError as error:
             return error
     return None
@@ -246,7 +238,7 @@ async def _send_canary(policy: Policy, release: Release, expected: Expected, req
     # Before it serves: calls that wait meanwhile go to it only if they are its own.
     policy.canary = Canary(first, release, share)
     try:
-        await _put_into(policy, [first], release, expected, Order.ROLLING, request.calls)
+        await _put_into(policy, [first], release, expected, Order.ROLLING, request.in_flight)
     except BaseException:
         policy.canary = None
         raise

@@ -115,6 +115,8 @@ class EngineSettings(Section):
     version: int = 0
     """The policy version that `model` holds."""
     dtype: str = "auto"
+    head_dtype: Literal["float32", "model"] = "float32"
+    """What logits are computed in: float32, as trainers compute them, or `model`: engine.dtype. A quantised head takes `model` only."""
     max_model_len: int = 4096
     kv_cache_bytes: int | None = None
     """Bytes of KV cache. None: vLLM decides."""

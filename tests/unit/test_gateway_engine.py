@@ -45,7 +45,8 @@ def test_the_command_says_everything_that_training_relies_on(model: Path, tmp_pa
     )
     assert command(wanted, model) == [
         *(sys.executable, "-m", "gateway.vllm_plugin.launch", "serve", str(model)),
-        *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", "9", "--dtype", "float32", "--max-model-len", "128"),
+        *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", "9", "--dtype", "float32"),
+        *("--hf-overrides", '{"head_dtype": "float32"}', "--max-model-len", "128"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--disable-access-log-for-endpoints", "/health,/spangrad/info"),
         *("--middleware", "gateway.vllm_plugin.middleware.SpangradMiddleware"),
