@@ -1,0 +1,192 @@
+"""Differences between the logprobs of vLLM and of the trainer for the same tokens, in every combination of their dtypes.
+
+In: which models. Out: a table, and as the last line one JSON object; exit code 1 when a combination is beyond the default limits of its
+dtypes. Invariant: vLLM runs as `spangrad engine` runs it, and the statistics are those that a training step reports.
+
+Two random models whose distributions are as peaked as a trained one's: the demo's (117k parameters, a head of its own, 15 tokens) and one
+of four layers (hidden size 256, 8,000 tokens). `head` is what logits are computed in on both sides: float32, as by default,
+or `model`, the dtype of the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+
+from gateway.engine import command, environment
+from spangrad.processes import Child, answers, free_ports, wait_until
+from spangrad.settings import Settings, TrainerSettings
+from spangrad.settings.trainer import LogprobAlarm
+from spangrad.settings_sources import load_settings
+from trainer import logprob_check
+from trainer.batch import Batch
+from trainer.engine import Engine
+
+ROOT = Path(__file__).parents[1]
+Head = Literal["float32", "model"]
+ENGINES: tuple[tuple[str, Head], ...] = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "model"))
+REQUESTS = 96
+PROMPT_TOKENS = 32
+HEAD_SPREAD = 0.15
+"""Standard deviation of the larger model's head: logits then spread by 2.4, and the likeliest token has a probability of a tenth or so."""
+RESPONSE_TOKENS = 64
+NO_ALARM = LogprobAlarm(mean=1e9, p99=1e9, pearson=-1, k3=1e9)
+STATISTICS = ("logprob_gap_mean", "logprob_gap_p99", "logprob_gap_max", "probs_pearson", "rollout_kl_k3", "outside_clip")
+
+
+def build_models(directory: Path) -> dict[str, Path]:
+    """Write both models and return their directories by name."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from examples.two_tools.model import WORDS, build_model, word_tokenizer
+
+    small, larger = directory / "two-tools", directory / "four-layers"
+    build_model(small, 0)
+    tokenizer = word_tokenizer([*WORDS, *(f"w{number}" for number in range(8000 - len(WORDS)))])
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            initializer_range=0.02,
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+            dtype="float32",
+        )
+    )
+    torch.nn.init.normal_(model.lm_head.weight, std=HEAD_SPREAD)
+    model.save_pretrained(larger)
+    tokenizer.save_pretrained(larger)
+    return {"two-tools": small, "four-layers": larger}
+
+
+def sample(model: Path, dtype: str, head: Head, directory: Path) -> Batch:
+    """Have a vLLM of some dtypes complete random prompts, and return what it recorded as a batch without advantages."""
+    (port,) = free_ports(1)
+    settings = load_settings(
+        {
+            "engine.python": str(ROOT / ".venv-vllm/bin/python"),
+            "engine.model": str(model),
+            "engine.port": port,
+            "engine.dtype": dtype,
+            "engine.head_dtype": head,
+            "engine.max_model_len": 128,
+            "engine.kv_cache_bytes": 64 * 2**20,
+            "engine.enforce_eager": True,
+            "engine.cache_dir": str(directory / "vllm-cache"),
+        },
+        env={},
+    )
+    words = json.loads((model / "config.json").read_text())["vocab_size"]
+    prompts = np.random.default_rng(0).integers(3, words, (REQUESTS, PROMPT_TOKENS))
+    with _running(settings, directory / f"{model.name}-{dtype}-{head}.log") as url, ThreadPoolExecutor(16) as pool:
+        choices = list(pool.map(lambda prompt: _complete(url, prompt), prompts.tolist()))
+    responses = np.array([choice["token_ids"] for choice in choices])
+    return Batch(
+        prompts=prompts,
+        responses=responses,
+        attention_mask=np.ones((REQUESTS, PROMPT_TOKENS + RESPONSE_TOKENS), np.int64),
+        response_mask=np.ones_like(responses),
+        logprobs=np.array([choice["logprobs"]["token_logprobs"] for choice in choices], np.float32),
+        advantages=np.zeros(responses.shape, np.float32),
+        temperature=np.ones(REQUESTS, np.float32),
+        versions=np.zeros_like(responses),
+        staleness=np.zeros(responses.shape, np.int16),
+        rollout=np.arange(REQUESTS),
+        group=np.zeros(REQUESTS, np.int64),
+        real_rows=REQUESTS,
+    )
+
+
+def compare(model: Path, batch: Batch, dtype: logprob_check.Dtype, head: Head) -> dict[str, float]:
+    """Return the statistics that a step of a trainer of some dtypes reports of a batch."""
+    settings = TrainerSettings(dtype=dtype, logprob_alarm=NO_ALARM)
+    plain = patch("trainer.verl_worker.compute_head_in_float32") if head == "model" else contextlib.nullcontext()
+    with plain:
+        engine = Engine(model, settings)
+    metrics = engine.step(batch)
+    engine.close()
+    return {name: metrics[name] for name in STATISTICS}
+
+
+@contextlib.contextmanager
+def _running(settings: Settings, log: Path) -> Iterator[str]:
+    model = Path(str(settings.engine.model))
+    url = f"http://127.0.0.1:{settings.engine.port}"
+    child = Child("vLLM", command(settings, model), log, environment(settings, model))
+    try:
+        wait_until(lambda: answers(f"{url}/health"), 300, "vLLM", [child], poll_seconds=0.2)
+        yield url
+    finally:
+        child.stop()
+
+
+def _complete(url: str, prompt: list[int]) -> dict[str, Any]:
+    body = {
+        "model": "policy",
+        "prompt": prompt,
+        "max_tokens": RESPONSE_TOKENS,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)["choices"][0]
+
+
+def excess(engine: str, trainer: logprob_check.Dtype, figures: Mapping[str, float]) -> int:
+    """Return how many of a combination's statistics are beyond the default limits."""
+    limits = logprob_check.DEFAULTS[logprob_check.engine_dtype(engine), trainer]
+    upper = (("logprob_gap_mean", limits.mean), ("logprob_gap_p99", limits.p99), ("rollout_kl_k3", limits.k3))
+    return sum(figures[name] > limit for name, limit in upper) + (figures["probs_pearson"] < limits.pearson)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Differences between the logprobs of vLLM and of the trainer.")
+    parser.add_argument("--models", nargs="+", default=["two-tools", "four-layers"], choices=["two-tools", "four-layers"])
+    chosen = parser.parse_args(arguments).models
+    figures: dict[str, dict[str, float]] = {}
+    beyond = 0
+    print(f"{'model':12} {'engine':9} {'trainer':7} {'head':8}" + "".join(f"{name:>18}" for name in STATISTICS))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        models = build_models(directory)
+        for model in chosen:
+            for dtype, head in ENGINES:
+                batch = sample(models[model], dtype, head, directory)
+                for trainer in ("fp32", "bf16"):
+                    if head == "model" and trainer == "fp32":
+                        continue  # a float32 trainer has a float32 head
+                    found = compare(models[model], batch, trainer, head)
+                    figures[f"{model}, engine {dtype}, trainer {trainer}, head {head}"] = found
+                    beyond += excess(dtype, trainer, found) if head == "float32" else 0
+                    print(f"{model:12} {dtype:9} {trainer:7} {head:8}" + "".join(f"{found[name]:18.7f}" for name in STATISTICS), flush=True)
+    print(json.dumps({"benchmark": "logprob_gap", "ours": figures, "checked": {"beyond_the_default_limits": beyond}}))
+    return 1 if beyond else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
