@@ -140,7 +140,7 @@ class _Loop:
                 self.result.refused = str(error)
                 return
             self.result.mean_return.append(round(made.metrics["mean_return"], 4))
-            self.result.gap = max(self.result.gap, made.metrics["logprob_gap"])
+            self.result.gap = max(self.result.gap, made.metrics["logprob_gap_max"])
             if made.metrics.get("gaming_alarm"):
                 self.result.alarms.append(made.version)
             said(self.result)

@@ -118,7 +118,7 @@ def _steps(
         for trainer in trainers.values():
             with clocked(clock, "train"):
                 made = train_step(trainer)
-            result.gap = max(result.gap, made.metrics["logprob_gap"])
+            result.gap = max(result.gap, made.metrics["logprob_gap_max"])
         said(result)
 
 

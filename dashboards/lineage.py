@@ -11,7 +11,6 @@ from grafana_foundation_sdk.builders import dashboard
 from dashboards import links, variables
 from dashboards.panels import Panel, rows, trace
 from dashboards.queries import OF_BRANCH, OF_VERSION, metric, trained
-from dashboards.training import GAP_ALARM
 from spangrad.datasets import rows_sql
 
 _VERSION = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION})"
@@ -63,7 +62,7 @@ def _versions() -> Panel:
     sql = f"""
         SELECT Version AS version, Parent AS parent, ParentBranch AS "parent's branch", Status AS status, IngestedAt AS written,
             Mode AS mode, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("mean_return")} AS return,
-            {metric("logprob_gap")} AS gap, BatchId AS batch, Checksum AS checksum, Path AS path
+            {metric("logprob_gap_max")} AS gap, BatchId AS batch, Checksum AS checksum, Path AS path
         FROM otel.policy_versions FINAL
         WHERE {OF_BRANCH}
         ORDER BY version DESC
@@ -77,7 +76,6 @@ def _versions() -> Panel:
             "gap": "sci",
         },
         links={"version": ("What made it", links.LINEAGE_OF_VERSION), "parent": ("What made its parent", links.LINEAGE_OF_PARENT)},
-        alarms={"gap": GAP_ALARM},
     )  # fmt: skip
 
 

@@ -6,11 +6,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-
 from fakes import transition_row
 from spangrad.adapters import adapter_facts
+from spangrad.settings.trainer import LogprobAlarm
 
+NO_ALARM = LogprobAlarm(mean=1e9, p99=1e9, pearson=-1, k3=1e9)
+"""Limits that nothing exceeds, for rows whose logprobs are made up."""
 PROMPT = (1, 4, 7, 11, 2, 1, 5)
 """`<|im_start|> user say CITY <|im_end|> <|im_start|> assistant` in the two-tools vocabulary; the fourth token is the city."""
 
@@ -24,11 +25,6 @@ def sampled_rows(model: Path, count: int, *, temperature: float, seed: int, leng
         facts = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": temperature}
         rows.append(transition_row(f"{seed}-{i}", **{**facts, **changes}))
     return rows
-
-
-def sampled_by(rows: pl.DataFrame, version: int) -> pl.DataFrame:
-    """Rows of which all tokens were sampled by one version."""
-    return rows.with_columns(pl.lit(version).alias("Version"), pl.lit([version]).alias("Versions.Version"))
 
 
 def sample(model: Path, prompt: list[int], length: int, temperature: float, *, seed: int) -> tuple[list[int], list[float]]:

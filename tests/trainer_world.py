@@ -79,7 +79,7 @@ class FakeOptimiser:
         if self.interrupted:
             os.kill(os.getpid(), signal.SIGTERM)
         self.weight += batch.trainable
-        return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": float(batch.trainable)}
+        return {"loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": float(batch.trainable)}
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "weight", np.array([self.weight], np.float32)

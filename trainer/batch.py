@@ -45,8 +45,6 @@ class Batch:
     staleness: NDArray[np.int16]
     """Of each response token: how many committed versions lie between its version and the one that is trained; -1 where none sampled it,
     or a version that is not known."""
-    checked: NDArray[np.bool_]
-    """Of each response token: whether its logprob under the weights to be trained must agree with the recorded one."""
     rollout: NDArray[np.int64]
     """Of each row: the number of its rollout within the batch, from 0; -1 for no-op rows."""
     group: NDArray[np.int64]
@@ -64,12 +62,7 @@ class Batch:
     returns: NDArray[np.float32] | None = None
     """Of the sampled tokens: what the critic is trained to say. None: there is no critic."""
     weights: NDArray[np.float32] | None = None
-    """Factor of each sampled token's loss. None: 1."""
-    row_share: NDArray[np.float32] | None = None
-    """Of each row: its share of its rollout's trained tokens, where entropy and KL are means over a rollout's tokens. None: 1."""
-    rollout_log_ratio: NDArray[np.float32] | None = None
-    """Of each row: mean of log(pi / pi_old) over its rollout's trained tokens. None: the row is all of its rollout, or the loss looks at
-    tokens."""
+    """What each sampled token's loss is multiplied by. None: 1."""
 
     @property
     def trainable(self) -> bool:
@@ -80,11 +73,6 @@ class Batch:
     def token_counts(self) -> list[int]:
         """Tokens of each row, prompt and response."""
         return self.attention_mask.sum(axis=1).tolist()
-
-    @property
-    def rollouts(self) -> int:
-        """Number of rollouts that have a row."""
-        return len(np.unique(self.rollout[: self.real_rows]))
 
 
 def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:
@@ -127,7 +115,6 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
         temperature=np.pad(sequences.temperature, (0, padding), constant_values=1),
         versions=versions,
         staleness=behind,
-        checked=behind == 0,
         rollout=np.pad(sequences.rollout, (0, padding), constant_values=-1),
         group=np.pad(sequences.group, (0, padding), constant_values=-1),
         real_rows=len(sequences),
@@ -135,23 +122,25 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
 
 
 def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -> list[Batch]:
-    """Share a batch's rollouts out among `count` optimiser steps, as evenly as their number allows; fewer where there are fewer rollouts.
+    """Share a batch's sequences out among `count` optimiser steps, as evenly as rows allow; fewer where there are fewer rows.
 
     Args:
         batch: the whole.
-        order: a permutation of its `rollouts` rollouts, in the order of their numbers: the first part takes the first of them, with all of
-            their rows.
+        order: a permutation of its `real_rows` rows: the first part takes the first of them.
         count: how many parts.
         divisor: each part gets no-op rows up to a multiple of it.
     """
-    number = np.unique(batch.rollout[: batch.real_rows], return_inverse=True)[1]
-    rows_of = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
-    chosen = [np.concatenate([rows_of[one] for one in some]) for some in np.array_split(np.asarray(order, np.int64), count) if len(some)]
-    return [_take(batch, rows, -(-len(rows) // divisor) * divisor) for rows in chosen]
+    return [take(batch, rows, divisor=divisor) for rows in split(order, count)]
 
 
-def _take(batch: Batch, rows: NDArray[np.int64], count: int) -> Batch:
-    """Some rows of a batch, and no-op rows up to a count."""
+def split(order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each of `count` optimizer steps, as `parts` shares them out."""
+    return [rows for rows in np.array_split(np.asarray(order, np.int64), count) if len(rows)]
+
+
+def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
+    """Return some rows of a batch, in the order given, and no-op rows up to a multiple of a divisor."""
+    count = -(-len(rows) // divisor) * divisor
 
     def of(whole: NDArray[_T], fill: float = 0) -> NDArray[_T]:
         result = np.full((count, *whole.shape[1:]), fill, whole.dtype)
@@ -174,7 +163,6 @@ def _take(batch: Batch, rows: NDArray[np.int64], count: int) -> Batch:
         temperature=of(batch.temperature, 1),
         versions=of(batch.versions, UNKNOWN),
         staleness=of(batch.staleness, UNKNOWN),
-        checked=of(batch.checked),
         rollout=of(batch.rollout, -1),
         group=of(batch.group, -1),
         real_rows=len(rows),
@@ -183,6 +171,4 @@ def _take(batch: Batch, rows: NDArray[np.int64], count: int) -> Batch:
         values=maybe(batch.values),
         returns=maybe(batch.returns),
         weights=maybe(batch.weights),
-        row_share=maybe(batch.row_share),
-        rollout_log_ratio=maybe(batch.rollout_log_ratio),
     )

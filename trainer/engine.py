@@ -1,10 +1,10 @@
-"""The optimiser: which passes a batch takes through the workers, and in which order.
+"""The optimizer: which passes a batch takes through the workers, and in which order.
 
-In: a model directory, settings, and `Batch`es. Out: the metrics of a step; weights and the optimiser's state as files. Invariant: weights
-change only in a step whose first forward pass gave back the logprobs that the engine had sampled with. The gap is measured inside the
-loss, before any update, over all workers, and beyond the alarm the loss raises on each: verl then drops the gradients and steps nothing. A
-batch that is stepped more than once, or corrected, is first passed forward whole, so that what its ratios are against stays as it was
-at its start.
+In: a model directory, settings, and `Batch`es. Out: the metrics of a step; weights and the optimizer's state as files. Invariant: weights
+change only in a step whose first forward pass gave back the logprobs that its rows were sampled with, and whose every gradient was finite;
+a step that fails a check leaves weights, moments, gradients and random states as before. Gradients wait in the workers until the logprobs
+that came with them are checked (`trainer.row_check`). A batch that is stepped more than once, or corrected, is first passed forward whole,
+so that what its ratios are against stays as it was at its start.
 
 What is PyTorch's and verl's stands in `worker`, `verl_worker`, `rows`, `losses`, `estimators` and `process`; it is imported once an
 `Engine` is made or values are compared. The workers are one in this process, or several under Ray (`trainer.workers`).
@@ -12,6 +12,7 @@ What is PyTorch's and verl's stands in `worker`, `verl_worker`, `rows`, `losses`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,12 @@ from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
-from trainer.batch import Batch, parts
+from trainer import logprob_check
+from trainer.batch import Batch, parts, split, take
 from trainer.estimators import over_tokens
 from trainer.learning import check
 from trainer.losses import correct, correction_metrics
-from trainer.rollout_losses import by_rollout, needs_logprobs, several_rows
+from trainer.row_check import RowCheck, blame_gradient
 from trainer.rows import padded, scalars, tensordict
 from trainer.workers import begin
 
@@ -33,9 +35,7 @@ _TOLD = {
     "loss": "loss",
     "actor/pg_clipfrac": "clip_fraction",
     "actor/ppo_kl": "ppo_kl",
-    "entropy": "entropy",
-    "clip_low": "clip_low",
-    "clip_high": "clip_high",
+    "actor/entropy_loss": "entropy",
     "kl_loss": "reference_kl",
 }
 """Verl's metrics of a step that are kept, and their names here. Not every loss has all of them."""
@@ -44,8 +44,13 @@ _TOLD = {
 class Engine:
     """A model, its optimiser and one way to step them."""
 
-    def __init__(self, model: Path, settings: TrainerSettings) -> None:
+    def __init__(self, model: Path, settings: TrainerSettings, *, engine_dtype: str = "auto") -> None:
         """Load the weights of `model` (a Hugging Face directory), in float32 whatever the file holds, and those of the reference if any.
+
+        Args:
+            model: of the policy.
+            settings: the trainer's.
+            engine_dtype: `engine.dtype` of the engines that sample.
 
         Raises:
             SettingsError: what the settings ask for cannot be done, or has no meaning.
@@ -58,6 +63,10 @@ class Engine:
 
         self._order = torch.Generator()  # of mini-batches; it begins with the same state every time
         self._has_critic = settings.estimator == "gae"
+        self._check = RowCheck(settings, logprob_check.engine_dtype(engine_dtype))
+        held = settings.logprob_alarm.held_versions
+        self._versions_to_hold = settings.max_staleness if held is None else held
+        self._held_versions = 0
 
     @property
     def data_parallel_size(self) -> int:
@@ -65,41 +74,54 @@ class Engine:
         return self._workers.size
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Train on a batch: trainer.epochs x trainer.mini_batches optimiser steps, without those whose gradient is 0.
+        """Train on a batch: trainer.epochs x trainer.mini_batches optimizer steps, without those whose gradient is 0.
 
         A step of zero gradient would still move the weights by AdamW's moments, so it is left out; the logprobs of the batch are checked
         all the same.
 
         Returns:
-            Means over the optimiser steps of loss, and where the loss tells them clip_fraction, ppo_kl, entropy and reference_kl;
-            grad_norm (before clipping, the largest); logprob_gap and logprob_gap_mean: largest and mean |rollout logprob - trainer
-            logprob| (nats) over the response tokens that the current weights sampled, absent when they sampled none; correction_*;
-            updated (how many optimiser steps).
+            Means over the optimizer steps of loss, and where the loss reports them clip_fraction, ppo_kl, entropy and reference_kl;
+            grad_norm (before clipping, the largest); `RowCheck.compare`'s, absent where no token was sampled; correction_*; updated
+            (number of optimizer steps).
 
         Raises:
-            TrainerError: the gap exceeds trainer.logprob_gap_alarm, and the weights are as before.
-            BadRowsError: a gradient is not finite, for which no row is to blame by itself, and the
-                weights are as the optimiser steps before it left them: as before, when it was the first.
+            BadRowsError: rows fail a check, and everything is as before.
         """
-        settings, known = self.settings, {}
+        self._check.require_recorded(batch)
+        settings, order = self.settings, self._order.get_state()
         several = settings.epochs * settings.mini_batches > 1
+        self._workers.everywhere("begin_step", self._versions_to_hold, several or self._has_critic)
+        try:
+            metrics = self._step(batch, several=several)
+        except BadRowsError:
+            self._workers.everywhere("undo_step")
+            self._order.set_state(order)
+            raise
+        self._workers.everywhere("end_step")
+        self._held_versions = min(self._held_versions + 1, self._versions_to_hold)
+        return metrics
+
+    def _step(self, batch: Batch, *, several: bool) -> dict[str, float]:
+        metrics: dict[str, float] = {}
         if batch.chains:
             batch = self._estimated(batch)
-        if settings.kl_coef:
+        if self.settings.kl_coef:
             batch = replace(batch, reference_logprobs=self._logprobs("reference", batch))
-        if several or settings.recompute_logprobs:
-            batch, known = self._begun(batch)
+        first = several or self.settings.recompute_logprobs
+        if first:
+            batch, metrics = self._begun(batch)
         steps: list[dict[str, float]] = []
-        for _ in range(settings.epochs):
-            for part in self._parts(batch):
+        for _ in range(self.settings.epochs):
+            for rows, part in self._parts(batch):
                 if self._trainable(part):
-                    part, corrected = self._by_rollout(part, first=not steps)
-                    steps.append({**self._pass("train", part, step=len(steps)), **corrected})
-        told = {**known, **_means(steps)} or self._pass("infer", batch)
-        told |= {"grad_norm": max((one["grad_norm"] for one in steps), default=0.0), "updated": float(len(steps))}
+                    steps.append(self._train(part, rows, checked=first))
+        metrics |= _means(steps)
+        if not metrics:
+            metrics, _ = self._infer(batch)
+        metrics |= {"grad_norm": max((step["grad_norm"] for step in steps), default=0.0), "updated": float(len(steps))}
         if self._has_critic and batch.response_mask.any():
-            told |= self._train_critic(batch)
-        return told
+            metrics |= self._train_critic(batch)
+        return metrics
 
     def _estimated(self, batch: Batch) -> Batch:
         """The batch with advantages that the weights, or the critic, have a part in."""
@@ -114,8 +136,13 @@ class Engine:
 
     def _train_critic(self, batch: Batch) -> dict[str, float]:
         """Step the value model as often as the policy, towards the batch's returns."""
-        passes = (part for _ in range(self.settings.epochs) for part in self._parts(batch) if part.response_mask.any())
-        losses = [self._raw("train", part, role="critic")["critic/vf_loss"] for part in passes]
+        losses: list[float] = []
+        for _ in range(self.settings.epochs):
+            for rows, part in self._parts(batch):
+                if part.response_mask.any():
+                    metrics = scalars(self._workers.by_rows("train", tensordict(part, role="critic", stepped=True)))
+                    self._require_finite(metrics["grad_norm"], part, rows, part.logprobs)
+                    losses.append(metrics["critic/vf_loss"])
         assert batch.values is not None
         assert batch.returns is not None
         mask = batch.response_mask.astype(bool)
@@ -123,70 +150,74 @@ class Engine:
         return {"critic_loss": float(np.mean(losses)), "critic_explained": float(1 - left / max(spread, 1e-8))}
 
     def _begun(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with its logprobs at the start of the step and what follows of them; metrics. Later passes do not check the gap."""
-        told = self._pass("infer", batch)
+        """Check a batch and add its logprobs at the start of the step and what follows of them; metrics."""
+        metrics, logprobs = self._infer(batch)
         if self.settings.recompute_logprobs:
-            batch = replace(batch, old_logprobs=self._logprobs("policy", batch))
+            batch = replace(batch, old_logprobs=logprobs)
             if self.settings.correction.weights or self.settings.correction.reject:
-                changes, metrics = correct(batch, self.settings)
-                batch, told = replace(batch, **changes), {**told, **metrics}
-        return replace(batch, checked=np.zeros_like(batch.checked)), told
+                changes, corrected = correct(batch, self.settings)
+                batch, metrics = replace(batch, **changes), {**metrics, **corrected}
+        return batch, metrics
 
-    def _by_rollout(self, part: Batch, *, first: bool) -> tuple[Batch, dict[str, float]]:
-        """A step's part, prepared where a rollout has several rows; metrics of a correction.
-
-        Args:
-            part: of the batch.
-            first: whether the weights are those of the batch's start.
-        """
-        if not several_rows(part):
-            return part, {}
-        logprobs: NDArray[np.float32] | None = None
-        if needs_logprobs(self.settings):
-            logprobs = part.old_logprobs if first else None
-            logprobs = self._logprobs("policy", part) if logprobs is None else logprobs
-        return by_rollout(part, self.settings, logprobs)
-
-    def _parts(self, batch: Batch) -> list[Batch]:
-        """A batch's mini-batches, drawn anew each time from the random state that is saved with the optimiser's."""
+    def _parts(self, batch: Batch) -> list[tuple[NDArray[np.int64], Batch]]:
+        """A batch's mini-batches and their rows in it, drawn anew each time from the random state that is saved with the optimizer's."""
         import torch
 
         if self.settings.mini_batches == 1:
-            return [batch]
-        order = torch.randperm(batch.rollouts, generator=self._order).tolist()
-        return parts(batch, order, self.settings.mini_batches, divisor=self.data_parallel_size)
+            return [(np.arange(batch.real_rows), batch)]
+        order = torch.randperm(batch.real_rows, generator=self._order).tolist()
+        count = self.settings.mini_batches
+        return list(zip(split(order, count), parts(batch, order, count, divisor=self.data_parallel_size), strict=True))
 
     def _trainable(self, batch: Batch) -> bool:
         """Whether the gradient can differ from 0."""
         beside = self.settings.kl_coef != 0 or self.settings.entropy_coef != 0
         return batch.trainable or (beside and bool(batch.response_mask.any()))
 
-    def _pass(self, through: str, batch: Batch, *, step: int = 0) -> dict[str, float]:
-        """One pass over a batch, forward and maybe backward, and its metrics."""
-        metrics = self._raw(through, batch)
-        norm = metrics.get("grad_norm", 0.0)
-        if not np.isfinite(norm):
-            before = f"after {step} others of this batch" if step else "so no step was taken"
-            message = (
-                f"the gradient's norm is {norm}, {before}. Look for extreme advantages or logprobs in this batch, and lower "
-                f"trainer.learning_rate = {self.settings.learning_rate:g} if earlier steps grew."
-            )
-            raise BadRowsError(message, {})
-        told = {ours: metrics[theirs] for theirs, ours in _TOLD.items() if theirs in metrics} | correction_metrics(metrics)
-        if batch.checked.any():
-            told |= {"logprob_gap": metrics["logprob_gap"], "logprob_gap_mean": metrics["logprob_gap_mean"]}
-        return {**told, "grad_norm": norm}
+    def _train(self, part: Batch, rows: NDArray[np.int64], *, checked: bool) -> dict[str, float]:
+        """Take one optimizer step on some rows of a batch, once their logprobs are checked; its metrics.
 
-    def _raw(self, through: str, batch: Batch, *, role: str = "policy") -> dict[str, float]:
-        """One pass over a batch, and verl's metrics of it."""
-        rows = tensordict(batch, role=role, entropy=self.settings.entropy_coef != 0, stepped=through == "train")
-        return scalars(self._workers.by_rows(through, rows))
+        Args:
+            part: the rows.
+            rows: their places in the batch.
+            checked: whether the whole batch's logprobs were compared before.
+        """
+        sent = tensordict(part, role="policy", entropy=self.settings.entropy_coef != 0)
+        output = self._workers.by_rows("accumulate", sent)
+        metrics, logprobs = _kept(scalars(output)), padded(output, "log_probs", sent, part)
+        if not checked:
+            metrics |= self._check.compare(part, logprobs, functools.partial(self._earlier, part))
+        norm = self._workers.everywhere("apply", "policy")
+        self._require_finite(norm, part, rows, logprobs)
+        return {**metrics, "grad_norm": norm}
+
+    def _require_finite(self, norm: float, part: Batch, rows: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        if not np.isfinite(norm):
+            error = blame_gradient(part, logprobs, norm)
+            raise BadRowsError(str(error), {int(rows[row]): reason for row, reason in error.rows.items()})
+
+    def _infer(self, batch: Batch) -> tuple[dict[str, float], NDArray[np.float32]]:
+        """Pass a batch forward and check its logprobs: metrics, logprobs."""
+        sent = tensordict(batch, role="policy", entropy=self.settings.entropy_coef != 0)
+        output = self._workers.by_rows("infer", sent)
+        logprobs = padded(output, "log_probs", sent, batch)
+        return {**_kept(scalars(output)), **self._check.compare(batch, logprobs, functools.partial(self._earlier, batch))}, logprobs
+
+    def _earlier(self, batch: Batch, chosen: NDArray[np.bool_], behind: int) -> NDArray[np.float32] | None:
+        """Logprobs of rows with chosen tokens under the policy of some versions ago; None where its weights are not held."""
+        if behind > self._held_versions:
+            return None
+        rows = np.flatnonzero(chosen.any(axis=1))
+        part = take(replace(batch, chains=None), rows, divisor=self.data_parallel_size)
+        logprobs = np.zeros_like(batch.logprobs)
+        logprobs[rows] = self._forward("policy", part, "log_probs", behind=behind)["log_probs"][: len(rows)]
+        return logprobs
 
     def _logprobs(self, role: str, batch: Batch) -> NDArray[np.float32]:
         """Of the sampled tokens, under a model's weights; 0 elsewhere."""
         return self._forward(role, batch, "log_probs")["log_probs"]
 
-    def _forward(self, role: str, batch: Batch, *names: str, **flags: bool) -> dict[str, NDArray[np.float32]]:
+    def _forward(self, role: str, batch: Batch, *names: str, **flags: bool | int) -> dict[str, NDArray[np.float32]]:
         """What a model's forward pass tells of the sampled tokens, by verl's names; 0 elsewhere."""
         rows = tensordict(batch, role=role, compute_loss=False, **flags)
         output = self._workers.by_rows("infer", rows)
@@ -217,6 +248,10 @@ class Engine:
     def close(self) -> None:
         """End the workers; nothing may be called after that."""
         self._workers.close()
+
+
+def _kept(metrics: dict[str, float]) -> dict[str, float]:
+    return {ours: metrics[theirs] for theirs, ours in _TOLD.items() if theirs in metrics} | correction_metrics(metrics)
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float]:

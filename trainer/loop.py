@@ -354,7 +354,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)
             checkpoint.verify(model, version.policy_version.checksum)
-            engine = Engine(model_of(model), settings.trainer)
+            engine = Engine(model_of(model), settings.trainer, engine_dtype=settings.engine.dtype)
             try:
                 if has_trainers_state(ledger.database, version) or model_of(model) != model:
                     engine.load_state(model)

@@ -1,8 +1,7 @@
-"""Verl's policy losses, and what is checked and corrected before them.
+"""Verl's policy losses, and the correction before them.
 
-In: the trainer's settings; then what a forward pass gave and the rows that it was given. Out: verl's loss and metrics. Invariant: the
-logprobs of a forward pass are compared with those that the rows were sampled with before any loss is formed of them; a loss is the same
-however verl cuts its rows into micro-batches, but for those that look at all tokens of one (`clip_cov`, `kl_cov`).
+In: the trainer's settings; batches with logprobs. Out: verl's losses and metrics. Invariant: a loss is the same however verl cuts its rows
+into micro-batches, but for those that look at all tokens of one (`clip_cov`, `kl_cov`).
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from spangrad.errors import TrainerError
 from spangrad.settings import TrainerSettings
 from trainer.batch import Batch
 from trainer.learning import SCALE
-from trainer.policy_loss import policy_loss
-from trainer.rollout_tokens import RolloutTokens
 
 _WRAPPED = "spangrad_"
 """What begins verl's names of losses that are wrapped here."""
@@ -44,7 +40,7 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
     options: dict[str, Any] = dict(settings.loss_options)
     scale = options.pop(SCALE, None)
     of_actor = {name: options.pop(name) for name in ("clip_ratio_c", "tau_pos", "tau_neg") if name in options}
-    correction = RolloutCorrectionConfig(**correction_of(settings), bypass_mode=True, loss_type=settings.correction.objective)
+    correction = RolloutCorrectionConfig(**_correction(settings), bypass_mode=True, loss_type=settings.correction.objective)
     low, high = settings.clip_ratio_low, settings.clip_ratio_high
     return FSDPActorConfig(
         strategy="fsdp2",
@@ -60,46 +56,20 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
         policy_loss=PolicyLossConfig(
             loss_mode=_WRAPPED + settings.loss if settings.loss in _WRAPS else settings.loss, rollout_correction=correction, **options
         ),
-        entropy_coeff=0.0,  # entropy and KL are added by trainer.policy_loss, over rollouts
-        use_kl_loss=False,
+        entropy_coeff=settings.entropy_coef,
+        use_kl_loss=settings.kl_coef > 0,
+        kl_loss_coef=settings.kl_coef,
+        kl_loss_type=settings.kl_type,
         optim=optimizer,
         **of_actor,
     )
 
 
-def checked_ppo_loss(
-    config: Any, settings: TrainerSettings, model_output: Any, data: Any, dp_group: Any = None
-) -> tuple[Any, dict[str, Any]]:
-    """The policy's loss, by verl, once the logprobs of this forward pass agree with those the rows were sampled with.
+def policy_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
+    """The policy's loss, by verl."""
+    from verl.workers.utils.losses import ppo_loss
 
-    Raises:
-        TrainerError: on every rank at once, before the backward pass.
-    """
-    import torch
-    from verl.utils.metric import AggregationType, Metric
-    from verl.workers.utils.padding import no_padding_2_padding
-
-    alarm = settings.logprob_gap_alarm
-    logprobs = no_padding_2_padding(model_output["log_probs"], data).detach()
-    sampled = data["response_mask"].bool() & data["checked"].bool()
-    gap = torch.where(sampled, (logprobs.float() - data["rollout_log_probs"]).abs(), 0.0)
-    largest = gap.max().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=dp_group)
-    if not largest.item() <= alarm:
-        raise TrainerError(
-            f"the logprobs that responses were sampled with differ from the trainer's by up to {largest.item():.3g} nats "
-            f"(trainer.logprob_gap_alarm = {alarm:g}), so no step was taken. Check that the engine served this very version and dropped "
-            "its prefix cache at the reload, that it gives processed logprobs (--logprobs-mode processed_logprobs) without top-p, top-k, "
-            "penalties or grammars, that its tokenizer is the trainer's, and that its dtype is (trainer.dtype, engine.dtype). The groups "
-            "stay first in line: a new trainer.run_id leaves them behind."
-        )
-    loss, metrics = policy_loss(config, settings, model_output, data, dp_group)
-    mean = gap.sum() * data["dp_size"] / max(data["checked_tokens"], 1)  # verl averages over ranks, and sums over micro-batches
-    return loss, {
-        **metrics,
-        "logprob_gap": Metric(AggregationType.MAX, largest),
-        "logprob_gap_mean": Metric(AggregationType.SUM, mean),
-    }
+    return functools.partial(ppo_loss, actor_config(settings, optimizer))
 
 
 def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
@@ -114,7 +84,7 @@ def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
 
 
 def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
-    """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl; a sequence is a rollout.
+    """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl.
 
     Args:
         batch: with `old_logprobs`.
@@ -126,15 +96,18 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
     import torch
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
+    real = slice(batch.real_rows)  # no-op rows would count in the means of what is told
     assert batch.old_logprobs is not None
-    tokens = RolloutTokens.of(batch)  # without no-op rows, which would count in the means of the metrics
-    laid = (torch.from_numpy(tokens.lay(one)) for one in (batch.old_logprobs, batch.logprobs, batch.response_mask))
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(*laid, **correction_of(settings))
-    mask = tokens.back(kept.numpy()).astype(np.int64)
+    old, sampled, kept = (torch.from_numpy(one[real]) for one in (batch.old_logprobs, batch.logprobs, batch.response_mask))
+    weights, kept, told = compute_rollout_correction_and_rejection_mask(old, sampled, kept, **_correction(settings))
+    mask = np.zeros_like(batch.response_mask)
+    mask[real] = kept.numpy()
     changes: dict[str, Any] = {"response_mask": mask, "advantages": batch.advantages * mask.astype(np.float32)}
     if weights is not None:
-        changes["weights"] = tokens.back(weights.batch["rollout_is_weights"].numpy())
-    return changes, correction_metrics(metrics)
+        whole = np.zeros_like(batch.logprobs)
+        whole[real] = weights.batch["rollout_is_weights"].numpy()
+        changes["weights"] = whole
+    return changes, correction_metrics(told)
 
 
 def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -142,8 +115,7 @@ def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {ours: metrics[f"rollout_corr/{theirs}"] for theirs, ours in _CORRECTION.items() if f"rollout_corr/{theirs}" in metrics}
 
 
-def correction_of(settings: TrainerSettings) -> dict[str, Any]:
-    """Verl's parameters of trainer.correction."""
+def _correction(settings: TrainerSettings) -> dict[str, Any]:
     correction = settings.correction
     return {
         "rollout_is": correction.weights,
@@ -162,16 +134,7 @@ def _geo_mean(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _bypass_mode(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
-    """Verl refuses a micro-batch of no-op rows: let their tokens through, whose advantages are 0.
-
-    Weights that are given are those of a correction by rollouts (`trainer.rollout_losses`), in place of the one by rows within verl's.
-    """
-    from verl.trainer.ppo.core_algos import compute_policy_loss_reinforce, compute_policy_loss_vanilla
-
-    if facts["rollout_is_weights"] is not None:
-        if facts["config"].policy_loss.rollout_correction.loss_type == "ppo_clip":
-            return compute_policy_loss_vanilla(**facts)
-        return compute_policy_loss_reinforce(rollout_log_prob=facts.pop("old_log_prob"), **facts)
+    """Verl refuses a micro-batch of no-op rows: let their tokens through, whose advantages are 0."""
     mask = facts["response_mask"]
     return verl(**{**facts, "response_mask": mask if mask.any() else ~mask})
 

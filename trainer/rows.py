@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trainer.batch import Batch
 
 
-def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool = False, **flags: bool) -> Any:
+def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool = False, **flags: bool | int) -> Any:
     """Verl's jagged layout of a batch, with a temperature a row.
 
     Args:
@@ -43,13 +43,9 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool 
             "old_log_probs": torch.from_numpy(batch.logprobs if batch.old_logprobs is None else batch.old_logprobs),
             "advantages": torch.from_numpy(batch.advantages),
             "temperature": torch.from_numpy(batch.temperature),
-            "checked": torch.from_numpy(batch.checked),
-            "staleness": torch.from_numpy(batch.staleness),
             **({} if batch.values is None else {"values": torch.from_numpy(batch.values), "returns": torch.from_numpy(batch.returns)}),
             **({} if batch.weights is None else {"rollout_is_weights": torch.from_numpy(batch.weights)}),
             **({} if batch.reference_logprobs is None else {"ref_log_prob": torch.from_numpy(batch.reference_logprobs)}),
-            **({} if batch.row_share is None else {"row_share": torch.from_numpy(batch.row_share)}),
-            **({} if batch.rollout_log_ratio is None else {"rollout_log_ratio": torch.from_numpy(batch.rollout_log_ratio)}),
         },
         batch_size=len(attention),
     )
@@ -58,9 +54,8 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool 
         jagged,
         role=role,
         calculate_entropy=entropy,
-        global_batch_size=batch.rollouts,
+        global_batch_size=batch.real_rows,
         global_token_num=batch.token_counts,
-        checked_tokens=int((batch.response_mask.astype(bool) & batch.checked).sum()),
         update_lr_scheduler=stepped,
         **flags,
     )

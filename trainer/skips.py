@@ -90,7 +90,7 @@ DEPENDENCES: Mapping[SkipReason, _Dependence] = {
     SkipReason.NO_BASELINE: _Dependence(versions=True, settings=("policy", "estimator", "max_staleness")),
     SkipReason.EQUAL: _Dependence(versions=True, settings=("skip_equal_groups", *_OF_VALUES, *_OF_CALLS)),
     SkipReason.ALREADY_TRAINED: _Dependence(),
-    SkipReason.LOGPROB_GAP: _Dependence(settings=("dtype", "logprob_gap_alarm")),
+    SkipReason.LOGPROB_GAP: _Dependence(settings=("dtype", "logprob_alarm")),
 }
 
 

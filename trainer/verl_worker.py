@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.settings import TrainerSettings
-from trainer.losses import actor_config, checked_ppo_loss, value_loss_of
+from trainer.float32_head import compute_head_in_float32
+from trainer.losses import policy_loss_of, value_loss_of
 from trainer.micro_batches import bound_padded_micro_batches
 from trainer.objective import Objective
 from trainer.process import is_packed
@@ -88,11 +89,12 @@ def training_worker(
     )
     with _value_head() if critic else contextlib.nullcontext():
         worker.reset()
+    if not critic:
+        compute_head_in_float32(worker.engine.module)
     if objective:
         worker.set_loss_fn(loss_of(objective))
         return worker
-    policy_loss = functools.partial(checked_ppo_loss, actor_config(settings, optimizer), settings)
-    worker.set_loss_fn(value_loss_of(settings, optimizer) if critic else policy_loss)
+    worker.set_loss_fn((value_loss_of if critic else policy_loss_of)(settings, optimizer))
     return worker
 
 

@@ -25,10 +25,11 @@ from verl.utils import tensordict_utils as tu
 
 from spangrad.errors import CheckpointError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint
+from trainer import checkpoint, snapshots, staged_step
 from trainer.lora import alone, kept, merged, require_adapters, weights_file
 from trainer.objective import Objective
 from trainer.process import check_device, join_group, quiet
+from trainer.snapshots import EarlierWeights
 from trainer.verl_worker import training_worker
 
 _SEED = 0
@@ -51,6 +52,8 @@ class Rank(Worker):
         super().__init__()
         self._model, self._settings, self._objective = model, settings, objective
         self._models: dict[Role, Any] = {}
+        self._before: dict[Role, snapshots.Snapshot] = {}
+        self._earlier: EarlierWeights | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def meeting_place(self) -> str:
@@ -87,17 +90,67 @@ class Rank(Worker):
         policy = self._engine(Role.POLICY)
         self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_step(self, held_versions: int, undoable: bool) -> None:
+        """Copy what `end_step` keeps for later versions' checks and what `undo_step` goes back to.
+
+        Args:
+            held_versions: of how many earlier versions the policy's weights are held in main memory.
+            undoable: whether weights may move before the last check of the step.
+        """
+        if self._earlier is None:
+            self._earlier = EarlierWeights(held_versions)
+        trained = [role for role in self._models if role is not Role.REFERENCE]
+        copied = trained if undoable else [Role.POLICY] if held_versions else []
+        self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_step(self) -> None:
+        """Hold the weights that the step began with, as those of the version before."""
+        if Role.POLICY in self._before and self._earlier:
+            self._earlier.hold(self._before[Role.POLICY].weights)
+        self._before = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def undo_step(self) -> None:
+        """Clear gradients, and put back what `begin_step` copied."""
+        for role, model in self._models.items():
+            if role is not Role.REFERENCE:
+                staged_step.discard(model)
+        for role, snapshot in self._before.items():
+            snapshots.restore(self._engine(role), snapshot)
+        self._before = {}
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def train(self, rows: Any) -> Any:
-        """One optimiser step of the model that the rows name; collective."""
+        """Take one optimizer step of the model that the rows name; collective."""
         with quiet():
             return self._models[Role(tu.pop(rows, "role"))].train_batch(rows)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
-    def infer(self, rows: Any) -> Any:
-        """A forward pass of the model that the rows name; collective."""
+    def accumulate(self, rows: Any) -> Any:
+        """Pass rows through the model that they name, forward and backward, and leave their gradients to `apply`; collective."""
         with quiet():
-            return self._models[Role(tu.pop(rows, "role"))].infer_batch(rows)
+            return staged_step.accumulate(self._models[Role(tu.pop(rows, "role"))], rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def apply(self, role: str) -> float:
+        """Step a model by the gradients that `accumulate` left; collective. The gradient's norm."""
+        with quiet():
+            return staged_step.apply(self._models[Role(role)])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def infer(self, rows: Any) -> Any:
+        """Pass rows forward through the model that they name, or through the policy as it was `behind` versions ago; collective."""
+        role, behind = Role(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
+        with quiet(), self._as_it_was(role, behind):
+            return self._models[role].infer_batch(rows)
+
+    def _as_it_was(self, role: Role, behind: int) -> contextlib.AbstractContextManager[None]:
+        if not behind:
+            return contextlib.nullcontext()
+        assert self._earlier is not None
+        return self._earlier.loaded(self._engine(role), behind)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """The policy's parameters by Hugging Face's names, tied ones once, adapters merged; or adapters alone, by PEFT's; collective."""

@@ -39,7 +39,7 @@ UNBUILT = """
 SELECT count() FROM otel.v_rollouts
 WHERE RunId = {run:String} AND Final AND RolloutId NOT IN (SELECT RolloutId FROM otel.v_builds WHERE RunId = {run:String})"""
 STEP_METRICS = """
-SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap'])
+SELECT sum(Metrics['seconds_train']), sum(Metrics['seconds_checkpoint']) + sum(Metrics['seconds_publish']), max(Metrics['logprob_gap_max'])
 FROM otel.v_policy_versions WHERE RunId = {run:String} AND Status = 'committed' AND BatchId != ''"""
 BUILD_SECONDS = """
 SELECT sum(seconds) FROM (

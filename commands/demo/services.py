@@ -89,7 +89,6 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
         "trainer.credit": "reward_to_go",
         "trainer.baseline": "turn",
         "trainer.learning_rate": 1e-3,
-        "trainer.logprob_gap_alarm": 1e-3,
         "trainer.poll_seconds": 0.05,
         "runner.run_id": "demo",
         "runner.directory": str(directory / "runner"),

@@ -85,6 +85,24 @@ class Correction(Section):
     """What trainer.loss `bypass_mode` does with the rest."""
 
 
+class LogprobAlarm(Section):
+    """Differences from the logprobs that calls were sampled with, beyond which rows are refused. None: by the dtypes (docs/learning.md)."""
+
+    mean: float | None = Field(default=None, gt=0)
+    """Mean |difference| (nats)."""
+    p99: float | None = Field(default=None, gt=0)
+    """99th percentile of |difference| (nats)."""
+    pearson: float | None = Field(default=None, ge=-1, le=1)
+    """Smallest correlation of the two probabilities."""
+    k3: float | None = Field(default=None, gt=0)
+    """KL(rollout || trainer) (nats), by the k3 estimate."""
+    held_versions: int | None = Field(default=None, ge=0)
+    """Earlier versions whose weights the trainer holds in main memory, so that late calls are compared with the weights that sampled them.
+    None: trainer.max_staleness."""
+    drift: float = Field(default=0.1, ge=0)
+    """KL divergence (nats) that each version of lag may explain where those weights are not held, as after a start."""
+
+
 class TrainerSettings(Section):
     """The trainer."""
 
@@ -181,8 +199,7 @@ class TrainerSettings(Section):
     max_tokens_per_device: int = 16384
     max_staleness: int = 0
     """How many versions behind the newest a call's policy may be; older calls' groups are skipped, with a reason."""
-    logprob_gap_alarm: float = 0.01
-    """Largest tolerated |rollout logprob - trainer logprob|; beyond it the step is refused."""
+    logprob_alarm: LogprobAlarm = LogprobAlarm()
     gaming_reward: str = "reward"
     """Name of the reward that stands for success: where the return rises and it does not, something is gamed (docs/credit.md)."""
     gaming_versions: int = Field(default=20, ge=0)
@@ -207,11 +224,6 @@ class TrainerSettings(Section):
     """Shared memory of a Ray cluster that the trainer begins: for a batch's rows, not for weights."""
     publish: bool = True
     """Hand each version to the gateway."""
-    in_flight: Literal["keep", "drain", "abort"] = "keep"
-    """Treatment of the calls that an engine is answering when it takes new weights: they go on with them, they end first, or they are
-    cut (docs/weights.md)."""
-    drain_seconds: float = Field(default=60.0, ge=0)
-    """Longest wait of in_flight `drain`; calls that are left go on as with `keep`."""
     road: Literal["disk", "adapter", "transfer"] = "disk"
     """How a version comes into engines: they read a whole model from `directory`, or the adapter alone, or the trainer sends them the
     weights (docs/weights.md)."""

@@ -116,7 +116,7 @@ def test_every_panel_has_something_that_it_can_draw(name: str, ask: Ask) -> None
     [
         ("Logprob gap", "SELECT Version AS version", "SELECT toString(Version) AS version", "version is no column of numbers"),
         ("Logprob gap", "ORDER BY version", "ORDER BY version DESC", "version does not ascend"),
-        ("Logprob gap", "'logprob_gap'", "'gap_of_another_name'", "largest has no value in any row"),
+        ("Logprob gap", "'logprob_gap_max'", "'gap_of_another_name'", "largest has no value in any row"),
         ("Drops by reason", "$__timeInterval(IngestedAt) AS time", "toString(IngestedAt) AS time", "one column of DateTime"),
         ("Drops by reason", "count() AS drops", "toString(count()) AS drops", "a column of numbers"),
         ("Drops by reason", "ORDER BY time", "HAVING drops < 0 ORDER BY time", "no rows"),

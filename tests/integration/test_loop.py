@@ -156,7 +156,7 @@ def test_a_version_is_trained_on_train_rollouts_alone_at_temperature_0_7_and_ser
     ((temperature, gap, steps),) = ask(
         settings,
         "SELECT (SELECT groupUniqArray(Temperature) FROM otel.v_transitions WHERE RunId = {run:String}),"
-        " max(Metrics['logprob_gap']), count() FROM otel.v_policy_versions WHERE RunId = {run:String} AND Parent IS NOT NULL",
+        " max(Metrics['logprob_gap_max']), count() FROM otel.v_policy_versions WHERE RunId = {run:String} AND Parent IS NOT NULL",
     )
     assert (temperature, steps) == ([0.7], 1)
     assert 0 < gap < 1e-3

@@ -75,7 +75,8 @@ def test_a_reward_written_after_the_fact_trains_a_new_version_on_another_branch(
 
     client = connect(own_store)
     versions = (
-        "SELECT Branch, Version, Parent, ParentBranch, round(Metrics['mean_return'], 4), Metrics['updated'], Metrics['logprob_gap'] < 1e-4 "
+        "SELECT Branch, Version, Parent, ParentBranch, round(Metrics['mean_return'], 4), Metrics['updated'], "
+        "Metrics['logprob_gap_max'] < 1e-4 "
         "FROM otel.v_policy_versions WHERE BatchId != '' ORDER BY Version"
     )
     assert client.query(versions).result_rows == [

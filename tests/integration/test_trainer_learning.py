@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import written
 from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
-from sampling import distribution, logprobs_of, sampled_by, sampled_rows
+from sampling import NO_ALARM, distribution, logprobs_of, sampled_rows
 
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
@@ -127,12 +127,12 @@ def test_token_baselines_come_of_a_forward_pass(name: Any, tiny_model: Path):
     assert seen.advantages == pytest.approx(expected, abs=1e-4)
     found = engine.step(batch)
     assert found["updated"] == 1
-    assert found["logprob_gap"] < 1e-4
+    assert found["logprob_gap_max"] < 1e-4
 
 
 def test_a_critic_learns_what_comes_and_a_resume_repeats_it(tiny_model: Path, tmp_path: Path):
     settings = TrainerSettings(
-        estimator="gae", learning_rate=1e-6, critic_learning_rate=3e-3, epochs=2, mini_batches=2, logprob_gap_alarm=9
+        estimator="gae", learning_rate=1e-6, critic_learning_rate=3e-3, epochs=2, mini_batches=2, logprob_alarm=NO_ALARM
     )
     batch = chained(tiny_model)
     engine = Engine(tiny_model, settings)
@@ -196,12 +196,7 @@ def test_the_clip_settings_reach_verl(tiny_model: Path):
 def test_the_tables_of_the_page_are_these(tiny_model: Path):
     """`tests/learning_tables.py` writes them."""
     page = learning_tables.PAGE.read_text()
-    for table in (
-        learning_tables.estimator_table(),
-        learning_tables.baseline_table(),
-        learning_tables.loss_table(tiny_model),
-        learning_tables.aggregation_table(tiny_model),
-    ):
+    for table in (learning_tables.estimator_table(), learning_tables.baseline_table(), learning_tables.loss_table(tiny_model)):
         assert "\n".join(table) + "\n\n" in page
 
 
@@ -257,7 +252,9 @@ def test_a_batch_that_is_rejected_whole_takes_no_step(tiny_model: Path):
     assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
     critic = TrainerSettings(estimator="gae", recompute_logprobs=True, correction=settings.correction)
     batch = chained(tiny_model)
-    found = Engine(tiny_model, critic).step(replace(batch, logprobs=batch.logprobs - batch.response_mask, checked=batch.checked & False))
+    found = Engine(tiny_model, critic).step(
+        replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
+    )
     assert (found["updated"], "critic_loss" in found) == (0, False)
 
 
@@ -277,13 +274,13 @@ def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
 
 def test_the_alarm_stands_before_a_correction(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
-    current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])
+    current = layout(separate(rows.with_columns(Version=pl.lit(0)), worth), lineage=[0])
     correction = Correction(weights="token")
     with pytest.raises(TrainerError, match="so no step was taken"):
         Engine(tiny_model, TrainerSettings(recompute_logprobs=True, correction=correction)).step(current)
-    tolerant = TrainerSettings(recompute_logprobs=True, correction=correction, logprob_gap_alarm=5)
+    tolerant = TrainerSettings(recompute_logprobs=True, correction=correction, logprob_alarm=NO_ALARM)
     found = Engine(tiny_model, tolerant).step(current)
-    assert 0.1 < found["logprob_gap_mean"] < found["logprob_gap"] < 5
+    assert 0.1 < found["logprob_gap_mean"] < found["logprob_gap_max"] < 5
 
 
 def fresh(tiny_model: Path) -> Any:
@@ -310,7 +307,7 @@ def test_epochs_and_mini_batches_step_against_the_batchs_start(tiny_model: Path)
     assert once["clip_fraction"] == 0, "one step is on policy"
     assert found["clip_fraction"] > 0, "the ratios moved away from the batch's start"
     assert abs(found["ppo_kl"]) > 100 * abs(once["ppo_kl"])
-    assert found["logprob_gap"] == pytest.approx(once["logprob_gap"], abs=1e-6), "the gap is that before any update"
+    assert found["logprob_gap_max"] == pytest.approx(once["logprob_gap_max"], abs=1e-6), "the gap is that before any update"
 
 
 def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
@@ -319,7 +316,7 @@ def test_one_epoch_of_one_mini_batch_twice_is_two_epochs(tiny_model: Path):
     twice, one = Engine(tiny_model, TrainerSettings(learning_rate=RATE, epochs=2)), Engine(tiny_model, TrainerSettings(learning_rate=RATE))
     twice.step(batch)
     one.step(batch)
-    one.step(replace(batch, checked=np.zeros_like(batch.checked)))
+    one.step(replace(batch, staleness=np.full_like(batch.staleness, -1)))
     for (name, ours), (_, theirs) in zip(twice.weights(), one.weights(), strict=True):
         assert np.array_equal(ours, theirs), name
 
@@ -340,7 +337,7 @@ def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
 def test_a_resume_has_the_moments_and_the_rates_of_its_own_settings(tiny_model: Path, tmp_path: Path):
     """Who lowers the learning rate, because a gradient was not finite, gets the lower one; warm-up counts the steps that were made."""
     batch = fresh(tiny_model)
-    stale = replace(batch, checked=np.zeros_like(batch.checked))
+    stale = replace(batch, staleness=np.full_like(batch.staleness, -1))
 
     def furthest(engine: Engine) -> float:
         before = {name: value.copy() for name, value in engine.weights()}
@@ -391,7 +388,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
     build_model(tmp_path, seed=1)
     engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
     batch = fresh(tiny_model)
-    still = replace(batch, advantages=np.zeros_like(batch.advantages), checked=np.zeros_like(batch.checked))
+    still = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     found = [engine.step(still) for _ in range(6)]
     assert found[0]["updated"] == 1
     assert found[-1]["reference_kl"] < 0.9 * found[0]["reference_kl"]
@@ -399,7 +396,7 @@ def test_a_held_policy_moves_without_advantages_and_back_to_its_reference(tiny_m
 
 def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
-    stale = replace(batch, advantages=np.zeros_like(batch.advantages), checked=np.zeros_like(batch.checked))
+    stale = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     engine = Engine(tiny_model, TrainerSettings(learning_rate=RATE, entropy_coef=1.0))
     found = [engine.step(stale) for _ in range(8)]
     assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
@@ -414,13 +411,13 @@ def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_pa
     before = {name: value.copy() for name, value in engine.weights()}
     assert all(np.array_equal(before[name], value) for name, value in Engine(tiny_model, TrainerSettings()).weights()), "B begins as 0"
     first = engine.step(batch)
-    assert (first["updated"], first["logprob_gap"] < 1e-4) == (1, True)
+    assert (first["updated"], first["logprob_gap_max"] < 1e-4) == (1, True)
     made = written(engine, tiny_model, tmp_path)
     changed = {name for name, value in engine.weights() if not np.array_equal(before[name], value)}
     assert changed == {name for name in before if "proj" in name}, "every linear layer but the head"
     sampled = pl.DataFrame(sampled_rows(made.path, 24, temperature=1.0, seed=2))
     from_merged = layout(separate(sampled, pl.Series(np.linspace(-1, 1, 24))), lineage=[0])
-    assert engine.step(replace(from_merged, advantages=0 * from_merged.advantages))["logprob_gap"] < 1e-4, (
+    assert engine.step(replace(from_merged, advantages=0 * from_merged.advantages))["logprob_gap_max"] < 1e-4, (
         "what is served is what is trained"
     )
     expected = engine.step(from_merged)

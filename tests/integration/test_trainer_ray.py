@@ -19,7 +19,7 @@ import torch
 from checkpoints import written
 from sampling import sampled_rows
 
-from spangrad.errors import CheckpointError, SettingsError, TrainerError
+from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Correction
 from trainer import checkpoint
@@ -72,7 +72,7 @@ def settings(model: Path, **changes: Any) -> TrainerSettings:
 
 def batch(engine: Engine, rows: pl.DataFrame, *, current: bool = True) -> Batch:
     made = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), lineage=[0], divisor=engine.data_parallel_size)
-    return made if current else replace(made, checked=np.zeros_like(made.checked))
+    return made if current else replace(made, staleness=np.full_like(made.staleness, -1))
 
 
 def weights(engine: Engine) -> dict[str, np.ndarray]:
@@ -123,7 +123,7 @@ def test_workers_step_as_one_process_does(engines: dict[int, Engine], rows: pl.D
         assert two["updated"] == 6
         alike = ("loss", "grad_norm", "reference_kl", "correction_weight_mean", "correction_kl")
         assert [two[name] for name in alike] == pytest.approx([none[name] for name in alike], rel=5e-6, abs=1e-6)
-    assert told[2][0]["logprob_gap"] == pytest.approx(told[0][0]["logprob_gap"], abs=1e-6)
+    assert told[2][0]["logprob_gap_max"] == pytest.approx(told[0][0]["logprob_gap_max"], abs=1e-6)
     held = {count: weights(engine) for count, engine in engines.items()}
     assert differences(held[0], before) > 1e-3
     assert differences(held[1], held[0]) == 0
@@ -135,12 +135,11 @@ def test_a_refused_batch_leaves_every_worker_as_it_was(engines: dict[int, Engine
     engine = engines[2]
     before = weights(engine)
     good = batch(engine, rows, current=False)
-    wrong = replace(
-        good, checked=good.checked | (np.arange(len(good.checked)) == ROWS - 1)[:, None], logprobs=good.logprobs - np.float32(9)
-    )
-    with pytest.raises(TrainerError, match=r"by up to \d.*so no step was taken") as raised:
+    wrong = replace(good, logprobs=good.logprobs.copy(), staleness=np.zeros_like(good.staleness))
+    wrong.logprobs[ROWS - 1] -= 9
+    with pytest.raises(BadRowsError, match="so no step was taken") as raised:
         engine.step(wrong)
-    assert type(raised.value) is TrainerError
+    assert raised.value.rows[ROWS - 1] == "logprob_gap"
     assert differences(before, weights(engine)) == 0
 
 
@@ -218,12 +217,12 @@ def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:
 
 def test_gradient_checkpointing_and_bfloat16_train_on_a_cpu_as_well(tiny_model: Path, rows: pl.DataFrame) -> None:
     plain, frugal, coarse = (
-        Engine(tiny_model, TrainerSettings(learning_rate=1e-3, logprob_gap_alarm=1.0, **changes))
+        Engine(tiny_model, TrainerSettings(learning_rate=1e-3, **changes))
         for changes in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"})
     )
     told = [engine.step(batch(engine, rows)) for engine in (plain, frugal, coarse)]
     assert told[1] == told[0]
     assert frugal._workers._rank._models["policy"].engine.module.is_gradient_checkpointing
     assert differences(weights(plain), weights(frugal)) == 0
-    assert 1e-4 < told[2]["logprob_gap"] < 0.1, "computed in bfloat16"
+    assert 1e-4 < told[2]["logprob_gap_max"] < 0.1, "computed in bfloat16"
     assert {value.dtype for value in weights(coarse).values()} == {np.dtype(np.float32)}

@@ -214,7 +214,7 @@ def test_no_process_outlives_a_trainer_that_is_stopped(service: Service, number:
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adapters": {"lora_rank": 2},
-    "bfloat16": {"dtype": "bf16", "logprob_gap_alarm": 1.0},
+    "bfloat16": {"dtype": "bf16"},
     "entropy": {"entropy_coef": 0.01, "gradient_checkpointing": True},
 }
 

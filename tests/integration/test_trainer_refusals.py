@@ -12,7 +12,7 @@ import pytest
 import torch
 from sampling import sampled_rows
 
-from spangrad.errors import TrainerError
+from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
 from trainer import checkpoint
 from trainer.batch import Batch, layout
@@ -37,7 +37,7 @@ def other(tiny_model: Path) -> Batch:
 
 def batch(model: Path, *, seed: int) -> Batch:
     rows = pl.DataFrame(sampled_rows(model, ROWS, temperature=1.0, seed=seed))
-    return layout(separate(rows, pl.Series(np.resize([1.0, -1.0], ROWS))), version=0)
+    return layout(separate(rows, pl.Series(np.resize([1.0, -1.0], ROWS))), lineage=[0])
 
 
 def wrong_at(batch: Batch, row: int) -> Batch:
@@ -96,7 +96,7 @@ def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
         held_at.add(order.index(True))
         count = len(order)
         before = facts(engine, tmp_path)
-        with pytest.raises(TrainerError, match="so no step was taken"):
+        with pytest.raises(BadRowsError, match="so no step was taken"):
             engine.step(wrong_at(other, row))
         require_same(facts(engine, tmp_path), before)
         assert engine.step(sound) == expected, f"row {row} left gradients behind"
@@ -112,7 +112,7 @@ def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Pa
     alone, engine = Engine(tiny_model, settings), Engine(tiny_model, settings)
     expected = alone.step(good)
     for row in (0, ROWS // 2, ROWS - 1):
-        with pytest.raises(TrainerError, match="so no step was taken"):
+        with pytest.raises(BadRowsError, match="so no step was taken"):
             engine.step(wrong_at(bad, row))
     assert engine.step(good) == expected
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))

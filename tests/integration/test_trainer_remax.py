@@ -46,7 +46,7 @@ def test_success_rises_against_greedy_rollouts(tiny_model: Path):
         loaded = Loaded([], pl.DataFrame(rows), pl.DataFrame(greedy))
         batch, metrics = assemble(loaded, SETTINGS, estimator(SETTINGS), lineage=[step], divisor=1)
         greedy_returns.append(metrics["greedy_return"])
-        assert engine.step(batch)["logprob_gap"] < 1e-4
+        assert engine.step(batch)["logprob_gap_max"] < 1e-4
     by_step = np.array(success).reshape(STEPS, -1).mean(axis=1)
     assert by_step[0] < 0.6
     assert by_step[-1] > 0.9

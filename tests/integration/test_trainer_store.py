@@ -200,7 +200,7 @@ def test_several_selections_feed_several_policies_from_the_same_spans(settings: 
     for one in trainers.values():
         train(one, follow=False)
     versions = """
-    SELECT Policy, Branch, Version, Parent, ParentBranch, Metrics['transitions'], Metrics['mean_return'], Metrics['logprob_gap'] < 1e-4
+    SELECT Policy, Branch, Version, Parent, ParentBranch, Metrics['transitions'], Metrics['mean_return'], Metrics['logprob_gap_max'] < 1e-4
     FROM otel.v_policy_versions WHERE startsWith(Branch, %(run)s) ORDER BY Policy, Branch, Version"""
     coding, planning, critic = f"{run}-coding", f"{run}-planning", f"{run}-critic"
     assert world.rows(versions) == [
@@ -257,7 +257,7 @@ def test_once_end_to_end(settings: Settings, world: World, tiny_model: Path, run
     assert {name: metrics[name] for name in ("groups", "rollouts", "transitions", "mean_return", "updated")} == {
         "groups": 2.0, "rollouts": 5.0, "transitions": 4.0, "mean_return": 0.5625, "updated": 1.0,
     }  # fmt: skip
-    assert metrics["logprob_gap"] < 1e-4
+    assert metrics["logprob_gap_max"] < 1e-4
     assert metrics["grad_norm"] > 0
     batches = "SELECT Version, Mode, GroupId, RolloutId, Attempt, BuildSpec, Revision FROM otel.v_batches WHERE RunId = %(run)s"
     assert sorted(world.rows(batches)) == [

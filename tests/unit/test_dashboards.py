@@ -93,14 +93,6 @@ def test_panels_lie_side_by_side_and_links_lead_to_variables() -> None:
         assert [name for uid, query in links for name in re.findall(r"var-(\w+)=", query) if name not in names[uid]] == []
 
 
-def test_the_gap_alarm_is_the_trainers() -> None:
-    (gap,) = (one for one in panels(MODELS["training"]) if one.title == "Logprob gap")
-    assert gap.model["fieldConfig"]["defaults"]["thresholds"]["steps"] == [
-        {"color": "transparent", "value": None},
-        {"color": "red", "value": 0.01},
-    ]
-
-
 # --- variables and macros, after the documentation's own examples ---
 
 

@@ -28,7 +28,6 @@ def test_whole_layout_with_no_op_rows():
     assert batch.temperature.tolist() == [0.5, 1.0, 1.0]
     assert batch.versions.tolist() == [[3, 3, 3], [2, -1, -1], [-1, -1, -1]]
     assert batch.staleness.tolist() == [[0, 0, 0], [1, -1, -1], [-1, -1, -1]]
-    assert batch.checked.tolist() == [[True] * 3, [False] * 3, [False] * 3]
     assert (batch.rollout.tolist(), batch.group.tolist()) == ([0, 1, -1], [0, 0, -1])
     assert (batch.real_rows, batch.trainable, batch.token_counts) == (2, True, [4, 4, 1])
 
@@ -39,7 +38,6 @@ def test_layout_of_a_call_that_crossed_versions_tells_each_tokens_own():
     batch = layout(separate(rows, pl.Series([1.0, 1.0])), lineage=[1, 2, 4])
     assert batch.versions.tolist() == [[1, 4, 4, 9], [4, 4, -1, -1]]
     assert batch.staleness.tolist() == [[2, 0, 0, -1], [0, 0, -1, -1]], "9 is not of this branch"
-    assert batch.checked.tolist() == [[False, True, True, False], [True, True, False, False]]
 
 
 def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
@@ -57,7 +55,7 @@ def test_observations_of_a_merged_sequence_are_context_right_of_the_seam():
     assert batch.response_mask.tolist() == [[1, 0, 0, 1, 1], [1, 0, 0, 0, 0]]
     assert batch.logprobs.tolist() == [[-1.0, 0, 0, -2.0, -3.0], [-4.0, 0, 0, 0, 0]]
     assert batch.advantages.tolist() == [[0.5, 0, 0, -0.5, -0.5], [2.0, 0, 0, 0, 0]]
-    assert (batch.real_rows, batch.token_counts, batch.checked.any(axis=1).tolist()) == (2, [7, 2], [True, True])
+    assert (batch.real_rows, batch.token_counts) == (2, [7, 2])
 
 
 def test_zero_advantages_are_not_trainable():

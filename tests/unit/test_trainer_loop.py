@@ -71,7 +71,7 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     assert timed <= newest.metrics.keys()
     known = {name: value for name, value in newest.metrics.items() if name not in timed}
     assert known == {
-        "loss": 0.5, "grad_norm": 1.0, "logprob_gap": 2e-6, "updated": 1.0,
+        "loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": 1.0,
         "transitions": 4.0, **MASKED, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
         "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
@@ -95,7 +95,7 @@ def test_the_batch_holds_the_advantages_and_knows_what_is_on_policy(tmp_path: Pa
     trainer = wired(settings(base, tmp_path), FakeSource(["a", "b", "c", "d"]), optimiser)
     trainer.run(follow=False)
     assert [one.advantages[:, 0].tolist() for one in optimiser.batches] == [[1.0, -1.0, 1.0, -1.0]] * 2
-    assert [one.checked.any(axis=1).tolist() for one in optimiser.batches] == [[True] * 4, [False] * 4]
+    assert [(one.staleness == 0).any(axis=1).tolist() for one in optimiser.batches] == [[True] * 4, [False] * 4]
 
 
 def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):

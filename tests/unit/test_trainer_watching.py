@@ -26,7 +26,7 @@ from trainer.watching import Clock, Stage, Step, Watchers
 SECOND = 1_000_000_000
 METRICS = {
     "groups": 4.0, "rollouts": 16.0, "transitions": 30.0, "merge_ratio": 1.0, "masked_too_long": 0.0, "mean_return": 0.25, "success": 0.5,
-    "logprob_gap": 2e-6, "staleness_mean": 0.5, "seconds_idle": 6.0, "seconds_train": 1.5, "seconds_publish": 0.5,
+    "logprob_gap_max": 2e-6, "staleness_mean": 0.5, "seconds_idle": 6.0, "seconds_train": 1.5, "seconds_publish": 0.5,
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_a_command_evaluates_every_few_steps_and_may_fail(tmp_path: Path, caplog
 
 
 def test_metrics_have_groups() -> None:
-    names = ["loss", "seconds_train", "validate_reward_reward", "mean_reward_tool", "logprob_gap", "logprob_gap_mean", "staleness_max"]
+    names = ["loss", "seconds_train", "validate_reward_reward", "mean_reward_tool", "logprob_gap_max", "logprob_gap_mean", "staleness_max"]
     assert [grouped(name) for name in names] == [
         "train/loss", "seconds/train", "validate/reward_reward", "mean_reward/tool", "logprob_gap/max", "logprob_gap/mean", "staleness/max",
     ]  # fmt: skip
