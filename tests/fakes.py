@@ -19,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
     """A row of otel.transitions as the trainer reads it; `changes` replace columns."""
+    count = len(changes.get("Rewards.Value", rewards))  # type: ignore[arg-type]
     row: dict[str, object] = {
         "RunId": "run",
         "Mode": "train",
@@ -47,8 +48,9 @@ def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = 
         "Logprobs": [-0.5, -1.5],
         "Rewards.Name": ["reward"] * len(rewards),
         "Rewards.Value": list(rewards),
-        "Rewards.CallId": [""] * len(rewards),
-        "Rewards.Role": [""] * len(rewards),
+        "Rewards.CallId": [""] * count,
+        "Rewards.Role": [""] * count,
+        "Rewards.Turn": [turn] * count,
     }
     return {**row, **changes}
 

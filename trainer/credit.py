@@ -1,9 +1,9 @@
 """Credit assignment: from the raw rewards of transitions to one advantage a transition.
 
-In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `ResponseIds`, `Rewards.Name` and
-`Rewards.Value`, which of them are trained, a `CreditRule`, and the function that compares values (an estimator of verl's, from
-`trainer.estimators`). Out: one number a trained row, in the order of the rows given. Invariant: pure functions of whole columns;
-nothing here knows of the store or of PyTorch, nothing is stored, and the order of rows changes nothing.
+In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `ResponseIds` and `Rewards`, which of them
+are trained, a `CreditRule`, and the function that compares values (an estimator of verl's, from `trainer.estimators`). Out: one number a
+trained row, in the order of the rows given. Invariant: pure functions of whole columns; nothing here knows of the store or of PyTorch,
+nothing is stored, and the order of rows changes nothing.
 
 Two levels, as in Agent Lightning (https://arxiv.org/abs/2508.03680): first a rollout's rewards become values of its calls, then a
 baseline turns values into advantages, which the loss applies to every token of a response. `SCHEMES` has one function a scheme; all
@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
+from trainer.earned import KEY, discounted, split
 from trainer.learning import ESTIMATORS, Scope
 
-KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
-"""What names a rollout's attempt; its first three name the group."""
 GROUP = KEY[:3]
 
 Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
@@ -121,6 +120,8 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
     calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(
         call_rewards(transitions, rule.reward_weights), own.alias("Own"), *(_by_name(transitions) if rule.by_name else [])
     )
+    if rule.credit in _BY_CALL:
+        calls = calls.with_columns(_values_by_call(transitions, rule))
     return SCHEMES[rule.credit](calls, rule, normalise).filter(own).alias("Advantage")
 
 
@@ -160,7 +161,7 @@ def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) ->
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
     """
-    return _among_calls(calls, discounted(calls, rule.gamma), rule, normalise)
+    return _among_calls(calls, calls["ToGo"], rule, normalise)
 
 
 def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -171,7 +172,7 @@ def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Serie
     Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
     every call is graded on its own (docs/credit.md, inbox).
     """
-    return _among_calls(calls, calls["Reward"], rule, normalise)
+    return _among_calls(calls, calls["Earned"], rule, normalise)
 
 
 def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -184,12 +185,13 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
     Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.step_weight.
     """
     steps = calls.select(*GROUP, State=pl.col("PromptIds").hash())
-    step = _among_own(calls, steps, discounted(calls, rule.gamma), rule, normalise)
+    step = _among_own(calls, steps, calls["ToGo"], rule, normalise)
     return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage") + rule.step_weight * step
 
 
 Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
-"""Calls (KEY, Turn, CallId, Reward, Own; PromptIds for gigpo) -> an advantage a row; what it says of rows that are not Own is not used."""
+"""Calls (KEY, Turn, CallId, Own, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo; PromptIds for gigpo) -> an
+advantage a row; what it says of rows that are not Own is not used."""
 
 SCHEMES: Mapping[Credit, Scheme] = {
     "identical": identical,
@@ -198,6 +200,9 @@ SCHEMES: Mapping[Credit, Scheme] = {
     "own": own,
     "gigpo": gigpo,
 }
+
+_BY_CALL = frozenset({"own", "reward_to_go", "gigpo"})
+"""Schemes whose values depend on who earned a reward, and when. To the others only the return matters."""
 
 BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
     "identical": ("rollout", "turn", "transition"),
@@ -277,30 +282,16 @@ def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
     return {str(name): value / rollouts for name, value in sums.rows()}
 
 
-def discounted(calls: pl.DataFrame, gamma: float) -> pl.Series:
-    """G_t = r_t + sum_{k > t} gamma^(k - t) r_k of each call: k and t are turns, so that calls that were dropped count as time.
+def _values_by_call(transitions: pl.DataFrame, rule: CreditRule) -> list[pl.Series]:
+    """What each call earned itself (Earned, with the rollout's own reward where it carries that), and what came of it and after it (ToGo).
 
-    Calls that share a turn (choices of one request) do not see each other's rewards, and what comes after sees both.
-
-    Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; summed in log2(turns) passes over whole columns (Hillis and Steele,
-    Data parallel algorithms, 1986).
+    The reward of a dropped call is nobody's own: calls before it see it, those after it do not, whichever of them carries it.
     """
-    turns = calls.group_by(*KEY, "Turn").agg(pl.col("Reward").sum()).sort(*KEY, "Turn")
-    rollout = turns.select(pl.struct(*KEY).rle_id()).to_series().to_numpy()
-    turn = turns["Turn"].cast(pl.Float64).to_numpy()
-    size = len(turns)
-    # What follows of row i lies in row i + 1, if that is of the same rollout; its weight is gamma to the power of the turns between.
-    linked = np.append(rollout[1:] == rollout[:-1], [False]) if size else np.zeros(0, bool)
-    weight = np.where(linked, np.power(gamma, np.append(turn[1:] - turn[:-1], [1.0])[:size] * linked), 0.0)
-    total, reach = turns["Reward"].to_numpy().copy(), 1
-    link = weight.copy()
-    while reach < size and link.any():
-        total[:-reach] += link[:-reach] * total[reach:].copy()
-        link = np.append(link[:-reach] * link[reach:], np.zeros(reach))
-        reach *= 2
-    after = np.append(total[1:], [0.0])[:size] * weight
-    following = turns.select(*KEY, "Turn").with_columns(After=after)
-    return (calls["Reward"] + calls.join(following, on=[*KEY, "Turn"], how="left", maintain_order="left")["After"]).alias("Value")
+    earned = split(transitions)
+    own = call_rewards(earned.calls, rule.reward_weights) + call_rewards(earned.rollouts, rule.reward_weights)
+    calls = transitions.select(*KEY, "Turn").with_columns(own.alias("Reward"))
+    moved = earned.moved.select(*KEY, "Turn").with_columns(call_rewards(earned.moved, rule.reward_weights))
+    return [own.alias("Earned"), discounted(calls, rule.gamma, moved).alias("ToGo")]
 
 
 def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:

@@ -58,7 +58,9 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
 
     calls = _with_shared(calls, frames)
     concluded = reconcile.conclude(calls, rollouts, given.faults, spec)
-    known = concluded.join(final, on=_ATTEMPT, how="semi").select(*_ATTEMPT, "CallId", "Order", "Choice", Kept=pl.col("Reason") == "")
+    known = concluded.join(final, on=_ATTEMPT, how="semi").select(
+        *_ATTEMPT, "CallId", "Order", "Choice", "Turn", Kept=pl.col("Reason") == ""
+    )
     return Built(
         transitions=_transitions(
             concluded.filter(pl.col("Reason") == ""), rewards.spread(given.rewards, known), placed.calls.select(*reconcile.ARRAYS), spec

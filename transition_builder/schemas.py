@@ -231,6 +231,7 @@ TRANSITIONS: Schema = {
     "Rewards.Source": pl.List(pl.String()),
     "Rewards.CallId": pl.List(pl.String()),
     "Rewards.Role": pl.List(pl.String()),
+    "Rewards.Turn": pl.List(pl.UInt32()),
 }
 
 DROPS: Schema = {

@@ -66,8 +66,9 @@ CREATE TABLE IF NOT EXISTS otel.transitions (
         Value Float64,
         Source LowCardinality(String),
         CallId String,
-        Role LowCardinality(String)
-    ) COMMENT 'CallId: of the call that earned the reward, empty for the whole rollout''s; Role: as in otel.rewards' CODEC(ZSTD(1)),
+        Role LowCardinality(String),
+        Turn UInt32
+    ) COMMENT 'CallId: of the call that earned the reward, empty for the whole rollout''s; Role: as in otel.rewards; Turn: when it was earned' CODEC(ZSTD(1)),
     IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
     INDEX idx_ingested IngestedAt TYPE minmax GRANULARITY 1,
     INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1,

@@ -85,6 +85,7 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         "Rewards.Source": ["runner"],
         "Rewards.CallId": [""],
         "Rewards.Role": [""],
+        "Rewards.Turn": [0],
     }
 
 

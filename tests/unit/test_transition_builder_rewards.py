@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import fakes
-from spangrad.settings import AirRule, BuilderSettings
+from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id
 from transition_builder.build import build
 from transition_builder.frames import Built
@@ -232,6 +232,29 @@ def test_rewards_of_dropped_calls_move_to_the_nearest_earlier_kept_one_else_to_t
     built = build(spans.frames(), BuilderSettings())
     assert [sorted(value for _, value, _ in one) for one in given(built)] == [[2, 4, 8], [1, 16, 32]]
     assert built.rewards["Value"].sum() == 63
+    earned = built.transitions.select("CallId", "Turn", "Rewards.Value", "Rewards.CallId", "Rewards.Turn").rows()
+    by_value = {value: (call == earner, earner == "", turn) for call, _, *lists in earned for value, earner, turn in zip(*lists, strict=True)}
+    assert by_value == {
+        1: (False, True, 3),
+        2: (False, False, 0),
+        4: (True, False, 1),
+        8: (False, False, 2),
+        16: (True, False, 3),
+        32: (False, False, 4),
+    }
+
+
+def test_the_reward_of_a_call_that_is_no_turn_was_earned_at_the_next() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    helper = {"Policy": "helper", "Model": "helper"}
+    for value, facts in ((2, helper), (4, {}), (8, helper), (16, {}), (32, helper)):
+        spans.evaluation(spans.call(root, **facts), value)
+    built = build(spans.frames(), BuilderSettings(selection=Selection(policies="policy")))
+    lists = built.transitions.select("Turn", "Rewards.Value", "Rewards.Turn").rows()
+    found = [(turn, dict(zip(values, turns, strict=True))) for turn, values, turns in lists]
+    assert found == [(0, {2: 0, 4: 0, 8: 1}), (1, {1: 1, 16: 1, 32: 2})]
 
 
 @pytest.mark.parametrize("score", ["NaN", "inf", "-Infinity", "1e999", "good", ""])

@@ -12,8 +12,10 @@ from transition_builder.rewards.precedence import RANK
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
-SPREAD = ("Name", "Value", "Source", "CallId", "Role")
-"""Columns of a transition's `Rewards`. CallId: the call that earned the reward, empty where it is the rollout's own."""
+SPREAD = ("Name", "Value", "Source", "CallId", "Role", "Turn")
+"""Columns of a transition's `Rewards`. CallId: the call that earned the reward, empty where it is the rollout's own. Turn: when it was
+earned, as the turn of that call; of a call that is no turn, the one after it; of the rollout's own, the turn of the transition that carries
+it."""
 _BEYOND = 2**62
 """A place after every call's."""
 
@@ -22,24 +24,45 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
     """Give every reward to a kept call: CallId and the lists `Rewards.Name` and so on (SPREAD), for calls that got any.
 
     The rollout's own go to its last kept call; those of a dropped call to the nearest earlier kept one, else to the
-    first. Rewards of rollouts that keep no call go nowhere.
+    first. Rewards of rollouts that keep no call go nowhere. Who carries a reward has not earned it: credit schemes look at
+    CallId and Turn.
 
     Args:
         rewards: GIVEN rows.
-        placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, Choice and Kept.
+        placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, Choice, Turn (null: no turn) and Kept.
     """
     calls = placed.sort("Order", "Choice", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
-    kept = calls.filter("Kept").select(*_ATTEMPT, "at", pl.col("CallId").alias("target"))
-    first = kept.unique(_ATTEMPT, keep="first", maintain_order=True).select(*_ATTEMPT, pl.col("target").alias("first"))
-    return (
+    kept = calls.filter("Kept").select(*_ATTEMPT, "at", pl.col("CallId").alias("target"), pl.col("Turn").alias("of_target"))
+    first = kept.unique(_ATTEMPT, keep="first", maintain_order=True).select(
+        *_ATTEMPT, pl.col("target").alias("first"), pl.col("of_target").alias("of_first")
+    )
+    given = (
         rewards.join(calls.select(*_ATTEMPT, "CallId", "at"), on=[*_ATTEMPT, "CallId"], how="left")
         .with_columns(pl.col("at").fill_null(_BEYOND))
         .sort("at")
         .join_asof(kept, on="at", by=_ATTEMPT, strategy="backward", check_sortedness=False)
         .join(first, on=_ATTEMPT)
-        .with_columns(target=pl.coalesce("target", "first"), rank=pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64))
-        .sort("rank", "Name", "Role", *_SPAN)
+        .with_columns(
+            target=pl.coalesce("target", "first"),
+            Turn=pl.coalesce("of_target", "of_first"),
+            rank=pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64),
+        )
+    )
+    moved = (pl.col("CallId") != "") & (pl.col("CallId") != pl.col("target"))
+    if given.select(moved.any()).item():
+        earned = given.join(_turns(calls), on=[*_ATTEMPT, "CallId"], how="left", maintain_order="left")["earned"]
+        given = given.with_columns(Turn=pl.when(moved).then(earned).otherwise("Turn"))
+    return (
+        given.sort("rank", "Name", "Role", *_SPAN)
         .group_by("target", maintain_order=True)
         .agg(pl.col(name).alias(f"Rewards.{name}") for name in SPREAD)
         .rename({"target": "CallId"})
     )
+
+
+def _turns(calls: pl.DataFrame) -> pl.DataFrame:
+    """The turn at which each call earned what it earned: its own, or of a call that is no turn, the one after it."""
+    orders = calls.group_by(*_ATTEMPT, "Order").agg(pl.col("Turn").max()).sort(*_ATTEMPT, "Order")
+    before = pl.col("Turn").forward_fill().over(_ATTEMPT)
+    earned = orders.select(*_ATTEMPT, "Order", earned=pl.coalesce("Turn", before + 1, pl.lit(0)))
+    return calls.select(*_ATTEMPT, "CallId", "Order").join(earned, on=[*_ATTEMPT, "Order"]).drop("Order")

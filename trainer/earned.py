@@ -1,0 +1,84 @@
+"""Who earned the rewards that transitions carry, and what follows of each call.
+
+In: transitions with Rewards.Name, .Value, .CallId and .Turn. Out: the same transitions with some of their rewards, and the rewards of
+dropped calls; discounted sums. Invariant: each reward is in exactly one of the parts: a return is the sum over all of them.
+
+A builder gives the reward of a dropped call to a kept one to carry, so that no reward is lost to the return. What the carrier itself did is
+worth nothing more for that, and where the carrier came after the dropped call, nothing that the carrier led to either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
+"""What names a rollout's attempt; its first three name the group."""
+_LISTS = "Rewards."
+
+
+@dataclass(frozen=True)
+class Earned:
+    """Transitions' rewards by who earned them."""
+
+    calls: pl.DataFrame
+    """The transitions with the rewards that their own calls earned."""
+    rollouts: pl.DataFrame
+    """The transitions with the rewards of the whole rollout that they carry."""
+    moved: pl.DataFrame
+    """A row for each reward of a dropped call: KEY, Turn (when it was earned), and its lists, each of one element."""
+
+
+def split(transitions: pl.DataFrame) -> Earned:
+    """Part the rewards of transitions by who earned them."""
+    names = [name for name in transitions.columns if name.startswith(_LISTS)]
+    entries = transitions.select(*KEY, "CallId", *names, Row=pl.int_range(pl.len())).explode(names, empty_as_null=False, keep_nulls=False)
+    of_rollout, of_call = pl.col("Rewards.CallId") == "", pl.col("Rewards.CallId") == pl.col("CallId")
+    moved = entries.filter(~of_rollout & ~of_call).select(
+        *KEY, pl.col("Rewards.Turn").cast(transitions.schema["Turn"]).alias("Turn"), *(pl.concat_list(name) for name in names)
+    )
+    return Earned(
+        _only(transitions, entries.filter(of_call & ~of_rollout), names), _only(transitions, entries.filter(of_rollout), names), moved
+    )
+
+
+def _only(transitions: pl.DataFrame, entries: pl.DataFrame, names: list[str]) -> pl.DataFrame:
+    """The transitions with these rewards alone."""
+    lists = entries.group_by("Row").agg(names)
+    rows = transitions.select(Row=pl.int_range(pl.len()))
+    held = rows.join(lists, on="Row", how="left", maintain_order="left").select(pl.col(name).fill_null([]) for name in names)
+    return transitions.with_columns(held)
+
+
+def discounted(calls: pl.DataFrame, gamma: float, moved: pl.DataFrame | None = None) -> pl.Series:
+    """G_t = r_t + sum_{k > t} gamma^(k - t) r_k of each call: k and t are turns, so that calls that were dropped count as time.
+
+    Calls that share a turn (choices of one request) do not see each other's rewards, and what comes after sees both.
+
+    Args:
+        calls: KEY, Turn and Reward.
+        gamma: discount a turn.
+        moved: KEY, Turn and Reward of what calls earned that are not among `calls`: calls of earlier turns see it.
+
+    Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; summed in log2(turns) passes over whole columns (Hillis and Steele,
+    Data parallel algorithms, 1986).
+    """
+    paid = [frame.select(*KEY, "Turn", "Reward") for frame in (calls, moved) if frame is not None]
+    turns = pl.concat(paid).group_by(*KEY, "Turn").agg(pl.col("Reward").sum()).sort(*KEY, "Turn")
+    rollout = turns.select(pl.struct(*KEY).rle_id()).to_series().to_numpy()
+    turn = turns["Turn"].cast(pl.Float64).to_numpy()
+    size = len(turns)
+    # What follows of row i lies in row i + 1, if that is of the same rollout; its weight is gamma to the power of the turns between.
+    linked = np.append(rollout[1:] == rollout[:-1], [False]) if size else np.zeros(0, bool)
+    weight = np.where(linked, np.power(gamma, np.append(turn[1:] - turn[:-1], [1.0])[:size] * linked), 0.0)
+    total, reach = turns["Reward"].to_numpy().copy(), 1
+    link = weight.copy()
+    while reach < size and link.any():
+        total[:-reach] += link[:-reach] * total[reach:].copy()
+        link = np.append(link[:-reach] * link[reach:], np.zeros(reach))
+        reach *= 2
+    after = np.append(total[1:], [0.0])[:size] * weight
+    following = turns.select(*KEY, "Turn").with_columns(After=after)
+    return (calls["Reward"] + calls.join(following, on=[*KEY, "Turn"], how="left", maintain_order="left")["After"]).alias("Value")
