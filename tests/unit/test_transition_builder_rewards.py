@@ -233,7 +233,9 @@ def test_rewards_of_dropped_calls_move_to_the_nearest_earlier_kept_one_else_to_t
     assert [sorted(value for _, value, _ in one) for one in given(built)] == [[2, 4, 8], [1, 16, 32]]
     assert built.rewards["Value"].sum() == 63
     earned = built.transitions.select("CallId", "Turn", "Rewards.Value", "Rewards.CallId", "Rewards.Turn").rows()
-    by_value = {value: (call == earner, earner == "", turn) for call, _, *lists in earned for value, earner, turn in zip(*lists, strict=True)}
+    by_value = {
+        value: (call == earner, earner == "", turn) for call, _, *lists in earned for value, earner, turn in zip(*lists, strict=True)
+    }
     assert by_value == {
         1: (False, True, 3),
         2: (False, False, 0),
