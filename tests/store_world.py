@@ -57,8 +57,8 @@ class World:
             for turn, call in enumerate(calls if reward is not None else ()):
                 row = self.call(rollout, turn, call, temperature, 1000 * self.seed + 10 * i + turn)
                 final = turn == len(calls) - 1
-                given = {"Rewards.Name": ["reward"], "Rewards.Value": [reward], "Rewards.Source": ["runner"]} if final else {}
-                self.insert("transitions", [{**row, **given}])
+                paid = {"Name": "reward", "Value": reward, "Source": "runner", "CallId": "", "Role": "", "Turn": turn} if final else {}
+                self.insert("transitions", [{**row, **{f"Rewards.{name}": [value] for name, value in paid.items()}}])
             if reward is None:
                 self.insert("drops", [_drop({**CALL, **rollout})])
             self.insert("builds", [_build({**CALL, **rollout})])

@@ -109,6 +109,7 @@ def sound_groups(world: World, weights: Path, version: int, number: int) -> Iter
                 "Rewards.Source": ["runner"],
                 "Rewards.CallId": [""],
                 "Rewards.Role": [""],
+                "Rewards.Turn": [0],
                 **own_names(world, name, i),
             }
             for i, (ids, logprobs) in enumerate(sample(weights, prompt, seed=1000 * number + place))

@@ -220,7 +220,8 @@ def test_several_selections_feed_several_policies_from_the_same_spans(settings: 
 
 def test_a_lost_rollout_counts_as_lost_whatever_else_it_was_paid(settings: Settings, world: World, run: str):
     """ClickHouse's sumMap forgets names whose sum is 0."""
-    paid = {"Rewards.Name": ["tool_ok"], "Rewards.Value": [1.0], "Rewards.Source": ["air"]}
+    reward = {"Name": "tool_ok", "Value": 1.0, "Source": "air", "CallId": "", "Role": "", "Turn": 0}
+    paid = {f"Rewards.{name}": [value] for name, value in reward.items()}
     world.group("v", [1.0, 0.0, 0.0, 0.0], Mode="validate", Version=0, calls=({**paid}, {}))
     ledger = open_ledger(settings)
     newest = prepare(ledger, settings)
@@ -265,7 +266,7 @@ def test_once_end_to_end(settings: Settings, world: World, tiny_model: Path, run
     ]
     lineage = "SELECT Version, Parent, RolloutId, SpanId FROM otel.v_lineage WHERE Branch = %(run)s ORDER BY RolloutId"
     assert world.rows(lineage) == [(1, 0, name, f"SpanId-{run}-{name}") for name in ("a-0", "a-1", "b-0", "b-1")]
-    assert "1 groups will not be trained (one_rollout): alone" in caplog.text
+    assert "1 groups are skipped (one_rollout): alone" in caplog.text
 
     train(settings, follow=False)
     assert world.rows("SELECT max(Version) FROM otel.v_policy_versions WHERE Branch = %(run)s") == [(1,)]
