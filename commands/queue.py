@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import QueueError, SettingsError
+from spangrad.reward_values import entries
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -227,7 +228,7 @@ def _seconds(attempt: Attempt) -> str:
 
 
 def _rewards(attempt: Attempt) -> str:
-    return " ".join(f"{name}={value:g}" for name, value in (attempt.rewards or {}).items())
+    return " ".join(f"{name}{f'[{role}]' if role else ''}={value:g}" for name, role, value in entries(attempt.rewards or {}))
 
 
 def _time(seconds: float) -> str:

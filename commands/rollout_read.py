@@ -44,7 +44,7 @@ ORDER BY BuildSpec, RunId
 """
 _TRANSITIONS = f"""
 SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, Choice, AgentName, Policy, Version, Turn,
-    `Rewards.Name`, `Rewards.Value`, `Rewards.Source`
+    `Rewards.Name`, `Rewards.Value`, `Rewards.Source`, `Rewards.Role`
 FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t
 ORDER BY Attempt, Turn, Choice, CallId
 """
@@ -59,13 +59,16 @@ SELECT uniqExact(RolloutId) FROM {builds_sql(where="RunId = {run:String} AND Bui
 WHERE GroupId = {{group:String}} AND Mode = {{mode:String}}
 """
 _GIVEN = f"""
-SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source
+SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source, Role
 FROM {rows_sql("rewards", where=_OF_ROLLOUT)} AS r
 WHERE Source IN ('sql', 'air')
-ORDER BY Name, Source, TraceId, SpanId, Value
+ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
 """Of several build specifications that give the same, once."""
 _DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM otel.v_datasets ORDER BY Name, Revision"
+_ROLES = """
+SELECT RunId, arraySort(groupUniqArray(Role)) FROM otel.rewards WHERE RunId IN {runs:Array(String)} AND Role != '' GROUP BY RunId
+"""
 _TRAINED = f"""
 SELECT b.RunId, b.BuildSpec, b.Policy, b.Branch, b.Version, b.BatchId, b.Revision, v.Status
 FROM (SELECT * FROM otel.batches FINAL WHERE {_OF_ROLLOUT}) AS b
@@ -123,6 +126,7 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
         moment(max(row["Arrived"] for row in found)),
         moment(now),
+        roles_by_run=dict(rows(_ROLES, runs=sorted({span.run for span in spans} - {""}))),
     )
 
 
@@ -146,7 +150,7 @@ def _said(row: Mapping[str, Any]) -> Reward:
     said = row["Attributes"]
     name = said.get(semconv.EVALUATION_NAME) or semconv.REWARD_NAME
     source = "event" if row["RowKind"] == "evaluation_event" else "log"
-    return Reward(row["TraceId"], row["SpanId"], name, said[semconv.EVALUATION_SCORE], source)
+    return Reward(row["TraceId"], row["SpanId"], name, said[semconv.EVALUATION_SCORE], source, said.get(semconv.REWARD_ROLE, ""))
 
 
 def _described(rows: Sequence[Mapping[str, Any]]) -> list[Span]:

@@ -96,6 +96,13 @@ class Reward:
     name: str
     value: str
     source: str
+    role: str = ""
+    """Empty: everybody's."""
+
+    @property
+    def title(self) -> str:
+        """Its name, with the role that it is of."""
+        return titled(self.name, self.role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,8 @@ class Conclusion:
     """That sampled a transition's response."""
     turn: int | None = None
     """Of a transition."""
-    rewards: Sequence[tuple[str, float, str]] = ()
-    """A transition's: name, value and source."""
+    rewards: Sequence[tuple[str, float, str, str]] = ()
+    """A transition's: name, value, source and role (empty: everybody's)."""
     reason: str = ""
     """Of a drop; empty for a transition."""
     detail: str = ""
@@ -195,6 +202,14 @@ class Record:
     """The store's clock."""
     ledger_silent: str = ""
     """Why the trainers' ledger could not be asked what they have skipped; empty: it was asked, or there is none here."""
+    roles_by_run: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """Roles of the rewards that were built of each of its runs, in order."""
+
+    @property
+    def roles(self) -> list[str]:
+        """Roles of the rewards of its runs, those that are not built yet among them."""
+        built = {role for roles in self.roles_by_run.values() for role in roles}
+        return sorted(built | {reward.role for reward in self.rewards} - {""})
 
     def of_run(self, run: str) -> Record:
         """The same of one run alone, with the spans that name none."""
@@ -211,7 +226,13 @@ class Record:
             self.last_arrival,
             self.now,
             self.ledger_silent,
+            {name: roles for name, roles in self.roles_by_run.items() if name == run},
         )
+
+
+def titled(name: str, role: str) -> str:
+    """Return a reward's name, with the role that it is of."""
+    return f"{name} of {role}" if role else name
 
 
 def counted(count: int, thing: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from commands.rollout_record import Build, Call, Conclusion, Record, Reward, Span, attempts, counted
+from commands.rollout_record import Build, Call, Conclusion, Record, Reward, Span, attempts, counted, titled
 from spangrad import semconv
 
 _SEPARATOR = " · "
@@ -177,7 +177,7 @@ def _became(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
         if one.reason:
             texts[f"dropped as {one.reason}{f' ({one.detail})' if one.detail else ''}{of_build}", "yellow"] += 1
         else:
-            earned = "".join(f", {name} = {value:g} ({source})" for name, value, source in one.rewards)
+            earned = "".join(f", {titled(name, role)} = {value:g} ({source})" for name, value, source, role in one.rewards)
             agent = f" of {one.agent}" if one.agent else ""
             texts[f"transition, turn {one.turn}{agent}{earned}{of_build}", "green"] += 1
     return [Text(f"→ {text}{f' x{count}' if count > 1 else ''}", style) for (text, style), count in texts.items()]
@@ -233,7 +233,7 @@ def _sentence(message: str) -> str:
 
 
 def _reward(reward: Reward) -> Text:
-    return Text(f"{reward.name} = {reward.value} ({reward.source})", "magenta")
+    return Text(f"{reward.title} = {reward.value} ({reward.source})", "magenta")
 
 
 def _tokens(sent: object, received: object) -> str:

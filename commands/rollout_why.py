@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from commands.build_report import remedy
-from commands.rollout_record import Build, Conclusion, Record, Span, attempts, counted
+from commands.rollout_record import Build, Conclusion, Record, Span, attempts, counted, titled
 from spangrad import semconv
 from spangrad.settings import Settings
 from spangrad.types import Mode
@@ -39,7 +39,7 @@ def explain(record: Record, settings: Settings) -> list[str]:
 def _of_run(record: Record, settings: Settings) -> list[str]:
     spans = list({span.key: span for span in reversed(record.spans)}.values())
     roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
-    lines = [_what(record, spans, roots), *_attempts(roots), _arrived(record, spans, roots)]
+    lines = [_what(record, spans, roots), *_attempts(roots), _arrived(record, spans, roots), *_roles(record, settings)]
     if not record.builds:
         return [*lines, _waits(record, spans, roots, settings)]
     for build in record.builds:
@@ -79,7 +79,7 @@ def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> st
     number = attempts(spans)
     recorded = [span for span in spans if span.scope == semconv.GATEWAY_SCOPE]
     given = [reward for reward in dict.fromkeys(record.rewards) if reward.source in {"event", "log"}]
-    rewards = ", ".join(f"{one.name} = {one.value} ({one.source})" for one in given) or "none arrived"
+    rewards = ", ".join(f"{one.title} = {one.value} ({one.source})" for one in given) or "none arrived"
     there = f"{counted(len(spans), 'span')} arrived"
     if final is None:
         return f"{there}, {counted(len(recorded), 'call')} of the gateway among them. Evaluations: {rewards}."
@@ -92,6 +92,14 @@ def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> st
         there_of = f"{lacks} of them did not arrive" if lacks > 0 else "all of them arrived"
         calls = f"; the gateway answered {counted(int(answered), 'call')} of attempt {final.attempt}, and {there_of}"
     return f"{there}{calls}. Evaluations: {rewards}."
+
+
+def _roles(record: Record, settings: Settings) -> Iterable[str]:
+    """Name the roles of the run, and whose rewards the trainer counts."""
+    if record.roles:
+        chosen = settings.trainer.reward_roles
+        counts = f"those of {', '.join(chosen)} and everybody's" if chosen else "all of them"
+        yield f"Rewards of the run are of the roles {', '.join(record.roles)}; the trainer, as it is set up here, counts {counts}."
 
 
 def _waits(record: Record, spans: Sequence[Span], roots: Sequence[Span], settings: Settings) -> str:
@@ -159,7 +167,8 @@ def _became(one: Conclusion) -> str:
         told = f" ({one.detail})" if one.detail else ""
         convention = f", told by {one.convention}" if one.convention else ""
         return f"dropped as {one.reason}{told}{convention}."
-    rewards = ", ".join(f"{name} = {value:g} ({source})" for name, value, source in one.rewards) or "no reward of its own"
+    given = (f"{titled(name, role)} = {value:g} ({source})" for name, value, source, role in one.rewards)
+    rewards = ", ".join(given) or "no reward of its own"
     return f"transition, turn {one.turn}, sampled by policy {one.policy} version {one.version}; {rewards}."
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from commands.agents import Command, agent_spec, on_signals
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import AgentError
+from spangrad.reward_values import total
 from spangrad.types import Mode, Task
 
 if TYPE_CHECKING:
@@ -171,5 +172,5 @@ def _what_happened(outcome: Outcome, runner: RunnerSettings) -> str:
 
 
 def _mean(outcomes: Sequence[Outcome]) -> str:
-    returns = [sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]
+    returns = [total(outcome.reward) for outcome in outcomes if outcome.reward]
     return f"{sum(returns) / len(returns):+.3f}" if returns else "-"

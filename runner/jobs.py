@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from spangrad.reward_values import Rewards
 from spangrad.storable import storable
 from spangrad.types import AttemptFailure
 
@@ -33,7 +34,7 @@ class Job:
 class Answer:
     """How an attempt ended: with rewards, or with a failure."""
 
-    rewards: Mapping[str, float] | float | None
+    rewards: Rewards | float | None
     """None when it failed for no doing of the policy, and while its output is still to be judged; empty when the agent has rewarded itself
     on its own spans."""
     failure: AttemptFailure | None
@@ -47,5 +48,9 @@ class Answer:
         """The answer in texts that span store and queue take, whatever an agent, a service or a dying process has said."""
         rewards = self.rewards
         if isinstance(rewards, Mapping):
-            rewards = {storable(name): value for name, value in rewards.items()}
+            rewards = {storable(name): _storable(value) for name, value in rewards.items()}
         return replace(self, rewards=rewards, detail=storable(self.detail))
+
+
+def _storable(value: float | Mapping[str, float]) -> float | Mapping[str, float]:
+    return {storable(role): number for role, number in value.items()} if isinstance(value, Mapping) else value

@@ -26,6 +26,7 @@ from runner.jobs import Answer
 from spangrad import semconv
 from spangrad.errors import StoreError
 from spangrad.propagation import carrier_of, with_baggage
+from spangrad.reward_values import Rewards, entries
 from spangrad.settings import StoreSettings
 from spangrad.telemetry import LosslessSpanProcessor, bearer, provider_through, traces_url
 from spangrad.types import Rollout, Stage
@@ -100,8 +101,9 @@ class Roots:
         if answer.failure is not None:
             span.set_attribute(semconv.ROLLOUT_FAILURE, answer.failure)
             span.set_status(StatusCode.ERROR, answer.detail)
-        for name, value in (by_name(answer.rewards) or {}).items():
-            span.add_event(semconv.EVALUATION_EVENT, {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value})
+        for name, role, value in entries(by_name(answer.rewards) or {}):
+            of_role = {semconv.REWARD_ROLE: role} if role else {}
+            span.add_event(semconv.EVALUATION_EVENT, {semconv.EVALUATION_NAME: name, semconv.EVALUATION_SCORE: value, **of_role})
         span.end()
 
     async def acknowledged(self, patience_seconds: float) -> None:
@@ -144,7 +146,7 @@ def _prompt(rollout: Rollout) -> dict[str, str | int]:
     return {} if prompt is None else {semconv.PROMPT_NAME: prompt.name, semconv.PROMPT_VERSION: prompt.version}
 
 
-def by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str, float] | None:
+def by_name(rewards: Rewards | float | None) -> Rewards | None:
     """Rewards by name: a lone number is the reward."""
     return rewards if rewards is None or isinstance(rewards, Mapping) else {semconv.REWARD_NAME: rewards}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -35,6 +35,7 @@ from runner.worker import Worker
 from spangrad.errors import QueueError, SettingsError
 from spangrad.greedy import wants_greedy
 from spangrad.prompt_store import PromptStore
+from spangrad.reward_values import Rewards
 from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
@@ -59,8 +60,8 @@ class Outcome:
     task_id: str
     mode: Mode
     """What it was for."""
-    reward: Mapping[str, float] | None
-    """Final rewards by name. None: it failed, and has no reward for that (`runner.failure_rewards`); empty when the agent has rewarded
+    reward: Rewards | None
+    """Final rewards by name, or by name and role. None: it failed, and has no reward for that (`runner.failure_rewards`); empty when the agent has rewarded
     itself: its spans then hold the rewards."""
     failure: AttemptFailure | None
     """Why its last attempt failed. None when it succeeded."""

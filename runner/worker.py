@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from runner.queue.client import Beating, QueueClient
 from runner.queue.wire import Completion, Failure, Lease, Result, State
 from runner.roots import by_name
 from spangrad.leases import this_process
+from spangrad.reward_values import Rewards
 from spangrad.types import AttemptFailure, Stage
 
 _logger = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ def _completion(ended: Ended) -> Completion:
     return Completion(
         rollout_id=ended.lease.rollout_id,
         attempt=ended.lease.attempt,
-        rewards=dict(rewards) if rewards else None,
+        rewards=_plain(rewards) if rewards else None,
         calls=ended.calls,
         seconds=ended.seconds,
     )
@@ -236,5 +237,9 @@ def _failure(ended: Ended) -> Failure:
         detail=ended.answer.detail,
         calls=ended.calls,
         seconds=ended.seconds,
-        rewards=None if rewards is None else dict(rewards),
+        rewards=None if rewards is None else _plain(rewards),
     )
+
+
+def _plain(rewards: Rewards) -> dict[str, float | dict[str, float]]:
+    return {name: dict(given) if isinstance(given, Mapping) else given for name, given in rewards.items()}

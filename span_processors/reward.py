@@ -10,10 +10,10 @@ import math
 from opentelemetry import trace
 
 from spangrad.attempt import note_reward
-from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE, REWARD_NAME
+from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE, REWARD_NAME, REWARD_ROLE
 
 
-def reward(value: float, name: str = REWARD_NAME) -> None:
+def reward(value: float, name: str = REWARD_NAME, *, role: str = "") -> None:
     """Reward what the agent just did, on its current span, or on a short span of its own when none is being recorded.
 
     An agent that is a Python callable, and has no evaluator, may then return None. A program's last line must still be its reward.
@@ -21,6 +21,7 @@ def reward(value: float, name: str = REWARD_NAME) -> None:
     Args:
         value: a finite number.
         name: the reward's dimension.
+        role: the agent or policy that the reward is of, where several play (`trainer.reward_roles`). Empty: everybody's.
 
     Raises:
         ValueError: the value is not a finite number, or the name is empty.
@@ -29,7 +30,7 @@ def reward(value: float, name: str = REWARD_NAME) -> None:
         raise ValueError(f"reward {name!r} is {value!r}: give a finite number, or none at all")
     if not name:
         raise ValueError(f"the reward of {value!r} has an empty name: give its dimension")
-    attributes = {EVALUATION_NAME: name, EVALUATION_SCORE: float(value)}
+    attributes = {EVALUATION_NAME: name, EVALUATION_SCORE: float(value), **({REWARD_ROLE: role} if role else {})}
     span = trace.get_current_span()
     if span.is_recording():
         span.add_event(EVALUATION_EVENT, attributes)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spangrad.reward_values import Rewards
 from spangrad.types import AttemptFailure
 
 END_STAGE = "end"
@@ -22,7 +23,7 @@ class Answer:
     """How an attempt ended."""
 
     id: str
-    reward: Mapping[str, float] | float | None = None
+    reward: Rewards | float | None = None
     """None when it failed, or when somebody else evaluates; empty when the agent has rewarded itself."""
     failure: AttemptFailure | None = None
     """None when it succeeded."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from spangrad.reward_values import total
+
 _LINE_SECONDS = 10.0
 _REWARDED = ("succeeded", "failed")
 """States of rollouts whose last attempt may have rewards."""
@@ -84,7 +86,7 @@ class Tally:
         succeeded = rollout["state"] == "succeeded"
         self._outcomes["succeeded" if succeeded else last.get("reason") or "cancelled"] += 1
         if rollout["state"] in _REWARDED and last.get("rewards"):
-            self._returns.append(sum(last["rewards"].values()))
+            self._returns.append(total(last["rewards"]))
         group = rollout["group_id"]
         self._left[group] += 1
         if self._left[group] == rollout["group_size"]:

@@ -1,32 +1,56 @@
 """Rewards as agents, evaluators and reward services give them.
 
-In: any value. Out: a number, or numbers by name. Invariant: what comes out is finite; what says nothing comes out as None, never as 0.
+In: any value. Out: a number, or by name a number or numbers by role. Invariant: what comes out is finite; what says nothing comes out as
+None, never as 0.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
+Rewards = Mapping[str, "float | Mapping[str, float]"]
+"""Rewards by name: a number that is everybody's, or numbers by the role that each is of."""
 
-def rewards_from(value: object) -> Mapping[str, float] | float | None:
+
+def rewards_from(value: object) -> Rewards | float | None:
     """Read a reward as agents and evaluators give it; None is none.
 
     Raises:
-        ValueError: it is neither a finite number nor a mapping of names to finite numbers.
+        ValueError: it is neither a finite number nor a mapping of names to finite numbers, or to finite numbers by role.
     """
     if isinstance(value, Mapping):
         items = cast("Mapping[object, object]", value).items()
-        return {_name(name): _finite(one, f"reward {name!r}") for name, one in items} or None
+        rewards = {_text(name, "name"): _value(name, given) for name, given in items}
+        return {name: given for name, given in rewards.items() if given != {}} or None
     return None if value is None else _finite(value, "the reward")
 
 
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"a reward's name is {name!r}, not a text")
-    return name
+def entries(rewards: Rewards) -> Iterator[tuple[str, str, float]]:
+    """Yield the name, the role (empty: everybody's) and the number of each reward."""
+    for name, given in rewards.items():
+        for role, number in given.items() if isinstance(given, Mapping) else [("", given)]:
+            yield name, role, number
+
+
+def total(rewards: Rewards) -> float:
+    """Return the sum of all rewards, of every role."""
+    return sum(number for _, _, number in entries(rewards))
+
+
+def _value(name: object, given: object) -> float | Mapping[str, float]:
+    if isinstance(given, Mapping):
+        by_role = cast("Mapping[object, object]", given).items()
+        return {_text(role, "role"): _finite(number, f"reward {name!r} of role {role!r}") for role, number in by_role}
+    return _finite(given, f"reward {name!r}")
+
+
+def _text(text: object, what: str) -> str:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"a reward's {what} is {text!r}, not a text")
+    return text
 
 
 def _finite(value: object, what: str) -> float:

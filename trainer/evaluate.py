@@ -25,6 +25,7 @@ from spangrad.types import Mode, VersionStatus
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
 from trainer.measures import succeeded, sums, weighted_return
+from trainer.roles import counts
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 _MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _ARRIVED = f"SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.builds WHERE {_MINE} AND Mode = '{Mode.VALIDATE.value}'"
 _ROLLOUTS = """
-SELECT groupUniqArrayIf(Version, Policy = %(policy)s) AS Versions, groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`)
+SELECT groupUniqArrayIf(Version, Policy = %(policy)s) AS Versions,
+    groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`), groupArrayArray(`Rewards.Role`)
 FROM {rows} AS t
 WHERE Mode = '{mode}'
 GROUP BY RolloutId, Attempt
@@ -76,8 +78,10 @@ class Evaluation:
             rows = self._client.query(query, parameters=names).result_rows
         self._arrived = (count, newest)
         by_version: dict[int, list[dict[str, float]]] = {}
-        for (version,), names_of_rewards, values in rows:
-            by_version.setdefault(int(version), []).append(sums(zip(names_of_rewards, values, strict=True)))
+        roles = self._settings.reward_roles
+        for (version,), *rewards in rows:
+            counted = [(name, value) for name, value, role in zip(*rewards, strict=True) if counts(role, roles)]
+            by_version.setdefault(int(version), []).append(sums(counted))
         return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
 
     def is_due(self, step: int) -> bool:

@@ -274,6 +274,7 @@ SQL_REWARDS: Schema = {
     "RunId": _TEXT,
     "RolloutId": _TEXT,
     "Attempt": pl.UInt16(),
+    "Role": _TEXT,
     "CallId": _TEXT,
     "TraceId": _TEXT,
     "SpanId": _TEXT,

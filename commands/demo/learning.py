@@ -25,6 +25,7 @@ from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
 from spangrad import semconv
 from spangrad.errors import SpangradError
+from spangrad.reward_values import total
 from spangrad.settings import Settings
 from spangrad.settings_sources import explain_settings, load_settings
 from spangrad.task_files import read_tasks
@@ -101,7 +102,7 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
                     number=len(history.steps),
                     version=version,
                     success=success_rate(outcomes),
-                    mean_reward=_mean([sum(outcome.reward.values()) for outcome in outcomes if outcome.reward]),
+                    mean_reward=_mean([total(outcome.reward) for outcome in outcomes if outcome.reward]),
                     rollouts=len(outcomes),
                     calls=sum(outcome.calls or 0 for outcome in outcomes) if plan.gateway else None,
                     seconds_rollout=rolled_out - began,

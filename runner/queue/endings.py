@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from runner.queue.rows import chunks
 from runner.queue.tables import ATTEMPTS, ENDED, GROUPS, ROLLOUTS
 from runner.queue.wire import Cancelled, Completion, Failure, Result, State, Which
+from spangrad.reward_values import Rewards
 from spangrad.storable import storable
 from spangrad.types import AttemptFailure
 
@@ -32,7 +33,7 @@ class Ending:
     reason: AttemptFailure | None
     """None: it succeeded."""
     detail: str = ""
-    rewards: Mapping[str, float] | None = None
+    rewards: Rewards | None = None
     calls: int | None = None
     seconds: float | None = None
     retry: bool = True
@@ -205,8 +206,8 @@ def _attempt_row(ending: Ending, row: Mapping[str, Any], wall: float) -> Any:
     }
 
 
-def _json(rewards: Mapping[str, float] | None) -> str | None:
-    return None if rewards is None else json.dumps(dict(sorted(rewards.items())))
+def _json(rewards: Rewards | None) -> str | None:
+    return None if rewards is None else json.dumps(rewards, sort_keys=True)
 
 
 def _condition(which: Which) -> list[sa.ColumnElement[bool]]:

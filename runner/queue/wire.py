@@ -18,6 +18,8 @@ NO_NULL = r"^[^\x00]*$"
 Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=NO_NULL)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=100_000)]
+Rewards = dict[str, float | dict[str, float]]
+"""By name: a number that is everybody's, or numbers by role."""
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
@@ -158,8 +160,8 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
-    rewards: dict[str, float] | None = None
-    """Final rewards by name. None: the agent's spans hold them."""
+    rewards: Rewards | None = None
+    """Final rewards by name, or by name and role. None: the agent's spans hold them."""
     calls: Annotated[int, Meta(ge=0)] | None = None
     """Policy calls that the gateway answered. None: nobody counted."""
     seconds: Annotated[float, Meta(ge=0)] | None = None
@@ -184,7 +186,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     seconds: Annotated[float, Meta(ge=0)] | None = None
     retry: bool = True
     """False: no other attempt would do better; it is dead at once."""
-    rewards: dict[str, float] | None = None
+    rewards: Rewards | None = None
     """By name, of a failure that the policy caused: the rollout has failed, counts, and is not tried again. None: it has none."""
 
     def __post_init__(self) -> None:
@@ -276,7 +278,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     reason: AttemptFailure | None
     """Why it failed. None: it is under way, or it succeeded."""
     detail: str
-    rewards: dict[str, float] | None
+    rewards: Rewards | None
     calls: int | None
     seconds: float | None
 

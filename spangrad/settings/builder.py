@@ -63,6 +63,8 @@ class AirRule(Section):
     ]
     reward: float = Field(default=0.0, allow_inf_nan=False)
     """For each call, tool or tool call that the rule finds; for `expression`, `sql` and `python`, what their value is multiplied by."""
+    role: str = ""
+    """Role (agent or policy) that the reward is of. Empty: everybody's."""
     tools: tuple[str, ...] = ()
     """The tools that count. A rule about tools names them: ("*",) for all."""
     agents: str | None = None

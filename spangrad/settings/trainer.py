@@ -138,6 +138,8 @@ class TrainerSettings(Section):
     """Steps after which `--follow` ends. 0: never."""
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
     """What rewards of a name are multiplied by. A name that is not here: 1."""
+    reward_roles: tuple[str, ...] = ()
+    """Roles whose rewards count, beside those that are everybody's. Empty: every reward counts."""
     credit: Literal["identical", "final_only", "reward_to_go", "own", "gigpo"] = "identical"
     baseline: Literal["rollout", "turn", "transition"] = "rollout"
     """Values that share a baseline: those of the group's rollouts (each counts once), of the calls at the same turn of its rollouts, or of
@@ -200,6 +202,8 @@ class TrainerSettings(Section):
     max_staleness: int = 0
     """How many versions behind the newest a call's policy may be; older calls' groups are skipped, with a reason."""
     logprob_alarm: LogprobAlarm = LogprobAlarm()
+    failed_share_alarm: float = Field(default=0.5, ge=0, le=1)
+    """Share of a batch's rollouts that may have failed before the trainer warns. 1: it never does."""
     gaming_reward: str = "reward"
     """Name of the reward that stands for success: where the return rises and it does not, something is gamed (docs/credit.md)."""
     gaming_versions: int = Field(default=20, ge=0)

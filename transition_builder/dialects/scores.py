@@ -3,7 +3,7 @@
 In: spans. Out: their scores, by name. Invariant: what is no finite number is no score of 0: its value is null, and the rollout is told to
 have none (rewards says what follows).
 
-Ours are `spangrad.reward` and `spangrad.reward.NAME`; OpenTelemetry's `gen_ai.evaluation.*` count as attributes too, not as events alone;
+Ours are `spangrad.reward` and `spangrad.reward.NAME` (`spangrad.reward.role` says whose they all are); OpenTelemetry's `gen_ai.evaluation.*` count as attributes too, not as events alone;
 Agent Lightning's are `agentlightning.reward.N.name` and `.value`, and what its early versions kept of AgentOps; Arize's `eval.NAME.score`.
 """
 
@@ -30,7 +30,7 @@ def scores(said: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
         said: the spans' attributes.
         spans: SpanName of the same spans.
     """
-    found = said.entries(_KEYS)
+    found = said.entries(_KEYS).filter(pl.col("key") != semconv.REWARD_ROLE)
     frames = [_named(found, said)] if found.height else []
     old = said.entries(_OLD)
     if old.height:

@@ -52,7 +52,7 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
                 rows.with_columns(
                     Value=pl.when(pl.col("Value").is_finite()).then("Value"),
                     Name=pl.lit(rule.name),
-                    Role=pl.lit(""),
+                    Role=pl.lit(rule.role),
                     Source=pl.lit(RewardSource.AIR.value),
                     RuleHash=pl.lit(rule_hash(rule, spec)),
                     ResponseId=pl.lit(None, pl.String),

@@ -23,6 +23,7 @@ from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, SAID
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
+_ROLE = attribute(semconv.REWARD_ROLE).fill_null("")
 
 
 def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -41,6 +42,7 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         .join(rollouts.select("RunId", "RolloutId", "Mode"), on=["RunId", "RolloutId"])
         .with_columns(
             Name=attribute(semconv.EVALUATION_NAME).fill_null(semconv.REWARD_NAME),
+            Role=_ROLE,
             score=attribute(semconv.EVALUATION_SCORE),
             ResponseId=attribute(semconv.GEN_AI_RESPONSE_ID),
             Speaker=pl.when(pl.col("ProcessId") != "").then("ProcessId").otherwise("ServiceName"),
@@ -67,7 +69,7 @@ def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     if having.is_empty():
         return empty(SAID)
     said = (
-        having.select(*_ATTEMPT, *_SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"))
+        having.select(*_ATTEMPT, *_SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"), Role=_ROLE)
         .join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
         .explode("score")
         .unnest("score")

@@ -3,8 +3,8 @@
 In: the files `NAME.sql` that a specification names, and the rollouts to evaluate them for. Out: SQL_REWARDS. Invariant: a file is a
 SELECT and nothing else, its version is the hash of its content, and what it leaves out is never read as 0.
 
-A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the one that counts), and, where its rows are of
-calls, `CallId`, or `SpanId` with or without `TraceId`. It may use these parameters, as ClickHouse writes them:
+A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the one that counts), `Role` (left out or empty: the
+reward is everybody's), and, where its rows are of calls, `CallId`, or `SpanId` with or without `TraceId`. It may use these parameters, as ClickHouse writes them:
 
     {rollouts:Array(String)}   ids of the rollouts that are asked for
     {since:DateTime64(6)}      the earliest and the latest start of a span of theirs
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 NEEDED = ("RolloutId", "Value")
-OPTIONAL = ("RunId", "Attempt", "CallId", "TraceId", "SpanId")
+OPTIONAL = ("RunId", "Attempt", "Role", "CallId", "TraceId", "SpanId")
 _OF_CALLS = ("CallId", "SpanId")
 _SPAN_NAMES = ["CallId", "TraceId", "SpanId"]
+_TEXTS = [*_SPAN_NAMES, "Role"]
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _PARAMETER = re.compile(r"\{\s*(rollouts|since|until)\s*:[^{}]*\}")
 _COMMENT = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -172,13 +173,13 @@ def _rows(rows: pl.DataFrame, asked: pl.DataFrame, path: Path, version: str) -> 
     of_calls = any(name in rows.columns for name in _OF_CALLS)
     found = [said] if of_calls else [said, asked.join(said, on=_ATTEMPT, how="anti", maintain_order="left")]
     named = pl.concat(found, how="diagonal").with_columns(Name=pl.lit(path.stem), RuleHash=pl.lit(version), PerCall=pl.lit(of_calls))
-    return conform(
-        named.with_columns(pl.lit("").alias(name) for name in _SPAN_NAMES if name not in named.columns), SQL_REWARDS
-    ).with_columns(pl.col(_SPAN_NAMES).fill_null(""))
+    return conform(named.with_columns(pl.lit("").alias(name) for name in _TEXTS if name not in named.columns), SQL_REWARDS).with_columns(
+        pl.col(_TEXTS).fill_null("")
+    )
 
 
 def _require_one_value(rows: pl.DataFrame, path: Path) -> None:
-    of = [name for name in (*_ATTEMPT, *_SPAN_NAMES) if name in rows.columns]
+    of = [name for name in (*_ATTEMPT, "Role", *_SPAN_NAMES) if name in rows.columns]
     twice = rows.group_by(of, maintain_order=True).len().filter(pl.col("len") > 1)
     if twice.height:
         row = twice.row(0, named=True)
