@@ -61,8 +61,8 @@ class Outcome:
     mode: Mode
     """What it was for."""
     reward: Rewards | None
-    """Final rewards by name, or by name and role. None: it failed, and has no reward for that (`runner.failure_rewards`); empty when the agent has rewarded
-    itself: its spans then hold the rewards."""
+    """Final rewards by name, or by name and role. None: it failed, and has no reward for that (`runner.failure_rewards`); empty when the
+    agent has rewarded itself: its spans then hold the rewards."""
     failure: AttemptFailure | None
     """Why its last attempt failed. None when it succeeded."""
     detail: str

@@ -1,7 +1,7 @@
 """Roles that rewards are of: which of them a trainer counts, and returns in which those of several players cancel.
 
-In: transitions with `Rewards.Name`, `.Value` and `.Role`. Out: transitions with the rewards that count; metrics; a warning's words. Invariant:
-pure functions of whole columns; a reward without a role is everybody's, and always counts.
+In: transitions with `Rewards.Name`, `.Value` and `.Role`. Out: transitions with the rewards that count; metrics; words of a warning.
+Invariant: pure functions of whole columns; a reward without a role is everybody's, and always counts.
 """
 
 from __future__ import annotations
@@ -55,19 +55,9 @@ def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dic
     roles = sorted(set(entries["Role"]) - {""})
     if len(roles) < 2:
         return {}
-    rollouts = (
-        transitions.select(*KEY)
-        .unique(maintain_order=True)
-        .join(
-            entries.group_by(*KEY).agg(
-                pl.col("Value").sum().alias("Return"),
-                *(pl.col("Value").filter(pl.col("Role") == role).sum().alias(f"of {role}") for role in roles),
-            ),
-            on=KEY,
-            how="left",
-        )
-        .fill_null(0.0)
-    )
+    parts = [pl.col("Value").filter(pl.col("Role") == role).sum().alias(f"of {role}") for role in roles]
+    earned = entries.group_by(*KEY).agg(pl.col("Value").sum().alias("Return"), *parts)
+    rollouts = transitions.select(*KEY).unique(maintain_order=True).join(earned, on=KEY, how="left").fill_null(0.0)
     groups = rollouts.group_by(*GROUP).agg(
         pl.len(),
         (pl.col("Return").max() - pl.col("Return").min()).alias("spread"),

@@ -305,13 +305,39 @@ def test_an_agent_that_cannot_be_loaded_is_said(tmp_path: Path, arguments: list[
 
 
 @pytest.mark.parametrize(
-    ("value", "reward"), [(None, None), ({}, None), (True, 1.0), (2, 2.0), (-0.5, -0.5), ({"a": 1, "b": False}, {"a": 1.0, "b": 0.0})]
+    ("value", "reward"),
+    [
+        (None, None),
+        ({}, None),
+        (True, 1.0),
+        (2, 2.0),
+        (-0.5, -0.5),
+        ({"a": 1, "b": False}, {"a": 1.0, "b": 0.0}),
+        ({"a": {"white": 1, "black": -1}, "b": 2}, {"a": {"white": 1.0, "black": -1.0}, "b": 2.0}),
+        ({"a": {}, "b": 2}, {"b": 2.0}),
+        ({"a": {}}, None),
+    ],
 )
 def test_rewards(value: object, reward: object) -> None:
     assert rewards_from(value) == reward
 
 
-@pytest.mark.parametrize("value", [float("inf"), "1", [1.0], {"": 1}, {1: 1.0}, {"a": None}, {"a": "1"}, object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("inf"),
+        "1",
+        [1.0],
+        {"": 1},
+        {1: 1.0},
+        {"a": None},
+        {"a": "1"},
+        {"a": {"": 1}},
+        {"a": {"white": "1"}},
+        {"a": {"white": {"b": 1}}},
+        object(),
+    ],
+)
 def test_what_is_no_reward(value: object) -> None:
     with pytest.raises(ValueError, match="not a"):
         rewards_from(value)

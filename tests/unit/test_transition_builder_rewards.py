@@ -107,7 +107,7 @@ def test_a_score_in_a_spans_attributes_that_is_no_number_is_no_reward() -> None:
 def sql_row(name: str, value: float | None, **changes: object) -> dict[str, object]:
     """What a file says of the rollout `r`."""
     row = {"Name": name, "RuleHash": f"hash of {name}", "PerCall": False, "RunId": "run", "RolloutId": "r", "Attempt": 0}
-    return row | {"CallId": "", "TraceId": "", "SpanId": "", "Value": value} | changes
+    return row | {"Role": "", "CallId": "", "TraceId": "", "SpanId": "", "Value": value} | changes
 
 
 def by_sql(spans: fakes.SpanFactory, directory: Path, *rows: dict[str, object]) -> Built:
@@ -397,3 +397,43 @@ def test_a_failed_attempt_has_no_rewards() -> None:
     spans.call(spans.span("POST", root))
     spans.span("broken", root, kind="TOOL", status="Error")
     assert build(spans.frames(), AIR).rewards.rows() == []
+
+
+def roles(built: Built) -> list[tuple[Any, ...]]:
+    return sorted(built.rewards.select("Name", "Role", "Value", "Source").rows())
+
+
+def test_rewards_of_one_name_and_several_roles_are_different_rewards(tmp_path: Path) -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    for role, value in {"white": 1.0, "black": -1.0}.items():
+        spans.evaluation(root, value, role=role)
+    white, black = (spans.span(name, root, kind="AGENT") for name in ("white", "black"))
+    calls = [spans.call(white), spans.call(black)]
+    spans.evaluation(white, 9.0, role="white")  # the runner is believed before it
+    spans.evaluation(black, 0.5, kind="evaluation_log")
+    spans.span("judge", root, Attributes={"spangrad.reward.style": "0.25", "spangrad.reward.role": "black"})
+    sql = [sql_row("elo", value, Role=role) for role, value in {"white": 10.0, "black": -10.0}.items()]
+    made = by_sql(spans, tmp_path, *sql)
+    assert roles(made) == [
+        ("elo", "black", -10.0, "sql"),
+        ("elo", "white", 10.0, "sql"),
+        ("reward", "", 0.5, "evaluation_log"),
+        ("reward", "black", -1.0, "runner"),
+        ("reward", "white", 1.0, "runner"),
+        ("style", "black", 0.25, "span_attribute"),
+    ]
+    assert made.drops.height == 0
+    assert made.transitions["SpanId"].to_list() == calls
+    last = made.transitions.select("Rewards.Name", "Rewards.Role", "Rewards.Value").row(1)
+    assert sorted(zip(*last, strict=True)) == sorted((name, role, value) for name, role, value, _ in roles(made))
+
+
+def test_rule_with_a_role_gives_that_roles_reward_of_the_calls_it_finds() -> None:
+    spans = fakes.SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1.0)
+    slow = spans.call(spans.span("black", root, kind="AGENT"), Duration=3 * 10**9)
+    rule = AirRule(name="slow", kind="latency", reward=-1.0, seconds=2.0, agents="black", role="black")
+    built = build(spans.frames(), BuilderSettings(rules=(rule,)))
+    assert built.rewards.filter(pl.col("Name") == "slow").select("SpanId", "Role", "Value").rows() == [(slow, "black", -1.0)]

@@ -3,8 +3,9 @@
 In: spans. Out: their scores, by name. Invariant: what is no finite number is no score of 0: its value is null, and the rollout is told to
 have none (rewards says what follows).
 
-Ours are `spangrad.reward` and `spangrad.reward.NAME` (`spangrad.reward.role` says whose they all are); OpenTelemetry's `gen_ai.evaluation.*` count as attributes too, not as events alone;
-Agent Lightning's are `agentlightning.reward.N.name` and `.value`, and what its early versions kept of AgentOps; Arize's `eval.NAME.score`.
+Ours are `spangrad.reward` and `spangrad.reward.NAME` (`spangrad.reward.role` says whose they all are); OpenTelemetry's
+`gen_ai.evaluation.*` count as attributes too, not as events alone; Agent Lightning's are `agentlightning.reward.N.name` and `.value`, and
+what its early versions kept of AgentOps; Arize's `eval.NAME.score`.
 """
 
 from __future__ import annotations

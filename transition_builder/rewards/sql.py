@@ -4,7 +4,8 @@ In: the files `NAME.sql` that a specification names, and the rollouts to evaluat
 SELECT and nothing else, its version is the hash of its content, and what it leaves out is never read as 0.
 
 A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the one that counts), `Role` (left out or empty: the
-reward is everybody's), and, where its rows are of calls, `CallId`, or `SpanId` with or without `TraceId`. It may use these parameters, as ClickHouse writes them:
+reward is everybody's), and, where its rows are of calls, `CallId`, or `SpanId` with or without `TraceId`.
+It may use these parameters, as ClickHouse writes them:
 
     {rollouts:Array(String)}   ids of the rollouts that are asked for
     {since:DateTime64(6)}      the earliest and the latest start of a span of theirs

@@ -1,0 +1,138 @@
+"""Rewards of several players: which count, and when they cancel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fakes
+from spangrad.settings import BuilderSettings, TrainerSettings
+from trainer.assemble import assemble
+from trainer.credit import CreditRule, advantages, returns
+from trainer.estimators import estimator, group_relative
+from trainer.measures import measures
+from trainer.roles import REWARDS, cancelling_roles, count_roles, missing_roles, role_metrics
+from trainer.source import BatchRollout, Group, Loaded
+from transition_builder.build import build
+
+LISTS = {f"Rewards.{name}": pl.List(pl.Float64 if name == "Value" else pl.String) for name in REWARDS}
+Entries = list[tuple[str, str, float]]
+"""Name, role and value of rewards."""
+
+
+def frame(rollouts: list[list[Entries]]) -> pl.DataFrame:
+    """Transitions of one group: of each rollout the rewards of each call."""
+    rows = list[dict[str, Any]]()
+    for number, calls in enumerate(rollouts):
+        for turn, entries in enumerate(calls):
+            names, roles, values = ([*column] for column in zip(*entries, strict=True)) if entries else ([], [], [])
+            lists = {"Rewards.Name": names, "Rewards.Role": roles, "Rewards.Value": values, "Rewards.CallId": [""] * len(entries)}
+            rows.append(fakes.transition_row(f"r{number}", turn, **lists))
+    return pl.DataFrame(rows, schema_overrides=LISTS)
+
+
+def duel(*white: float) -> pl.DataFrame:
+    """A zero-sum game: of each rollout what white earned, and black the opposite."""
+    return frame([[[], [("reward", "white", value), ("reward", "black", -value)]] for value in white])
+
+
+ENTRIES = st.lists(
+    st.tuples(st.sampled_from(["reward", "style"]), st.sampled_from(["", "white", "black"]), st.integers(-4, 4).map(float)), max_size=4
+)
+
+
+@given(st.lists(st.lists(ENTRIES, min_size=1, max_size=3), min_size=1, max_size=4), st.sets(st.sampled_from(["white", "black", "red"])))
+def test_count_roles_keeps_exactly_the_rewards_of_its_roles_and_everybodys(rollouts: list[list[Entries]], chosen: set[str]) -> None:
+    transitions = frame(rollouts)
+    counted = count_roles(transitions, sorted(chosen))
+    kept = [[[entry for entry in call if not chosen or entry[1] in {*chosen, ""}] for call in calls] for calls in rollouts]
+    columns = ["Rewards.Name", "Rewards.Role", "Rewards.Value"]
+    assert [list(zip(*row, strict=True)) for row in counted.select(columns).rows()] == [call for calls in kept for call in calls]
+    assert counted.drop(*LISTS).equals(transitions.drop(*LISTS))
+    assert counted.columns == transitions.columns
+
+
+def test_returns_of_a_zero_sum_game_are_each_policys_own_with_its_role() -> None:
+    transitions = duel(1.0, -1.0, 1.0, -1.0)
+    of = {
+        role: returns(count_roles(transitions, roles))["Return"].to_list()
+        for role, roles in {"both": (), "white": ("white",), "black": ("black",), "both named": ("white", "black")}.items()
+    }
+    assert of == {"both": [0.0] * 4, "white": [1.0, -1.0, 1.0, -1.0], "black": [-1.0, 1.0, -1.0, 1.0], "both named": [0.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "expected"),
+    [
+        (duel(1.0, -1.0, 1.0, -1.0), 1.0),
+        (duel(1.0, -1.0), None),  # too few to tell
+        (duel(1.0, 1.0, 1.0, 1.0), None),  # nothing differs
+        (frame([[[("reward", "white", value), ("reward", "black", 1.0 - value)]] for value in (0.0, 0.25, 0.5, 1.0)]), 1.0),
+        (frame([[[("reward", "white", value), ("reward", "black", -value), ("form", "", value)]] for value in (0.0, 1.0, 0.0, 1.0)]), 0.0),
+        (frame([[[("reward", "white", value), ("reward", "black", value)]] for value in (0.0, 1.0, 0.0, 1.0)]), 0.0),  # a team
+        (frame([[[("reward", "white", value)]] for value in (0.0, 1.0, 0.0, 1.0)]), None),
+        (frame([[[("reward", "", value)]] for value in (0.0, 1.0, 0.0, 1.0)]), None),
+    ],
+)
+def test_role_metrics_tell_whether_the_parts_of_returns_cancel(rollouts: pl.DataFrame, expected: float | None) -> None:
+    assert role_metrics(rollouts, {}).get("roles_cancel") == expected
+    warning = cancelling_roles(rollouts, {})
+    assert bool(warning) is (expected == 1.0)
+    if warning:
+        assert "the roles black, white earned different rewards" in warning
+        assert "trainer.reward_roles, such as ['black']" in warning
+
+
+def test_role_metrics_look_at_weighted_returns() -> None:
+    named = [[[("won", "white", value), ("lost", "black", -value / 2)]] for value in (0.0, 1.0, 0.0, 1.0)]
+    assert role_metrics(frame(named), {})["roles_cancel"] == 0.0
+    assert role_metrics(frame(named), {"lost": 2.0})["roles_cancel"] == 1.0
+
+
+def test_missing_roles_are_named_where_no_reward_is_of_those_that_count() -> None:
+    transitions = duel(1.0, -1.0)
+    assert missing_roles(transitions, ("White",)) == (
+        "no reward is of the roles in trainer.reward_roles (White): those of the batch are of black, white. Name the policy's own as the "
+        "evaluator does."
+    )
+    assert [missing_roles(transitions, ()), missing_roles(transitions, ("white", "red")), missing_roles(frame([[[]]]), ("red",))] == [
+        ""
+    ] * 3
+
+
+def test_reward_roles_give_each_policy_of_a_game_its_own_return_and_advantage_from_spans_on() -> None:
+    """Four games between two policies, as spans of two agents: white wins the first three, and what one wins the other loses."""
+    spans = fakes.SpanFactory()
+    for number, white in enumerate((1.0, 1.0, 1.0, -1.0)):
+        rollout = f"game-{number}"
+        root = spans.root(rollout, calls=4, GroupSize=4)
+        for role, value in {"white": white, "black": -white}.items():
+            spans.evaluation(root, value, role=role)
+        for _ in range(2):
+            for role in ("white", "black"):
+                agent = spans.span(role, root, rollout=rollout, kind="AGENT")
+                spans.call(spans.span("POST", agent, rollout=rollout), rollout=rollout, Policy=role)
+    built = build(spans.frames(), BuilderSettings())
+    assert (built.transitions.height, built.drops.height) == (16, 0)
+    transitions = built.transitions.drop("Rewards.Source").with_columns(pl.col(pl.Categorical).cast(pl.String))
+    group = Group("run", "train", str(transitions["BuildSpec"][0]), "g")
+    batch_rollouts = [BatchRollout(group, f"game-{number}", 0, 0) for number in range(4)]
+    assert role_metrics(transitions, {}) == {"roles_cancel": 1.0}
+
+    win, loss = 0.5, -1.5  # (1 - mean) and (-1 - mean) over the sample standard deviation, mean 0.5 and deviation 1
+    for policy, expected in {"white": [win, win, win, loss], "black": [-win, -win, -win, -loss]}.items():
+        settings = TrainerSettings(policy=policy, reward_roles=(policy,), max_staleness=9)
+        counted = count_roles(transitions, settings.reward_roles)
+        loaded = Loaded(batch_rollouts, counted)
+        own = loaded.own(policy, settings.selection)
+        values = advantages(counted, own, CreditRule.of(settings), normalise=group_relative).to_list()
+        assert values == pytest.approx([value for value in expected for _ in range(2)], rel=1e-5)
+        _, metrics = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
+        assert (metrics["mean_return"], metrics["transitions"]) == (-0.5 if policy == "black" else 0.5, 8)
+        assert measures(loaded, settings, [3])["success"] == (0.25 if policy == "black" else 0.75)
+    both = Loaded(batch_rollouts, transitions)
+    assert set(advantages(transitions, both.own("white", TrainerSettings().selection), normalise=group_relative)) == {0.0}
