@@ -11,6 +11,7 @@ from dashboards import links, variables
 from dashboards.panels import Panel, bars, beside, figure, over_time, over_versions, rows, steps
 from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, USED, metric, newest, trained
 from spangrad import semconv
+from spangrad.types import POLICY_FAILURES
 
 _STAGES = ("idle", "load", "credit", "train", "checkpoint", "publish")
 
@@ -37,7 +38,7 @@ def build() -> dashboard.Dashboard:
     for panel in beside(_figures()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("Learning"))
-    for panel in (_success(), _returns(), _advantage(), _staleness()):
+    for panel in (_success(), _returns(), _advantage(), _staleness(), _failed()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("The step"))
     for panel in (_gap(), _loss(), _change(), _tokens(), _seconds(), _sizes()):
@@ -148,6 +149,18 @@ def _advantage() -> Panel:
         " groups whose returns are all equal; they teach nothing.",
     )
     return links.aside(panel, "flat", "percentunit", at_most=1)
+
+
+def _failed() -> Panel:
+    reasons = ", ".join(f"Metrics['failed_share_{reason}'] AS {reason}" for reason in sorted(POLICY_FAILURES))
+    return over_versions(
+        "Failed rollouts of the batch",
+        f"SELECT Version AS version, {metric('failed_share')} AS failed, {reasons} FROM {STEPS} ORDER BY version",
+        "percentunit",
+        "Share of the batch's rollouts whose attempt failed, and of those the ones that the policy caused, by reason. Above"
+        " trainer.failed_share_alarm the trainer warns.",
+        at_most=1,
+    )
 
 
 def _staleness() -> Panel:

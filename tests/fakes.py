@@ -310,9 +310,8 @@ class SpanFactory:
         """An evaluation result on a span, as an event or a log, of a role where one is given."""
         owner = next(row for row in self.spans if row["SpanId"] == span and row["RowKind"] == "span")
         index = 1 + sum(row["SpanId"] == span and row["RowKind"] != "span" for row in self.spans)
-        said = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": str(value)} | (
-            {"spangrad.reward.role": role} if role else {}
-        )
+        of_role = {"spangrad.reward.role": role} if role else {}
+        said = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": str(value), **of_role}
         self.spans.append(owner | {"RowKind": kind, "Choice": index, "SpanName": "gen_ai.evaluation.result", "Attributes": said} | facts)
 
     def call(self, parent: str, *, choices: int = 1, process: str = "gateway", **facts: object) -> str:

@@ -25,7 +25,7 @@ from spangrad.errors import BadRowsError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
 from spangrad.types import Mode, VersionStatus
-from trainer import alarms, checkpoint
+from trainer import alarms, checkpoint, failures
 from trainer.assemble import assemble, batch_groups
 from trainer.batch import Batch
 from trainer.batch_rollouts import AlreadyTrainedError
@@ -238,6 +238,8 @@ class Trainer:
         self.batches.forget()
         if made.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
             logger.warning("%s", alarms.told(made.version, made.metrics, rule))
+        if made.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
+            logger.warning("%s", failures.describe(made.version, made.metrics, settings.failed_share_alarm))
         made = self._hand_over(made)
         # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
         self.mirror.write(made)

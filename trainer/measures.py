@@ -13,6 +13,8 @@ import polars as pl
 from spangrad.semconv import REWARD_NAME
 from spangrad.settings import TrainerSettings
 from trainer.credit import KEY
+from trainer.failures import failed_shares
+from trainer.roles import role_metrics
 from trainer.source import Loaded
 
 
@@ -27,6 +29,7 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
     Returns:
         success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the calls that
         may be trained: how many committed versions lie between a call's and the one about to be trained; 0 is on policy.
+        And what `failed_shares` and `role_metrics` return.
     """
     rewards = (
         loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
@@ -43,6 +46,8 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         "success": sum(won) / len(won) if won else 0.0,
         "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
         "staleness_max": float(max(behind, default=0)),
+        **failed_shares(loaded, settings.policy, lineage, settings.failed_share_alarm),
+        **role_metrics(loaded.transitions, settings.reward_weights),
     }
 
 

@@ -12,7 +12,7 @@ import polars as pl
 
 from trainer.credit import GROUP, KEY
 
-REWARDS = ("Name", "Value", "CallId", "Role")
+REWARDS = ("Name", "Value", "CallId", "Role", "Turn")
 """Columns of `Rewards` that the trainer loads."""
 _FEWEST = 4
 """Rollouts whose roles differ, below which equal returns say nothing."""
@@ -28,7 +28,7 @@ def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame
     """Return the transitions with those rewards alone that a trainer counts: of the named roles, and everybody's.
 
     Args:
-        transitions: rows with `Rewards.Name`, `.Value`, `.CallId` and `.Role` (lists of one length a row).
+        transitions: rows with the lists `Rewards.` + REWARDS, of one length a row.
         roles: `trainer.reward_roles`; empty: every reward counts.
     """
     if not roles:

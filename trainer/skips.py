@@ -78,7 +78,7 @@ class _Dependence:
 
 
 _OF_CALLS = ("policy", "selection", "max_staleness", "max_tokens_per_device")
-_OF_VALUES = ("credit", "baseline", "gamma", "estimator", "reward_weights")
+_OF_VALUES = ("credit", "baseline", "gamma", "estimator", "reward_weights", "reward_roles")
 _MASKED = _Dependence(versions=True, settings=_OF_CALLS)
 DEPENDENCES: Mapping[SkipReason, _Dependence] = {
     SkipReason.CANCELLED: _Dependence(),

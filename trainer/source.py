@@ -7,6 +7,7 @@ told; a rollout's newest revision, each row once. What the ledger has used is th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC
@@ -20,9 +21,12 @@ from spangrad.selection import expression
 from spangrad.settings import Selection, Settings
 from spangrad.types import AttemptFailure, Mode
 from trainer.learning import ESTIMATORS, Need
+from trainer.roles import cancelling_roles, count_roles, missing_roles
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
+
+logger = logging.getLogger(__name__)
 
 GROUP_COLUMNS = ("RunId", "Mode", "BuildSpec", "GroupId")
 
@@ -58,7 +62,7 @@ SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM otel.build
 """
 
 _BUILDS = """
-SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Transitions, Rewards
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Transitions, Rewards, Failure
 FROM {builds} AS v
 WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
@@ -113,6 +117,8 @@ class BatchRollout:
     rollout_id: str
     attempt: int
     revision: int
+    failure: str = ""
+    """`AttemptFailure` of the attempt; empty: it ended well."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,8 @@ class Source:
         self._run = trainer.run_id
         self._modes = trainer.modes
         self._greedy = ESTIMATORS[trainer.estimator].needs is Need.GREEDY_ROLLOUT
+        self._roles, self._weights = trainer.reward_roles, trainer.reward_weights
+        self._warned_of_roles = False
         as_of = trainer.as_of
         self._as_of = as_of.replace(tzinfo=UTC) if as_of and not as_of.tzinfo else as_of
         self.build_spec = (
@@ -248,16 +256,26 @@ class Source:
         rows = self._frame(_TRANSITIONS.format(mine=_MINE, in_groups=in_groups))
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
-            BatchRollout(Group(*group), rollout, attempt, revision)
-            for *group, rollout, attempt, revision in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision").iter_rows()
+            BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])
+            for row in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision", "Failure").iter_rows()
         ]
         cancelled, missing = self._cancelled(rollouts), missing_rows(builds, newest)
         incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
+        newest = self._with_counted_rewards(newest)
         if not self._greedy:
             return Loaded(rollouts, newest, cancelled=cancelled, incomplete=incomplete)
         greedy = pl.col("Mode") == Mode.GREEDY
         trained = [one for one in rollouts if one.group.mode != Mode.GREEDY]
         return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled, incomplete)
+
+    def _with_counted_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
+        """Return the transitions with the rewards of `trainer.reward_roles`; the first odd choice of roles is warned of."""
+        counted = count_roles(transitions, self._roles)
+        warning = missing_roles(transitions, self._roles) or cancelling_roles(counted, self._weights)
+        if warning and not self._warned_of_roles:
+            logger.warning("%s", warning)
+            self._warned_of_roles = True
+        return counted
 
     def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
         ids = set[str]()

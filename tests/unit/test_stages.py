@@ -305,6 +305,7 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
     answers = {
         "well": [(429, "slow down"), (503, "busy"), (200, "0.5")],
         "several": [(200, '{"a": 1, "b": -2.5}')],
+        "game": [(200, '{"reward": {"white": 1, "black": -1}}')],
         "text": [(200, '"good"')],
         "none": [(200, "null")],
         "garbage": [(200, "<html>")],
@@ -321,6 +322,7 @@ async def test_a_reward_service_judges_programs_and_their_environments(tmp_path:
             assert {name: (one.reward, one.failure, one.detail) for name, one in found.items()} == {
                 "well": ({"reward": 0.5}, None, ""),
                 "several": ({"a": 1.0, "b": -2.5}, None, ""),
+                "game": ({"reward": {"white": 1.0, "black": -1.0}}, None, ""),
                 "text": (None, AttemptFailure.EVALUATION, f"{url}: the reward is 'good', not a finite number"),
                 "none": (None, AttemptFailure.NO_REWARD, f"{url} gave no reward"),
                 "garbage": (None, AttemptFailure.EVALUATION, f"{url} answers what is not JSON: '<html>'"),
