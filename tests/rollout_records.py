@@ -103,7 +103,9 @@ WHOLE = Record(
             "0123456789abcdef",
             [
                 Conclusion(0, "t0", "a1", 0, "researcher", "policy", reason="superseded_attempt", detail="attempt 1 counts"),
-                Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, [("reward", 1.0, "evaluation_event"), ("tool", -0.1, "air")]),
+                Conclusion(
+                    1, "t1", "b3", 0, "researcher", "policy", 3, 0, [("reward", 1.0, "evaluation_event", ""), ("tool", -0.1, "air", "")]
+                ),
                 *[Conclusion(1, "t1", "b6", choice, "", "policy", reason="mixed_versions", detail="from 3 to 4") for choice in (0, 1)],
             ],
         )

@@ -198,11 +198,11 @@ async def _one_batch(runner: Runner, questions: Iterator[Task]) -> list[Outcome]
         if not ran:
             raise SpangradError("too many groups failed: no questions are left. Look into the run's logs.")
         outcomes += ran
-        missing = len({outcome.task_id for outcome in ran if outcome.failure})
+        missing = len({outcome.task_id for outcome in ran if outcome.failure and outcome.reward is None})
     return outcomes
 
 
 def success_rate(example: Example, outcomes: Sequence[Outcome]) -> float:
     """Share of rollouts that answered right; failed ones did not."""
-    right = [(outcome.reward or {}).get(semconv.REWARD_NAME, 0.0) >= example.success for outcome in outcomes]
-    return sum(right) / len(right)
+    rewards = [(outcome.reward or {}).get(semconv.REWARD_NAME, 0.0) for outcome in outcomes]
+    return sum(isinstance(reward, float) and reward >= example.success for reward in rewards) / len(rewards)

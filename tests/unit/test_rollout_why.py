@@ -17,7 +17,8 @@ NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings()
 ENDED = root("b0", final=True, attributes={"spangrad.rollout.calls": "2"}, **SECOND)
 FAILED_FIRST = replace(FAILED, attributes={**FAILED.attributes, "spangrad.rollout.calls": "0"})
-KEPT_CALL = Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, [("reward", 1.0, "evaluation_event"), ("tool", -0.1, "air")])
+GIVEN = [("reward", 1.0, "evaluation_event", ""), ("tool", -0.1, "air", "")]
+KEPT_CALL = Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, GIVEN)
 CUT = Conclusion(1, "t1", "b6", 1, "", "policy", reason="mixed_versions", detail="from 3 to 4", convention="gateway")
 BUILD = Build(
     SETTINGS.builder.spec,
@@ -226,3 +227,21 @@ def test_two_runs_with_a_rollout_of_one_id_are_told_one_after_the_other() -> Non
     assert lines[place + 1].startswith("Rollout rollout-1 of run run-2")
     assert any(line.startswith("It is built") for line in lines[:place])
     assert lines[-1].startswith("It is not built yet")
+
+
+def test_roles_of_a_run_are_named_with_those_that_the_trainer_counts() -> None:
+    earned = [Reward("t1", "b0", "reward", value, "event", role) for role, value in {"white": "1", "black": "-1"}.items()]
+    kept = replace(KEPT_CALL, rewards=[("reward", 1.0, "runner", "white"), ("reward", -1.0, "runner", "black")])
+    game = record(*WHOLE_SPANS, rewards=earned, builds=(replace(BUILD, conclusions=[kept]),))
+    known = replace(game, roles_by_run={"run-1": ["black", "red", "white"], "run-2": ["blue"]})
+    lines = explain(known, SETTINGS)
+    assert lines[4].startswith(
+        "Rewards of the run are of the roles black, red, white; the trainer, as it is set up here, counts all of them."
+    )
+    assert lines[3].endswith("Evaluations: reward of white = 1 (event), reward of black = -1 (event).")
+    assert any(
+        "turn 0, sampled by policy policy version 3; reward of white = 1 (runner), reward of black = -1 (runner)." in line for line in lines
+    )
+    chosen = SETTINGS.model_copy(update={"trainer": SETTINGS.trainer.model_copy(update={"reward_roles": ("white",)})})
+    assert "counts those of white and everybody's." in explain(known, chosen)[4]
+    assert not any("roles" in line for line in explain(record(*WHOLE_SPANS, builds=(BUILD,)), SETTINGS))
