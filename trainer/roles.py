@@ -12,8 +12,7 @@ import polars as pl
 
 from trainer.credit import GROUP, KEY
 
-REWARDS = ("Name", "Value", "CallId", "Role", "Turn")
-"""Columns of `Rewards` that the trainer loads."""
+_LISTS = "Rewards."
 _FEWEST = 4
 """Rollouts whose roles differ, below which equal returns say nothing."""
 _EQUAL = 1e-9
@@ -28,18 +27,17 @@ def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame
     """Return the transitions with those rewards alone that a trainer counts: of the named roles, and everybody's.
 
     Args:
-        transitions: rows with the lists `Rewards.` + REWARDS, of one length a row.
+        transitions: rows with lists whose names begin with `Rewards.`, of one length a row, `Rewards.Role` among them.
         roles: `trainer.reward_roles`; empty: every reward counts.
     """
     if not roles:
         return transitions
-    counted = [counts(role, roles) for role in transitions["Rewards.Role"].explode(empty_as_null=False)]
-    rows = transitions.select(row=pl.int_range(pl.len()), size=pl.col("Rewards.Role").list.len())
-    row = rows.select(pl.col("row").repeat_by("size").explode(empty_as_null=False)).to_series()
-    entries = pl.DataFrame([row, *(transitions[f"Rewards.{name}"].explode(empty_as_null=False) for name in REWARDS)])
-    kept = entries.filter(pl.Series(counted, dtype=pl.Boolean)).group_by("row", maintain_order=True).all()
-    lists = rows.select("row").join(kept, on="row", how="left", maintain_order="left")
-    return transitions.with_columns(lists[f"Rewards.{name}"].fill_null([]) for name in REWARDS)
+    names = [name for name in transitions.columns if name.startswith(_LISTS)]
+    rows = transitions.select(Row=pl.int_range(pl.len()))
+    entries = transitions.select(*names, Row=rows["Row"]).explode(names, empty_as_null=False, keep_nulls=False)
+    counted = entries.filter(pl.Series([counts(role, roles) for role in entries["Rewards.Role"]], dtype=pl.Boolean))
+    lists = rows.join(counted.group_by("Row", maintain_order=True).agg(names), on="Row", how="left", maintain_order="left")
+    return transitions.with_columns(lists[name].fill_null([]) for name in names)
 
 
 def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dict[str, float]:

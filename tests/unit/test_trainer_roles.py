@@ -15,11 +15,12 @@ from trainer.assemble import assemble
 from trainer.credit import CreditRule, advantages, returns
 from trainer.estimators import estimator, group_relative
 from trainer.measures import measures
-from trainer.roles import REWARDS, cancelling_roles, count_roles, missing_roles, role_metrics
+from trainer.roles import cancelling_roles, count_roles, missing_roles, role_metrics
 from trainer.source import BatchRollout, Group, Loaded
 from transition_builder.build import build
 
-LISTS = {f"Rewards.{name}": pl.List(pl.Float64 if name == "Value" else pl.String) for name in REWARDS}
+LISTS = {f"Rewards.{name}": pl.List(pl.String) for name in ("Name", "Role", "CallId")}
+LISTS |= {"Rewards.Value": pl.List(pl.Float64), "Rewards.Turn": pl.List(pl.Int64)}
 Entries = list[tuple[str, str, float]]
 """Name, role and value of rewards."""
 
