@@ -29,6 +29,10 @@ class Mode(StrEnum):
     """A service's own traffic: trained only when the trainer is told to."""
 
 
+HELD_OUT_MODES = frozenset({Mode.VALIDATE, Mode.PROBE, Mode.GREEDY, Mode.TRIAL})
+"""Modes of rollouts that are measured and never trained."""
+
+
 class DropReason(StrEnum):
     """Why a policy call, or a whole rollout, is not a transition."""
 

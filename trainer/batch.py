@@ -45,6 +45,8 @@ class Batch:
     staleness: NDArray[np.int16]
     """Of each response token: how many committed versions lie between its version and the one that is trained; -1 where none sampled it,
     or a version that is not known."""
+    reshaped: NDArray[np.bool_]
+    """Of each row: whether its logprobs are of a distribution that more than a temperature shaped (`trainer.reshaped`)."""
     rollout: NDArray[np.int64]
     """Of each row: the number of its rollout within the batch, from 0; -1 for no-op rows."""
     group: NDArray[np.int64]
@@ -115,6 +117,7 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
         temperature=np.pad(sequences.temperature, (0, padding), constant_values=1),
         versions=versions,
         staleness=behind,
+        reshaped=np.pad(sequences.reshaped, (0, padding)),
         rollout=np.pad(sequences.rollout, (0, padding), constant_values=-1),
         group=np.pad(sequences.group, (0, padding), constant_values=-1),
         real_rows=len(sequences),
@@ -163,6 +166,7 @@ def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
         temperature=of(batch.temperature, 1),
         versions=of(batch.versions, UNKNOWN),
         staleness=of(batch.staleness, UNKNOWN),
+        reshaped=of(batch.reshaped),
         rollout=of(batch.rollout, -1),
         group=of(batch.group, -1),
         real_rows=len(rows),

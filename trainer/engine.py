@@ -27,6 +27,7 @@ from trainer.batch import Batch, parts, split, take
 from trainer.estimators import over_tokens
 from trainer.learning import check
 from trainer.losses import correct, correction_metrics
+from trainer.reshaped import corrected as reshaped_corrected
 from trainer.row_check import RowCheck, blame_gradient
 from trainer.rows import padded, scalars, tensordict
 from trainer.workers import begin
@@ -81,8 +82,8 @@ class Engine:
 
         Returns:
             Means over the optimizer steps of loss, and where the loss reports them clip_fraction, ppo_kl, entropy and reference_kl;
-            grad_norm (before clipping, the largest); `RowCheck.compare`'s, absent where no token was sampled; correction_*; updated
-            (number of optimizer steps).
+            grad_norm (before clipping, the largest); `RowCheck.compare`'s, absent where no token was sampled; correction_*;
+            `reshaped.corrected`'s, where rows are reshaped; updated (number of optimizer steps).
 
         Raises:
             BadRowsError: rows fail a check, and everything is as before.
@@ -110,6 +111,9 @@ class Engine:
         first = several or self.settings.recompute_logprobs
         if first:
             batch, metrics = self._begun(batch)
+        of_reshaped: dict[str, float] = {}
+        if batch.reshaped.any():
+            batch, of_reshaped = self._reweighed(batch)
         steps: list[dict[str, float]] = []
         for _ in range(self.settings.epochs):
             for rows, part in self._parts(batch):
@@ -118,7 +122,7 @@ class Engine:
         metrics |= _means(steps)
         if not metrics:
             metrics, _ = self._infer(batch)
-        metrics |= {"grad_norm": max((step["grad_norm"] for step in steps), default=0.0), "updated": float(len(steps))}
+        metrics |= of_reshaped | {"grad_norm": max((step["grad_norm"] for step in steps), default=0.0), "updated": float(len(steps))}
         if self._has_critic and batch.response_mask.any():
             metrics |= self._train_critic(batch)
         return metrics
@@ -157,6 +161,24 @@ class Engine:
             if self.settings.correction.weights or self.settings.correction.reject:
                 changes, corrected = correct(batch, self.settings)
                 batch, metrics = replace(batch, **changes), {**metrics, **corrected}
+        return batch, metrics
+
+    def _reweighed(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with ratios and weights of its reshaped rows; metrics."""
+        settings = self.settings
+        if settings.recompute_logprobs and settings.correction.weights:
+            return batch, {}  # every row has them
+        logprobs = batch.old_logprobs if settings.recompute_logprobs else None
+        if logprobs is None:
+            rows = np.flatnonzero(batch.reshaped)
+            logprobs = np.zeros_like(batch.logprobs)
+            logprobs[rows] = self._logprobs("policy", take(batch, rows, divisor=self.data_parallel_size))[: len(rows)]
+        batch, metrics = reshaped_corrected(batch, logprobs, settings.correction.threshold)
+        if settings.loss == "bypass_mode":  # it makes weights of its own against the sampled logprobs: here of ratios that are 1
+            assert batch.old_logprobs is not None
+            assert batch.weights is not None
+            weighted = batch.advantages * batch.weights
+            batch = replace(batch, logprobs=batch.old_logprobs, old_logprobs=None, advantages=weighted, weights=None)
         return batch, metrics
 
     def _parts(self, batch: Batch) -> list[tuple[NDArray[np.int64], Batch]]:

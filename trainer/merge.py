@@ -25,8 +25,9 @@ from spangrad.errors import TrainerError
 from trainer.credit import GROUP, KEY
 from trainer.token_versions import UNKNOWN, token_versions
 
-_ALIKE = ("Policy", "Version", "TokenizerHash", "Temperature")
-"""What calls must share, beside their rollout's attempt, to be one sequence: it has one temperature and one version."""
+_ALIKE = ("Policy", "Version", "TokenizerHash", "Temperature", "Reshaping")
+"""What calls must share, beside their rollout's attempt, to be one sequence: it has one temperature and one version, and its logprobs are
+of one kind of distribution."""
 _TAIL = 64
 """Bytes at the end of a sequence that are compared before the rest: prompts of a rollout begin alike, and differ there."""
 
@@ -51,6 +52,8 @@ class Sequences:
     """Of each sequence."""
     versions: NDArray[np.int64]
     """Of each token: the policy version that sampled it; -1 where the mask is off."""
+    reshaped: NDArray[np.bool_]
+    """Of each sequence: whether more than a temperature shaped the distribution that its logprobs are of."""
     rollout: NDArray[np.int64]
     """Of each sequence: the number of its rollout's attempt among those of the rows, from 0."""
     group: NDArray[np.int64]
@@ -84,8 +87,8 @@ def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
     """One sequence a call, in their order.
 
     Args:
-        transitions: rows with the columns of `credit.KEY`, TransitionId, CallId, PromptIds, ResponseIds, Logprobs, Temperature, Version,
-            `Versions.Start` and `Versions.Version`.
+        transitions: rows with the columns of `credit.KEY`, TransitionId, CallId, PromptIds, ResponseIds, Logprobs, Temperature, Reshaping,
+            Version, `Versions.Start` and `Versions.Version`.
         advantages: one a row.
 
     Raises:
@@ -98,8 +101,8 @@ def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
 def merge(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
     """As few sequences as exact prefixes give, ordered by rollout and first turn; the order of rows does not matter.
 
-    Calls are taken in the order of their turns. Each continues the longest sequence of its rollout's attempt, policy, version, tokenizer
-    and temperature that its prompt begins with; of several calls that begin with the same one, the first continues it.
+    Calls are taken in the order of their turns. Each continues the longest sequence of its rollout's attempt, policy, version, tokenizer,
+    temperature and reshaping that its prompt begins with; of several calls that begin with the same one, the first continues it.
 
     Args:
         transitions: as for `separate`, with Turn, Policy and TokenizerHash.
@@ -179,6 +182,7 @@ def _assemble(rows: pl.DataFrame, advantages: pl.Series, predecessors: NDArray[n
         advantages=spread,
         temperature=heads["Temperature"].cast(pl.Float32).to_numpy(),
         versions=versions,
+        reshaped=(heads["Reshaping"] != "").to_numpy(),
         rollout=_numbers(rows, KEY)[first],
         group=_numbers(rows, GROUP)[first],
         calls=_calls(rows["CallId"], sequence),

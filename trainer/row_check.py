@@ -57,14 +57,14 @@ class RowCheck:
             earlier: asked at most once for each earlier version.
 
         Returns:
-            `logprob_check.metrics` of all tokens; and, of versions whose weights were asked, `held_gap_mean_behind_N`: mean |difference|
-            from those (nats). Nothing where no token was sampled.
+            `logprob_check.metrics` of all tokens but those of reshaped rows, which were recorded of another distribution; and, of versions
+            whose weights were asked, `held_gap_mean_behind_N`: mean |difference| from those (nats). Nothing where there is no such token.
 
         Raises:
             BadRowsError: rows differ by more than trainer.logprob_alarm allows, or the trainer's logprobs are not finite.
         """
         self._require_finite(batch, computed, "trainer")
-        mask = batch.response_mask.astype(bool)
+        mask = batch.response_mask.astype(bool) & ~batch.reshaped[:, None]
         if not mask.any():
             return {}
         metrics = logprob_check.metrics(batch.logprobs[mask], computed[mask], batch.staleness[mask], self._clip)

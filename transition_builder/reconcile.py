@@ -24,7 +24,7 @@ import polars as pl
 
 from spangrad.selection import conditions
 from spangrad.settings import BuilderSettings
-from spangrad.types import DropReason
+from spangrad.types import HELD_OUT_MODES, DropReason
 from transition_builder.frames import Verdict
 from transition_builder.schemas import NANOSECONDS
 
@@ -160,7 +160,7 @@ def _trainable(spec: BuilderSettings) -> list[Rule]:
         (DropReason.MIXED_VERSIONS, start != end, versions),
         (
             DropReason.OTHER_DISTRIBUTION,
-            _reshaping() != "" if spec.reshaped == "drop" else _unknown_temperature(),
+            _unknown_temperature() | (_dropped_where_reshaped(spec) & (_reshaping() != "")),
             pl.format("sampled with {}", _reshaping()),
         ),
     ]
@@ -187,6 +187,11 @@ def _reshapes(column: str) -> pl.Expr:
     value = pl.col(column)
     # vLLM takes top_k = 0 and -1 alike for "all tokens".
     return (value > 0 if column == "TopK" else value != _NEUTRAL[column][1]).fill_null(False)
+
+
+def _dropped_where_reshaped(spec: BuilderSettings) -> pl.Expr:
+    """Whether a reshaped call drops: one of a held-out rollout is measured and never trained, so it stays."""
+    return pl.lit(spec.reshaped == "drop") & ~pl.col("Mode").is_in([mode.value for mode in HELD_OUT_MODES])
 
 
 def _unknown_temperature() -> pl.Expr:

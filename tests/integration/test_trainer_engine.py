@@ -82,6 +82,47 @@ def test_step_of_wrong_logprobs_names_its_rows_and_touches_nothing(engine: Engin
     assert engine.step(batch(rows))["logprob_gap_max"] < 1e-4, "the refused steps left something behind"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"epochs": 2, "mini_batches": 2},
+        {"recompute_logprobs": True},
+        {"loss": "bypass_mode"},
+        {"loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
+        {"max_tokens_per_device": 40},
+    ],
+    ids=str,
+)
+def test_reshaped_rows_pass_the_check_and_train_by_their_truncated_weight(
+    tiny_model: Path, rows: pl.DataFrame, changes: dict[str, object]
+) -> None:
+    """Processed logprobs 0.3 nats above the policy's, as under top-p, train like advantages exp(-0.3) times as large."""
+    above = np.where(np.arange(24) % 2, 0.3, 0.0)
+    processed = rows.with_columns(
+        Logprobs=pl.Series([[value + offset for value in one] for one, offset in zip(rows["Logprobs"].to_list(), above, strict=True)]),
+        Reshaping=pl.Series(["top_p=0.9" if offset else "" for offset in above]),
+    )
+    settings = SETTINGS.model_copy(update=changes)
+    reshaped, plain = Engine(tiny_model, settings), Engine(tiny_model, settings)
+    start = weights(plain)
+    metrics = reshaped.step(batch(processed))
+    expected = plain.step(batch(rows, pl.Series(ADVANTAGES.to_numpy() * np.exp(-above))))
+    # AdamW's first steps are the gradient's sign, which a last bit may turn where the gradient is all but 0.
+    apart, moved = (
+        sum(float(np.sum((one[name] - other[name]) ** 2)) for name in start)
+        for one, other in ((weights(reshaped), weights(plain)), (weights(plain), start))
+    )
+    assert apart < 1e-3 * moved
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    assert metrics["logprob_gap_max"] < 1e-4, "reshaped rows have no part in the check"
+    assert metrics["reshaped_weight_mean"] == pytest.approx(np.exp(-0.3), rel=1e-3)
+    assert 0.3 < metrics["reshaped_share"] < 0.7
+    assert metrics["reshaped_truncated"] == 0
+    with pytest.raises(BadRowsError, match="so no step was taken"):
+        plain.step(batch(processed.with_columns(Reshaping=pl.lit(""))))
+
+
 def test_a_positive_advantage_raises_its_responses_logprob(engine: Engine, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
     chosen = pl.Series([1.0] + [0.0] * 23)
     before = sum(logprobs_of(tiny_model, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list()))

@@ -100,6 +100,7 @@ def numbered(real: int, padding: int) -> Batch:
         temperature=numbers.astype(np.float32),
         versions=wide.astype(np.int64),
         staleness=wide.astype(np.int16),
+        reshaped=numbers % 2 == 0,
         rollout=numbers,
         group=numbers,
         real_rows=real,

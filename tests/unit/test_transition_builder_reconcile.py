@@ -14,7 +14,7 @@ import pytest
 import fakes
 from spangrad import types
 from spangrad.settings import BuilderSettings, Selection
-from spangrad.types import DropReason
+from spangrad.types import HELD_OUT_MODES, DropReason
 from transition_builder import reconcile
 from transition_builder.schemas import CALLS, ROLLOUTS
 
@@ -98,6 +98,31 @@ def test_what_befell_the_rollout(expected: str, root: dict[str, object], fault: 
     spans.root("r", **{"attempt": 0, **root})  # type: ignore[arg-type]
     calls = concluded(root={"attempt": 0} | root, fault=fault, Attempt=0)
     assert calls.select("Reason", "Detail").row(0) == (expected, detail)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reshaping"),
+    [
+        ({}, ""),
+        ({"TopP": 1.0, "TopK": -1, "RepetitionPenalty": None}, ""),
+        ({"TopP": 0.9, "TopK": 20, "MinP": 0.05}, "top_p=0.9, top_k=20, min_p=0.05"),
+        ({"PresencePenalty": -0.5, "Constrained": True}, "presence_penalty=-0.5, masked tokens"),
+    ],
+)
+def test_reshaped_calls_are_kept_where_the_settings_say_so_or_nothing_is_trained(facts: dict[str, object], reshaping: str) -> None:
+    columns = ["Reason", "Detail", "Reshaping"]
+    dropped = ("other_distribution", f"sampled with {reshaping}", reshaping) if reshaping else ("", "", "")
+    kept = ("", "", reshaping)
+    keep = BuilderSettings(reshaped="keep")
+    assert concluded(**facts).select(columns).row(0) == dropped  # type: ignore[arg-type]
+    assert concluded(keep, **facts).select(columns).row(0) == kept  # type: ignore[arg-type]
+    for mode in HELD_OUT_MODES:
+        assert concluded(root={"Mode": mode.value}, **facts).select(columns).row(0) == kept  # type: ignore[arg-type]
+    assert concluded(root={"Mode": "production"}, **facts).select(columns).row(0) == dropped  # type: ignore[arg-type]
+
+
+def test_a_call_of_an_unknown_temperature_drops_whatever_the_settings_say() -> None:
+    assert reason(BuilderSettings(reshaped="keep"), Temperature=None) == ("other_distribution", "sampled with an unknown temperature")
 
 
 def test_the_order_is_the_documented_one() -> None:
