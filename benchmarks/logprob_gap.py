@@ -112,6 +112,7 @@ def sample(model: Path, dtype: str, head: Head, directory: Path) -> Batch:
         temperature=np.ones(REQUESTS, np.float32),
         versions=np.zeros_like(responses),
         staleness=np.zeros(responses.shape, np.int16),
+        reshaped=np.zeros(REQUESTS, np.bool_),
         rollout=np.arange(REQUESTS),
         group=np.zeros(REQUESTS, np.int64),
         real_rows=REQUESTS,
