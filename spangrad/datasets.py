@@ -168,7 +168,7 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
         where: a condition over KEY, to read less. Over other columns it would take an older revision for the newest.
     """
     facts = ", ".join(f"newest.{place} AS {name}" for place, name in enumerate((*_FACTS, "IngestedAt"), 1))
-    conditions = [condition for condition in (where, _until(as_of)) if condition]
+    conditions = [condition for condition in (where, until_sql(as_of)) if condition]
     among = f" WHERE {' AND '.join(f'({one})' for one in conditions)}" if conditions else ""
     # Of two builders that made the same revision at once, the first counts.
     return (
@@ -191,7 +191,8 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
     return f"(SELECT * FROM otel.{table} FINAL WHERE {condition}({mine}) IN (SELECT {mine} FROM {builds_sql(as_of, where)} AS v))"
 
 
-def _until(as_of: datetime | None) -> str:
+def until_sql(as_of: datetime | None) -> str:
+    """A condition over rows `b` of `otel.builds`: they were there at a time. Empty: there is no such time."""
     if as_of is None:
         return ""
     return f"b.IngestedAt <= fromUnixTimestamp64Micro({microseconds(as_of)})"

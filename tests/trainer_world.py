@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,12 @@ class FakeSource:
 
     def ready(self) -> list[Group]:
         return [group(name) for name in self.names]
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """It names all groups each time."""
+
+    def rescan(self) -> None:
+        """It names all groups each time."""
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         version = self.version if isinstance(self.version, int) else self.version()

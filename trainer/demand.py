@@ -102,12 +102,15 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
         .where(*of(SKIPPED, {**mine, **run, "build_spec": build_spec}), SKIPPED.c.group_id.not_in(groups))
         .group_by(SKIPPED.c.reason)
     )
-    with ledger.database.transaction() as transaction:
+
+    def read(connection: sa.Connection) -> Spent:
         return Spent(
-            transaction.execute(sa.select(sa.func.count()).select_from(made.subquery())).scalar_one(),
-            transaction.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
-            Counter({SkipReason(reason): count for reason, count in transaction.execute(skipped)}),
+            connection.execute(sa.select(sa.func.count()).select_from(made.subquery())).scalar_one(),
+            connection.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
+            Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
         )
+
+    return ledger.remembered(("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.retrain_tuned), read)
 
 
 class Caller:

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
-_ARRIVED = f"SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.builds WHERE {_MINE} AND Mode = '{Mode.VALIDATE.value}'"
+_ARRIVED = f"""
+SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.builds
+WHERE {_MINE} AND Mode = '{Mode.VALIDATE.value}' AND otel.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
+"""
+_OVERLAP = 120_000_000
+"""Microseconds: longer than any insert takes to become visible after its rows were dated."""
 _ROLLOUTS = """
 SELECT groupUniqArrayIf(Version, Policy = %(policy)s) AS Versions,
     groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`), groupArrayArray(`Rewards.Role`)
@@ -55,6 +60,9 @@ class Evaluation:
         self._settings = settings.trainer
         self._build_spec = build_spec
         self._arrived: tuple[int, int] | None = None
+        """Rows since `_since`, and the time of the newest, when they were read last."""
+        self._since = 0
+        """Microseconds since 1970."""
 
     def measure(self, ledger: Ledger) -> list[LedgerVersion]:
         """Write what has become known of versions into the ledger; return those that changed, oldest first."""
@@ -71,12 +79,15 @@ class Evaluation:
         """Metrics by version; empty when nothing has been built since the last look."""
         names = {"run": self._settings.run_id, "spec": self._build_spec, "policy": self._settings.policy}
         with store_errors(self._url):
-            ((count, newest),) = self._client.query(_ARRIVED, parameters=names).result_rows
+            ((count, newest),) = self._client.query(_ARRIVED, parameters={**names, "since": self._since}).result_rows
             if not count or (count, newest) == self._arrived:
                 return {}
+            since = max(newest - _OVERLAP, 0)
+            # Before the rollouts: what comes between the two is read again.
+            (arrived,) = self._client.query(_ARRIVED, parameters={**names, "since": since}).result_rows
             query = _ROLLOUTS.format(rows=rows_sql("transitions", self._settings.as_of, _MINE), mode=Mode.VALIDATE.value)
             rows = self._client.query(query, parameters=names).result_rows
-        self._arrived = (count, newest)
+        self._since, self._arrived = since, tuple(arrived)
         by_version: dict[int, list[dict[str, float]]] = {}
         roles = self._settings.reward_roles
         for (version,), *rewards in rows:

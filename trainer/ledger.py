@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -35,6 +36,8 @@ from trainer.ledger_tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, 
 from trainer.skipped_groups import SkippedGroups
 from trainer.skips import Skip, SkipReason
 from trainer.source import BatchRollout, Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,28 @@ class Ledger:
         self._holder = holder or this_process()
         self._watch = Watch[str]()
         self.database = Database(place)
+        self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
         self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
 
     def close(self) -> None:
         """Close the database's connections."""
         self.database.close()
+
+    def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
+        """Return what `read` reads, read again only when the ledger has changed since; what is returned is not to be changed.
+
+        Args:
+            name: of what is read.
+            read: reads it.
+        """
+        with self.database.reading() as connection:
+            changes = self.database.changes(connection)
+            known = self._remembered.get(name)
+            if known and known[0] == changes:
+                return known[1]
+            value = read(connection)
+        self._remembered[name] = changes, value
+        return value
 
     def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
         """Enter the weights that this branch begins with.
@@ -114,7 +134,7 @@ class Ledger:
 
     def beginning(self, *, checksum: str, path: str, tokenizer_hash: str) -> list[int]:
         """What `lineage` would say, had this branch begun with these weights (`register_initial`)."""
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
 
@@ -194,6 +214,8 @@ class Ledger:
         Returns:
             The versions that this call orphaned.
         """
+        if self.remembered("lease", self._lease) is None:
+            return []
         with self.database.transaction() as transaction:
             row = self._lease(transaction)
             if row is None or not (row["holder"] == self._holder or self._is_over(row)):
@@ -245,7 +267,7 @@ class Ledger:
 
         With `tuned` also those of which a run over files trained a rollout.
         """
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             tables = (BATCH_ROLLOUTS, tunings.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
             taken = [sa.select(one.c.mode, one.c.group_id).where(*self._mine(one), one.c.run_id == run_id) for one in tables]
             skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
@@ -255,38 +277,53 @@ class Ledger:
 
     def versions(self) -> list[LedgerVersion]:
         """All versions, oldest first."""
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             rows = transaction.execute(sa.select(VERSIONS).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
             return [version_of(row) for row in rows]
 
     def version(self, number: int) -> LedgerVersion:
         """One version of this branch, which must be there."""
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             where = (*self._mine(VERSIONS), VERSIONS.c.version == number)
             return version_of(transaction.execute(sa.select(VERSIONS).where(*where)).mappings().one())
 
     def committed_versions(self) -> list[int]:
         """Numbers of the committed versions, oldest first; those that were rolled back among them."""
-        return [one.version for one in self.versions() if one.status is VersionStatus.COMMITTED]
+        return [version for version, status in self.statuses().items() if status is VersionStatus.COMMITTED]
+
+    def statuses(self) -> Mapping[int, VersionStatus | None]:
+        """Status of each version by its number, oldest first; None: its step is under way."""
+        query = sa.select(VERSIONS.c.version, VERSIONS.c.status).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)
+
+        def read(connection: sa.Connection) -> dict[int, VersionStatus | None]:
+            return {version: VersionStatus(status) if status else None for version, status in connection.execute(query)}
+
+        return self.remembered("statuses", read)
 
     def frontier(self) -> LedgerVersion | None:
         """The branch's head: what the next step trains. None: training has not begun."""
-        with self.database.transaction() as transaction:
-            where = (*self._mine(VERSIONS), VERSIONS.c.version == self._head(transaction))
-            found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
-            return version_of(found) if found else None
+
+        def read(connection: sa.Connection) -> LedgerVersion | None:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == self._head(connection))
+            row = connection.execute(sa.select(VERSIONS).where(*where)).mappings().first()
+            return version_of(row) if row else None
+
+        return self.remembered("frontier", read)
 
     def lineage(self) -> list[int]:
         """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
-        with self.database.transaction() as transaction:
-            return ancestry(self._parents(transaction), self._branch["branch"], self._head(transaction))
+
+        def read(connection: sa.Connection) -> list[int]:
+            return ancestry(self._parents(connection), self._branch["branch"], self._head(connection))
+
+        return list(self.remembered("lineage", read))
 
     def lent(self) -> set[int]:
         """Versions of this branch that are heads of others, which began with them: their files are still needed.
 
         Whichever branch a beginning names as its parent's: several may have begun with one version, whose files are its maker's.
         """
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             others = sa.select(HEADS.c.version).where(HEADS.c.policy == self._branch["policy"], HEADS.c.branch != self._branch["branch"])
             mine = sa.select(VERSIONS.c.version).where(*self._mine(VERSIONS), VERSIONS.c.version.in_(others))
             return set(transaction.execute(mine).scalars())
@@ -310,18 +347,17 @@ class Ledger:
 
     def pinned(self) -> set[int]:
         """Versions of the policy whose files are kept."""
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
 
     def holder(self) -> str | None:
         """Whose step is under way, for people. None: nobody's."""
-        with self.database.transaction() as transaction:
-            row = self._lease(transaction)
-            return shown(row["holder"]) if row else None
+        row = self.remembered("lease", self._lease)
+        return shown(row["holder"]) if row else None
 
     def batch(self, batch_id: str) -> list[BatchRollout]:
         """The rollouts of a batch, leased or committed, in order."""
-        with self.database.transaction() as transaction:
+        with self.database.reading() as transaction:
             return batch_rollouts.read(transaction, batch_id) or tunings.rollouts_of(transaction, batch_id)
 
     def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:

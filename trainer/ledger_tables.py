@@ -7,11 +7,14 @@ what may be there once.
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy import event
 
 from spangrad.database import Database as AnyDatabase
 from spangrad.database import Owner, database_url
@@ -20,6 +23,8 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 
 FILE = "ledger.db"
+_CHANGED = "spangrad_changed"
+"""Key of what a connection notes."""
 _OWNER = Owner("the ledger", "trainer.ledger_url", LedgerError, "nothing is lost, and nothing is trained twice.", lock=0x7370616E)
 
 METADATA = sa.MetaData()
@@ -75,6 +80,7 @@ BATCH_ROLLOUTS = sa.Table(
     sa.Column("group_id", sa.String, nullable=False),
     sa.Column("build_spec", sa.String, nullable=False),
     sa.Column("revision", sa.Integer, nullable=False),
+    sa.Index("batch_rollouts_by_group", *BRANCH, "run_id", "group_id"),
 )
 TUNINGS = sa.Table(
     "tunings",
@@ -97,6 +103,7 @@ TUNED_ROLLOUTS = sa.Table(
     sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
     *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "mode", "group_id", "build_spec")],
     sa.Column("revision", sa.Integer, nullable=False),
+    sa.Index("tuned_rollouts_by_group", *BRANCH, "run_id", "group_id"),
     comment="the rollouts that rows of a batch of TUNINGS came from: named, not claimed, since a run goes through its rows several times",
 )
 SKIPPED = sa.Table(
@@ -119,6 +126,19 @@ PINS = sa.Table(
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
     comment="versions whose files are kept, on whichever branches they are",
 )
+
+
+CHANGES = sa.Table(
+    "changes",
+    METADATA,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.BigInteger, nullable=False, comment="transactions that have changed a row, of any policy"),
+    sa.Column("restored", sa.BigInteger, nullable=False, comment="the newest of them that took a row out of skipped_groups"),
+    comment="one row, by which whoever reads the ledger again sees that it is as it was",
+)
+
+
+_CHANGES_READ = sa.select(CHANGES.c.number, CHANGES.c.restored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +189,34 @@ class Database(AnyDatabase):
             LedgerError: the URL is none that the ledger knows, or nobody answers there.
         """
         super().__init__(_url(place), METADATA, _OWNER)
+        with super().transaction() as transaction:
+            self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "restored": 0}])
+        event.listen(self.engine, "after_execute", _note_change)
+
+    @contextmanager
+    def transaction(self) -> Generator[sa.Connection]:
+        """One transaction, which is counted when it changes a row; otherwise as `spangrad.database` has it."""
+        with super().transaction() as connection:
+            connection.info.pop(_CHANGED, None)
+            yield connection
+            tables = connection.info.pop(_CHANGED, None)
+            if tables is not None:
+                number = CHANGES.c.number + 1
+                connection.execute(CHANGES.update().values(number=number, **({"restored": number} if SKIPPED.name in tables else {})))
+                connection.info.pop(_CHANGED, None)
+
+    def changes(self, connection: sa.Connection) -> tuple[int, int]:
+        """Return the number of transactions that have changed a row, and of the newest that took a row out of skipped_groups."""
+        number, restored = connection.execute(_CHANGES_READ).one()
+        return int(number), int(restored)
+
+
+def _note_change(connection: sa.Connection, statement: object, *_: object) -> None:
+    """Note in a connection that a statement changes rows, and from which tables it takes some."""
+    if isinstance(statement, sa.Insert | sa.Update | sa.Delete):
+        tables: set[str] = connection.info.setdefault(_CHANGED, set[str]())
+        if isinstance(statement, sa.Delete) and isinstance(statement.table, sa.Table):
+            tables.add(statement.table.name)
 
 
 def _url(place: Path | str) -> sa.URL:

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SHARE = 0.05
+_LONGEST_LOOK_SECONDS = 2.0
+"""An idle trainer looks again after this share of the time that it has waited, up to so many seconds."""
 _LOOK_SECONDS = 1.0
 """How often an idle trainer asks what is served."""
 
@@ -114,7 +117,8 @@ class Trainer:
             undo_leases(self.ledger, self.settings)
             self.evaluate()
             self._publish_again()
-        time.sleep(self.settings.trainer.poll_seconds)
+        # A group that becomes ready after a long wait is taken a little later, and an idle trainer costs little.
+        time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _LOOK_SHARE, _LONGEST_LOOK_SECONDS)))
 
     def _collect(self) -> None:
         """Note what was published late, since the gateway was away.

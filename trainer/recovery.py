@@ -85,7 +85,7 @@ def undo_leases(ledger: Ledger, settings: Settings) -> None:
     for version in ledger.recover():
         logger.warning("version %d was never committed: its number stays taken, its rollouts are free again", version)
     trainer = settings.trainer
-    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, lambda: {one.version: one.status for one in ledger.versions()})
+    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:

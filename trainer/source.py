@@ -8,7 +8,7 @@ told; a rollout's newest revision, each row once. What the ledger has used is th
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from spangrad.datasets import ROWS_OF, builds_sql, resolve
 from spangrad.selection import expression
 from spangrad.settings import Selection, Settings
 from spangrad.types import AttemptFailure, Mode
+from trainer.built_groups import MINE, BuiltGroups
 from trainer.learning import ESTIMATORS, Need
 from trainer.roles import cancelling_roles, count_roles, missing_roles
 
@@ -30,19 +31,7 @@ logger = logging.getLogger(__name__)
 
 GROUP_COLUMNS = ("RunId", "Mode", "BuildSpec", "GroupId")
 
-_MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _IN_GROUPS = "(Mode, GroupId) IN arrayZip({modes}, {groups})"
-
-_READY = """
-SELECT Mode, GroupId
-FROM {builds} AS v
-WHERE Mode IN %(modes)s AND GroupSize > 0 {compared}
-GROUP BY Mode, GroupId
-HAVING uniqExact(RolloutId) >= max(GroupSize)
-ORDER BY max(FirstBuiltAt), Mode, GroupId
-"""
-
-_COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
 
 _STATES = """
 SELECT Mode, GroupId, max(GroupSize), uniqExact(RolloutId)
@@ -215,19 +204,32 @@ class Source:
         self.build_spec = (
             settings.builder.spec if trainer.dataset is None else resolve(client, self._url, trainer.dataset, self._as_of).build_spec
         )
+        self._built = BuiltGroups(self._rows, self._as_of, greedy=self._greedy)
+        self._keys: list[tuple[str, str]] = []
+        self._ready: list[Group] = []
 
     def ready(self) -> list[Group]:
-        """All groups with as many built rollouts as their size, in the order in which they became ready.
+        """All groups with as many built rollouts as their size, in the order in which they became ready, but those that were released.
 
-        Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too.
+        Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too. The first
+        call reads all of history, each further one what has arrived since; the list is the same as long as nothing changes.
         """
-        builds = builds_sql(self._as_of, _MINE)
-        rows = self._rows(_READY.format(builds=builds, compared=_COMPARED.format(builds=builds) if self._greedy else ""))
-        return [Group(self._run, mode, self.build_spec, group) for mode, group in rows]
+        keys = self._built.look()
+        if keys is not self._keys:
+            self._keys, self._ready = keys, [Group(self._run, mode, self.build_spec, group) for mode, group in keys]
+        return self._ready
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """Forget groups: they are trained, or skipped."""
+        self._built.release((group.mode, group.group_id) for group in groups)
+
+    def rescan(self) -> None:
+        """Have `ready` remember all groups again."""
+        self._built.rescan()
 
     def states(self) -> list[GroupState]:
         """All groups of the run, of every mode and however far they are built, in the order of `ready`."""
-        rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, _MINE)))
+        rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, MINE)))
         states = [GroupState(Group(self._run, mode, self.build_spec, group), count, size) for mode, group, size, count in rows]
         return _with_greedy(states, self._modes) if self._greedy else states
 
@@ -245,15 +247,15 @@ class Source:
         read = (*self._modes, *([Mode.GREEDY.value] if self._greedy else []))
         parameters = {"run": self._run, "modes": tuple(self._modes), "read": read, "spec": self.build_spec}
         with store_errors(self._url):
-            return [tuple(row) for row in self._client.query(query, parameters=parameters).result_rows]
+            return [tuple(row) for row in self._client.query(query, parameters=parameters, settings=LONG).result_rows]
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""
         named = [(mode, one.group_id) for one in groups for mode in (one.mode, *([Mode.GREEDY.value] if self._greedy else []))]
         in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
-        theirs = f"{_MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {_MINE} AND {in_groups})"
+        theirs = f"{MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {MINE} AND {in_groups})"
         builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=in_groups))
-        rows = self._frame(_TRANSITIONS.format(mine=_MINE, in_groups=in_groups))
+        rows = self._frame(_TRANSITIONS.format(mine=MINE, in_groups=in_groups))
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])

@@ -21,6 +21,7 @@ from spangrad.settings import TrainerSettings
 from trainer.group_checks import find_skips, same_ids
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.ready import ReadyGroups, WholeGroups
 from trainer.skips import FAILURES, REMEDIES, Skip, SkipReason
 from trainer.source import Group, Loaded
 from trainer.watching import Clock
@@ -36,17 +37,8 @@ _NAMED = 8
 """Largest number of groups that a warning names."""
 
 
-class GroupSource(Protocol):
-    """Where groups come from."""
-
-    @property
-    def build_spec(self) -> str:
-        """The build specification of all of them."""
-        ...
-
-    def ready(self) -> list[Group]:
-        """Groups whose last rollout was built, oldest first."""
-        ...
+class GroupSource(WholeGroups, Protocol):
+    """Where groups, and what they are made of, come from."""
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Their rollouts and transitions."""
@@ -79,6 +71,7 @@ class BatchQueue:
         self._ledger = ledger
         self._clock = clock
         self._on_stale = on_stale
+        self._groups = ReadyGroups(ledger, settings)
         self._held: Loaded | None = None
         self._head: LedgerVersion | None = None
         """The version that skips were last compared with."""
@@ -100,10 +93,8 @@ class BatchQueue:
             TrainerError: too many groups of the run have failed (trainer.max_failed_share).
         """
         self._judge_again(source.build_spec, head)
-        settings = self._settings
-        finished = self._ledger.finished_groups(settings.run_id, source.build_spec, tuned=not settings.retrain_tuned)
-        waiting = self._waiting()
-        self.ready = [group for group in source.ready() if (group.mode, group.group_id) not in finished and group not in waiting]
+        settings, waiting = self._settings, self._waiting()
+        self.ready = [group for group in self._groups.look(source) if group not in waiting]
         while len(self.ready) >= settings.groups_per_batch:
             chosen = self.ready[: settings.groups_per_batch]
             self._clock.begin()

@@ -63,6 +63,11 @@ class Clock:
         self._idle = 0.0
         self._free_since = time.monotonic()
 
+    @property
+    def waited(self) -> float:
+        """Seconds of the wait so far."""
+        return time.monotonic() - self._free_since
+
     def begin(self) -> None:
         """The wait is over: rollouts for a batch are there."""
         self.stages = []
