@@ -1,0 +1,120 @@
+"""Looks of a source at a real store: history once, then what has arrived."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from store_world import World
+from trainer_world import SPEC
+
+from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from trainer import built_groups
+from trainer.source import Group, Source
+
+
+@pytest.fixture
+def settings(store: StoreSettings, tiny_model: Path, tmp_path: Path) -> Settings:
+    run = uuid.uuid4().hex[:8]
+    return Settings(store=store, trainer=TrainerSettings(run_id=run, branch=run, model=tiny_model, directory=tmp_path, publish=False))
+
+
+@pytest.fixture
+def world(settings: Settings, tiny_model: Path) -> World:
+    return World(settings, tiny_model)
+
+
+def names(groups: list[Group]) -> list[str]:
+    return [group.group_id for group in groups]
+
+
+def with_trainer(settings: Settings, **changes: object) -> Settings:
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+
+
+def test_ready_tells_groups_in_the_order_in_which_they_became_whole(settings: Settings, world: World) -> None:
+    source = Source(world.client, settings)
+    assert source.ready() == []
+    world.group("b", [1.0], size=2)
+    assert source.ready() == []
+    world.group("c", [1.0, 0.0])
+    assert names(source.ready()) == ["c"]
+    world.group("b", [None, 0.0], size=2)
+    world.group("a", [1.0, 0.0])
+    ready = source.ready()
+    assert names(ready) == names(Source(world.client, settings).ready()) == ["c", "b", "a"]
+    assert source.ready() is ready, "nothing has changed"
+
+
+def test_ready_forgets_what_is_released_until_it_changes_or_all_is_read_again(settings: Settings, world: World) -> None:
+    source = Source(world.client, settings)
+    for name in "abc":
+        world.group(name, [1.0, 0.0])
+    source.release(source.ready()[:2])
+    assert names(source.ready()) == ["c"]
+    world.group("a", [0.5], size=2, Revision=1)
+    assert names(source.ready()) == ["a", "c"], "whoever released it is asked again"
+    source.rescan()
+    assert names(source.ready()) == ["a", "b", "c"]
+
+
+def test_ready_counts_again_where_a_revision_moves_a_rollout_or_changes_the_size(settings: Settings, world: World) -> None:
+    source = Source(world.client, settings)
+    world.group("a", [1.0, 0.0])
+    world.group("b", [1.0], size=2)
+    assert names(source.ready()) == ["a"]
+    world.group("b", [0.0], size=2, RolloutId="a-1", Revision=1)
+    assert names(source.ready()) == names(Source(world.client, settings).ready()) == ["b"]
+    world.group("b", [0.0], size=3, RolloutId="a-1", Revision=2)
+    assert source.ready() == Source(world.client, settings).ready() == []
+
+
+def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: World) -> None:
+    source = Source(world.client, with_trainer(settings, estimator="remax"))
+    world.group("g", [1.0, 0.25])
+    assert source.ready() == []
+    world.group("g", [0.5], Mode="greedy", RolloutId="g-greedy", temperature=1.0, Temperature=0.0)
+    assert source.ready() == [Group(settings.trainer.run_id, "train", SPEC, "g")]
+
+
+def test_ready_as_of_a_time_takes_nothing_that_came_later(settings: Settings, world: World) -> None:
+    world.group("early", [1.0, 0.0])
+    then = Source(world.client, with_trainer(settings, as_of=datetime.now(UTC) + timedelta(milliseconds=1)))
+    assert names(then.ready()) == ["early"]
+    world.group("late", [1.0, 0.0])
+    assert names(then.ready()) == ["early"]
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_ready_finds_rows_that_became_visible_long_after_they_were_dated(
+    settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, sweeps: bool
+) -> None:
+    """Usual looks read 10 s again, and one now and then 120 s."""
+    clock = built_groups.time.monotonic
+    source = Source(world.client, settings)
+    assert source.ready() == []
+    dated = datetime.now(UTC) - timedelta(seconds=60 if sweeps else 5)
+    insert = world.insert
+    monkeypatch.setattr(world, "insert", lambda table, rows: insert(table, [{**row, "IngestedAt": dated} for row in rows]))
+    world.group("a", [1.0, 0.0])
+    if sweeps:
+        assert source.ready() == []
+        monkeypatch.setattr(built_groups.time, "monotonic", lambda: clock() + 31)
+    assert names(source.ready()) == ["a"]
+
+
+def test_ready_reads_no_history_when_nothing_has_arrived(settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(world.client, settings)
+    for name in "abc":
+        world.group(name, [1.0, 0.0])
+    source.ready()
+    source.ready()
+    asked: list[str] = []
+    query: Callable[..., object] = world.client.query
+    monkeypatch.setattr(world.client, "query", lambda text, **options: asked.append(text) or query(text, **options))
+    assert names(source.ready()) == [*"abc"]
+    assert len(asked) == 1
+    assert "b.IngestedAt >=" in asked[0]

@@ -1,0 +1,201 @@
+"""Groups that are ready: what an incremental look says is what a look at everything would say, whatever happened in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import sqlalchemy as sa
+from conftest import Place
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from sqlalchemy import event
+
+from spangrad.settings import TrainerSettings
+from trainer.ledger import Lease, Ledger
+from trainer.ready import ReadyGroups
+from trainer.skips import SkipReason
+from trainer.source import BatchRollout, Group
+
+BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
+MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
+SETTINGS = TrainerSettings(run_id="run")
+
+
+def group(name: str) -> Group:
+    return Group("run", "train", "spec", name)
+
+
+def rollouts(*names: str) -> list[BatchRollout]:
+    return [BatchRollout(group(name), f"{name}-{number}", 0, 0) for name in names for number in range(2)]
+
+
+class Whole:
+    """A source that forgets what is released, and remembers it when it is told to."""
+
+    build_spec = "spec"
+
+    def __init__(self) -> None:
+        self.all: list[Group] = []
+        self.released: set[Group] = set()
+        self.list: list[Group] = []
+
+    def ready(self) -> list[Group]:
+        known = [one for one in self.all if one not in self.released]
+        if known != self.list:
+            self.list = known
+        return self.list
+
+    def release(self, groups: Iterable[Group]) -> None:
+        self.released |= set(groups)
+
+    def rescan(self) -> None:
+        self.released = set()
+
+
+def begun(place: Path | str, branch: str = "main", holder: str | None = None) -> Ledger:
+    ledger = Ledger(place, "policy", branch, holder=holder)
+    if ledger.frontier() is None:
+        ledger.register_initial(**BASE)
+    return ledger
+
+
+def train(ledger: Ledger, *names: str) -> None:
+    lease = ledger.begin(rollouts(*names))
+    assert lease
+    ledger.commit(lease, **MADE)  # type: ignore[arg-type]
+
+
+def names(groups: Iterable[Group]) -> list[str]:
+    return [one.group_id for one in groups]
+
+
+def test_look_leaves_out_what_is_trained_leased_or_skipped_and_has_it_again_when_that_is_undone(place: Place) -> None:
+    where = place()
+    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+    source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
+    source.all = [group(name) for name in "abcdef"]
+    assert names(ready.look(source)) == [*"abcdef"]
+    train(other, "a")
+    assert names(ready.look(source)) == [*"bcdef"]
+    assert names(source.released) == ["a"]
+    lease = other.begin(rollouts("b", "c"))
+    assert lease
+    assert (names(ready.look(source)), names(source.released)) == ([*"def"], ["a"]), "what may be undone is not forgotten"
+    other.recover()
+    assert names(ready.look(source)) == [*"bcdef"]
+    other.skip([group("d")], SkipReason.EQUAL)
+    assert names(ready.look(source)) == [*"bcef"]
+    other.skips.restore()
+    assert names(ready.look(source)) == [*"bcdef"]
+    source.released.discard(group("a"))  # a late span made a new revision of it
+    assert names(ready.look(source)) == [*"bcdef"]
+    for one in (ledger, other):
+        one.close()
+
+
+def test_look_of_an_unchanged_ledger_asks_it_one_thing(place: Place) -> None:
+    ledger = begun(place())
+    source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
+    source.all = [group(name) for name in "abc"]
+    train(ledger, "a")
+    for _ in range(2):
+        ready.look(source)
+    statements: list[str] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        statements.append(statement)
+
+    event.listen(ledger.database.engine, "before_cursor_execute", note)
+    assert names(ready.look(source)) == [*"bc"]
+    assert [statement for statement in statements if not statement.startswith("BEGIN")] == [
+        "SELECT changes.number, changes.restored \nFROM changes"
+    ]
+    ledger.close()
+
+
+def test_many_groups_are_looked_up_at_once(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
+    source.all = [group(f"{number:05}") for number in range(5000)]
+    train(ledger, *(f"{number:05}" for number in range(0, 5000, 2)))
+    assert len(ready.look(source)) == 2500
+    source.all += [group(f"{number:05}") for number in range(5000, 10_000)]
+    train(ledger, *(f"{number:05}" for number in range(5000, 10_000, 2)))
+    assert len(ready.look(source)) == 5000
+    ledger.close()
+
+
+EVENTS = st.lists(
+    st.sampled_from(["arrive", "again", "lease", "commit", "undo", "skip", "restore", "elsewhere", "rollback", "look", "restart"]), max_size=30
+)
+
+
+@given(EVENTS, st.randoms(use_true_random=False))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_look_agrees_with_a_look_at_everything(events: list[str], random) -> None:  # type: ignore[no-untyped-def]
+    """Law: whoever changes the ledger, and in whichever order, nothing is missed, and nothing comes twice."""
+    with TemporaryDirectory() as directory:
+        ledger, branch = begun(Path(directory)), begun(Path(directory), "elsewhere")
+        other = begun(Path(directory), holder="other-host 7 123 other-boot/pid:[1]")
+        source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
+        lease: Lease | None = None
+
+        def free() -> list[str]:
+            finished = ledger.finished_groups("run", "spec")
+            return [one.group_id for one in source.all if ("train", one.group_id) not in finished]
+
+        acts: dict[str, Callable[[list[str]], object]] = {
+            "skip": lambda some: other.skip([group(name) for name in some], SkipReason.STALE),
+            "restore": lambda _: other.skips.restore(random.sample([*names(other.skipped())], min(1, len(other.skipped())))),
+            "elsewhere": lambda some: train(branch, *some) if some else None,
+            "rollback": lambda _: None if lease else other.rollback(random.choice(other.committed_versions())),
+            "arrive": lambda _: source.all.extend(group(f"g{len(source.all) + number}") for number in range(random.randint(1, 3))),
+            "again": lambda _: source.released.difference_update(random.sample(sorted(source.released, key=str), min(2, len(source.released)))),
+        }
+        for name in events:
+            some = random.sample(free(), min(2, len(free())))
+            if name in acts:
+                acts[name](some)
+            elif name == "lease" and not lease and some:
+                lease = other.begin(rollouts(*some))
+            elif name == "commit" and lease:
+                other.commit(lease, **MADE)  # type: ignore[arg-type]
+                lease = None
+            elif name == "undo" and lease:
+                other.recover()
+                lease = None
+            elif name == "restart":
+                source.released, ready = set(), ReadyGroups(ledger, SETTINGS)
+            elif name == "look":
+                assert names(ready.look(source)) == free()
+        assert names(ready.look(source)) == free()
+        for one in (ledger, branch, other):
+            one.close()
+
+
+def test_remembered_reads_again_only_what_somebody_has_changed(place: Place) -> None:
+    where = place()
+    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+    reads: list[int] = []
+
+    def read(connection: sa.Connection) -> int:
+        reads.append(1)
+        return len(reads)
+
+    assert [ledger.remembered("x", read) for _ in range(3)] == [1, 1, 1]
+    train(other, "a")
+    assert [ledger.remembered("x", read) for _ in range(2)] == [2, 2]
+    with pytest.raises(RuntimeError), other.database.transaction() as transaction:
+        transaction.execute(sa.text("UPDATE pins SET version = 1"))
+        raise RuntimeError
+    other.recover()
+    assert ledger.remembered("x", read) == 2, "what was rolled back, or found nothing to do, is no change"
+    assert ledger.committed_versions() == [0, 1]
+    ledger.rollback(0)
+    assert (other.lineage(), other.remembered("y", lambda _: 1)) == ([0], 1)
+    for one in (ledger, other):
+        one.close()
