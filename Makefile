@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 SEED ?= 0
 COLLECTOR ?= embedded
 GATEWAY ?= on
-BENCH ?= ingest lookup gateway span_export build publish dispatch
+BENCH ?= ingest lookup gateway span_export build publish dispatch idle_trainer
 ARGS ?=
 WORKERS ?= $(if $(ARGS),0,2)
 

@@ -96,22 +96,27 @@ class BuiltGroups:
 
     def _scan(self) -> None:
         ((now,),) = self._rows(_NOW)
+        # Before they are counted: what becomes visible in between is read again.
+        _, seen = self._arrived(int(now) - _SWEEP_OVERLAP)
         self._whole, self._sorted = self._count(MINE), None
         self._looked = self._swept = int(now)
-        self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, set()
+        self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
+
+    def _arrived(self, since: int) -> tuple[int, set[tuple[str, int, int]]]:
+        """The time by the store's clock, and rollout, revision and time of the rows that are dated since a time."""
+        until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
+        ((now, rows),) = self._rows(_NEWS.format(since=since, until=until))
+        return int(now), {(str(rollout), int(revision), int(ingested)) for rollout, revision, ingested in rows}
 
     def _read_news(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
-        since = self._swept - _SWEEP_OVERLAP if sweeps else self._looked - _OVERLAP
-        until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
-        ((now, rows),) = self._rows(_NEWS.format(since=since, until=until))
-        arrived = {(str(rollout), int(revision), int(ingested)) for rollout, revision, ingested in rows}
+        now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._looked - _OVERLAP)
         for rollouts in batches_of_keys(rollout for rollout, *_ in arrived - self._seen):
             groups = [group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))]
             for some in batches_of_keys(groups):
                 self._count_again(whole, {key.decode() for key in some}, _OF_GROUPS.format(groups=constant(some)))
         self._seen = {row for row in self._seen | arrived if row[2] >= self._looked - _SWEEP_OVERLAP}
-        self._looked = int(now)
+        self._looked = now
         if sweeps:
             self._swept, self._next_sweep = self._looked, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
 
