@@ -85,6 +85,8 @@ class FakeEngine:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """A chat request has come."""
     paused: bool = False
+    pause_modes: list[str] = field(default_factory=list[str])
+    """Of the pauses, in the order they came."""
     hold_reload: asyncio.Event = field(default_factory=asyncio.Event)
     """A reload waits for it; set at the start."""
     reloading: asyncio.Event = field(default_factory=asyncio.Event)
@@ -163,6 +165,7 @@ class FakeEngine:
             return web.Response(status=500, text="Internal Server Error")
         if name == "/pause":
             self.paused = True
+            self.pause_modes.append(request.query.get("mode", "abort"))
         elif name == "/resume":
             self.paused = False
         elif name == "/update_weight_version":

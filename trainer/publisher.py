@@ -37,17 +37,25 @@ class Publisher:
     """Seconds of each step of the last publication, of the engine that took the longest; `files`: what was read before. Empty: no engine
     had to take anything."""
 
-    def __init__(self, gateway: GatewaySettings, remedy: str = _REMEDY, sender: Sender | None = None) -> None:
+    def __init__(
+        self,
+        gateway: GatewaySettings,
+        remedy: str = _REMEDY,
+        sender: Sender | None = None,
+        calls: Mapping[str, object] | None = None,
+    ) -> None:
         """Talk to gateway.url, with gateway.token when there is one.
 
         Args:
             gateway: where it is.
             remedy: ends what is said when that fails.
             sender: sends weights to engines. None: they read files.
+            calls: the publication's `in_flight` and `drain_seconds`. None: the gateway's defaults.
         """
         self._gateway = gateway
         self._remedy = remedy
         self._sender = sender
+        self._calls = calls or {}
 
     def served(self, policy: str) -> int | None:
         """The version that the gateway serves. None: it has not admitted its engine yet.
@@ -73,7 +81,7 @@ class Publisher:
             GatewayRefusedError: it refuses for good.
             GatewayError: it does not answer, or cannot now.
         """
-        body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum}
+        body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum, **self._calls}
         if again:
             body["again"] = True
         with self._sender.offering(weights) if self._sender and weights else contextlib.nullcontext() as sender:
@@ -108,4 +116,8 @@ def publisher_of(settings: Settings) -> Publisher | None:
     """
     if not settings.trainer.publish:
         return None
-    return Publisher(settings.gateway, sender=Sender(settings.trainer) if settings.trainer.road == "transfer" else None)
+    trainer = settings.trainer
+    calls: dict[str, object] = {"in_flight": trainer.in_flight}
+    if trainer.in_flight == "drain":
+        calls["drain_seconds"] = trainer.drain_seconds
+    return Publisher(settings.gateway, sender=Sender(trainer) if trainer.road == "transfer" else None, calls=calls)

@@ -228,6 +228,11 @@ class TrainerSettings(Section):
     """Shared memory of a Ray cluster that the trainer begins: for a batch's rows, not for weights."""
     publish: bool = True
     """Hand each version to the gateway."""
+    in_flight: Literal["keep", "drain", "abort"] = "keep"
+    """Treatment of the calls that an engine is answering when it takes new weights: they go on with them, they end first, or they are
+    cut (docs/weights.md)."""
+    drain_seconds: float = Field(default=60.0, ge=0)
+    """Longest wait of in_flight `drain`; calls that are left go on as with `keep`."""
     road: Literal["disk", "adapter", "transfer"] = "disk"
     """How a version comes into engines: they read a whole model from `directory`, or the adapter alone, or the trainer sends them the
     weights (docs/weights.md)."""

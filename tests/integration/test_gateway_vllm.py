@@ -264,6 +264,61 @@ def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Pa
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
 
 
+def test_the_same_weights_under_another_number_leave_calls_in_flight_alone(
+    gateway: Settings, tiny_model: Path, rows: Callable[[str], list[Any]]
+) -> None:
+    policy = f"{gateway.gateway.url}/admin/policies/policy"
+    version = fetch(policy)["version"]
+    publish(policy, tiny_model, version + 1)
+    url = f"{gateway.gateway.url}/rollout/label-1/attempt/0{CHAT}"
+    long = {**GREEDY, "max_tokens": 110, "ignore_eos": True, "temperature": 1.0}
+    answers: list[dict[str, Any]] = []
+    caller = threading.Thread(target=lambda: answers.extend(fetch(url, long) for _ in range(3)))
+    caller.start()
+    published = publish(policy, tiny_model, version + 2)
+    assert sorted(published["stages"]["policy-0"]) == ["checksum", "update_weight_version"], "nothing was paused or loaded"
+    caller.join()
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [110] * 3
+    found = rows("label-1", 3)
+    assert {row["VersionStart"] for row in found} <= {version + 1, version + 2}
+    assert found[-1]["VersionEnd"] == version + 2
+    assert fetch(f"{gateway.gateway.engine_url}/spangrad/info")["version"] == version + 2
+
+
+def test_calls_that_a_publication_aborts_are_recorded_with_what_they_sampled(
+    gateway: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
+) -> None:
+    policy = f"{gateway.gateway.url}/admin/policies/policy"
+    version = fetch(policy)["version"]
+    other = perturbed(tiny_model, tmp_path / "aborting")
+    url = f"{gateway.gateway.url}/rollout/abort-1/attempt/0{CHAT}"
+    long = {**GREEDY, "max_tokens": 110, "ignore_eos": True, "temperature": 1.0, "stream": True}
+    came = threading.Event()
+    finished: list[bytes] = []
+
+    def call() -> None:
+        request = urllib.request.Request(url, json.dumps(long).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            finished.append(answer.readline())
+            came.set()
+            finished.append(answer.read())
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    came.wait(30)
+    published = publish(policy, other, version + 1, in_flight="abort")
+    for caller in callers:
+        caller.join()
+    assert published["version"] == version + 1
+    found = rows("abort-1", 4)
+    cut = [row for row in found if row["FinishReason"] == "abort"]
+    assert len(found) == 4, "each call is a row, cut or not"
+    assert cut, "no call was in flight"
+    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) < 110 and row["Aborted"] for row in cut)
+    assert publish(policy, tiny_model, version + 2)["version"] == version + 2
+
+
 def test_weights_that_are_not_whole_take_the_engine_out_until_good_ones_come(
     gateway: Settings, tiny_model: Path, tmp_path: Path, rows: Callable[[str], list[Any]]
 ) -> None:
@@ -316,8 +371,8 @@ def test_the_workers_checksum_is_the_files(tmp_path: Path) -> None:
     assert done.stdout.split() == [checksum_directory(tmp_path), checksum_directory(tmp_path, "bfloat16")]
 
 
-def publish(policy: str, path: Path, version: int, checksum: str | None = None) -> dict[str, Any]:
-    return fetch(f"{policy}/versions", {"version": version, "path": str(path), "checksum": checksum or checksum_directory(path)})
+def publish(policy: str, path: Path, version: int, checksum: str | None = None, **more: str) -> dict[str, Any]:
+    return fetch(f"{policy}/versions", {"version": version, "path": str(path), "checksum": checksum or checksum_directory(path), **more})
 
 
 def beheaded(model: Path, directory: Path) -> Path:

@@ -13,13 +13,14 @@ from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
 from spangrad.settings import TrainerSettings
-from spangrad.weights import checksum_directory
+from spangrad.weights import checksum_arrays, checksum_directory
 from trainer.sender import Sender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32) / 3, "b": np.float32([1e30, -0.1])}
 BEFORE = ["/pause", "/reset_prefix_cache"]
 MEETING = ["/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"]
 SENDING = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+RELABELLING = ["spangrad_checksum", "/update_weight_version"]
 AFTER = ["spangrad_checksum", "/update_weight_version", "/resume", "probe"]
 
 
@@ -58,6 +59,10 @@ async def test_the_gateway_orders_and_the_trainer_sends(sender: Sender, version:
         assert stage.engine.orders == [*BEFORE, *MEETING, *SENDING, *AFTER]
         stage.engine.orders.clear()
         assert (await publish(stage, sender, version, 2))[0] == 200
+        assert stage.engine.orders == RELABELLING, "it holds these weights: nothing is sent"
+        stage.engine.orders.clear()
+        other = {"a": WEIGHTS["a"] + 1}
+        assert (await publish(stage, sender, (version[0], checksum_arrays({**WEIGHTS, **other}.values(), "float32")), 3, **other))[0] == 200
         assert stage.engine.orders == [*BEFORE, *SENDING, *AFTER], "they have met already"
 
 

@@ -1,0 +1,119 @@
+"""A publication of weights that an engine holds already: it moves the version's number alone, and interrupts nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from several_engines import ask, backends, models, release_of, several, started
+from unit_gateway import staged
+
+from spangrad.weights import checksum_directory
+
+POLICY = "/admin/policies/policy"
+RELABELLING = ["spangrad_checksum", "/update_weight_version"]
+LOADING = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> list[Path]:
+    """Model directories of versions 0, 1, 2; the last two hold the same weights."""
+    made = models(tmp_path, 3)
+    (made[2] / "model.safetensors").write_bytes((made[1] / "model.safetensors").read_bytes())
+    return made
+
+
+async def publish(stage: Any, weights: list[Path], version: int, **more: object) -> tuple[int, Any]:
+    return await ask(stage, "POST", f"{POLICY}/versions", release_of(weights, version, **more))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "drain", "abort"])
+async def test_publish_of_the_weights_that_are_served_moves_the_label_while_calls_go_on(weights: list[Path], in_flight: str) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, weights, 1))[0] == 200
+        stage.engine.orders.clear()
+        stage.engine.go_on.clear()
+        call = asyncio.create_task(stage.chat())
+        await stage.engine.arrived.wait()
+        status, answer = await publish(stage, weights, 2, in_flight=in_flight)
+        assert (status, answer["version"], list(answer["stages"]["policy-0"])) == (200, 2, ["checksum", "update_weight_version"])
+        assert stage.engine.orders == ["chat", *RELABELLING], "nothing is paused, loaded, reset or probed"
+        assert not call.done()
+        stage.engine.go_on.set()
+        assert (await call)[0] == 200
+        assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")]
+        assert (await publish(stage, weights, 1))[0] == 409, "it is older than what is served now"
+
+
+async def test_publish_to_several_engines_loads_into_those_that_differ_alone(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    engines[0].version, engines[0].checksum, engines[0].model = 1, checksum_directory(weights[1]), str(weights[1])
+    async with several(*engines) as stage:
+        for one in engines:
+            one.orders.clear()
+        status, answer = await publish(stage, weights, 2)
+        assert (status, answer["version"]) == (200, 2)
+        assert [one.orders for one in engines] == [RELABELLING, LOADING]
+        assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")] * 2
+
+
+async def test_an_adapter_of_zeros_is_its_base_under_another_number(tmp_path: Path) -> None:
+    base = models(tmp_path, 1)[0]
+    checksum = checksum_directory(base)
+    async with staged(FakeEngine(lora_rank=8, checksum=checksum, base_checksum=checksum)) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        body = {"version": 1, "path": str(base), "checksum": checksum}
+        assert (await ask(stage, "POST", f"{POLICY}/versions", body))[0] == 200
+        assert stage.engine.orders == RELABELLING
+
+
+async def test_an_engine_that_holds_other_weights_than_the_gateway_knows_is_loaded(weights: list[Path]) -> None:
+    """It was restarted a moment ago, and who watches it has not seen that yet."""
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, weights, 1))[0] == 200
+        stage.engine.checksum = checksum_directory(weights[0])
+        stage.engine.orders.clear()
+        assert (await publish(stage, weights, 2))[0] == 200
+        assert stage.engine.orders == ["spangrad_checksum", *LOADING]
+        assert stage.engine.checksum == checksum_directory(weights[2])
+
+
+async def test_a_label_that_the_engine_does_not_take_leaves_the_old_version_served(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, weights, 1))[0] == 200
+        stage.engine.refuses = "/update_weight_version"
+        status, answer = await publish(stage, weights, 2)
+        assert (status, answer["error"]["message"].endswith("The engine is serving.")) == (502, True)
+        assert (await stage.chat())[0] == 200
+        stage.engine.refuses = ""
+        assert (await publish(stage, weights, 2))[0] == 200, "the trainer tries again"
+        assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")]
+
+
+async def test_calls_that_do_not_end_in_the_time_of_a_drain_go_on_with_the_new_weights(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        stage.engine.go_on.clear()
+        call = asyncio.create_task(stage.chat())
+        await stage.engine.arrived.wait()
+        status, answer = await publish(stage, weights, 1, in_flight="drain", drain_seconds=0.2)
+        assert (status, answer["version"]) == (200, 1)
+        assert 0.2 <= answer["stages"]["policy-0"]["drain"] < 5
+        assert (call.done(), stage.engine.pause_modes) == (False, ["keep"])
+        stage.engine.go_on.set()
+        assert (await call)[0] == 200
+
+
+async def test_a_publication_that_aborts_has_the_engine_end_its_calls(weights: list[Path]) -> None:
+    async with staged(started(weights, 1)[0]) as stage:
+        await stage.readiness("serving")
+        assert (await publish(stage, weights, 1, in_flight="abort"))[0] == 200
+        assert stage.engine.pause_modes == ["abort"]
+        assert stage.engine.orders[-len(LOADING) :] == LOADING
