@@ -193,7 +193,7 @@ def test_remembered_reads_again_only_what_somebody_has_changed(place: Place) -> 
     assert [ledger.remembered("x", read) for _ in range(3)] == [1, 1, 1]
     train(other, "a")
     assert [ledger.remembered("x", read) for _ in range(2)] == [2, 2]
-    with pytest.raises(LedgerError, match="has committed no version"):
+    with pytest.raises(LedgerError, match="has no committed version 77"):
         other.pin(77)
     other.recover()
     assert ledger.remembered("x", read) == 2, "what was rolled back, or found nothing to do, is no change"
