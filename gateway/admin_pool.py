@@ -20,7 +20,7 @@ from gateway.backend import Backend
 from gateway.metrics import Metrics
 from gateway.policy import Policy
 from gateway.pool import BackendRefusedError, Pool
-from gateway.publication import InFlight, PublicationError
+from gateway.publication import CallsInFlight, InFlight, PublicationError
 from gateway.release import Order, Publication, PublicationRequest, promote, publish, roll_back
 from gateway.sleeping import send_to_sleep, wake_up
 from gateway.upstream import BackendStatus, Upstream
@@ -48,6 +48,12 @@ class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     order: Order = Order.ALL_AT_ONCE
     in_flight: InFlight = InFlight.KEEP
+    drain_seconds: float | None = None
+
+    @property
+    def calls(self) -> CallsInFlight:
+        """How calls in flight are treated."""
+        return CallsInFlight(self.in_flight, self.drain_seconds)
 
 
 class SleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,19 +182,19 @@ class PoolAdmin:
         said = await _read(
             request,
             PublicationRequest,
-            "a publication is JSON with version, path and checksum, and maybe order, in_flight, canary and again",
+            "a publication is JSON with version, path and checksum, and maybe order, in_flight, drain_seconds, canary and again",
         )
         return json_response(await self._change(self._policy(request), lambda policy: publish(policy, said)))
 
     async def promote(self, request: web.Request) -> web.Response:
         """Serve the canary's version everywhere."""
-        said = await _read(request, OrderRequest, "a promotion is JSON with order and in_flight, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, said.order, said.in_flight)))
+        said = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
+        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, said.order, said.calls)))
 
     async def roll_back(self, request: web.Request) -> web.Response:
         """Serve the version before."""
-        said = await _read(request, OrderRequest, "a rollback is JSON with order and in_flight, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, said.order, said.in_flight)))
+        said = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
+        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, said.order, said.calls)))
 
     async def _change(self, policy: Policy, change: Callable[[Policy], Coroutine[Any, Any, Publication]]) -> Publication:
         """Change what a policy serves, and count it."""

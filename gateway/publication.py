@@ -40,7 +40,17 @@ class InFlight(StrEnum):
     KEEP = "keep"
     """They go on with the new weights where they stand."""
     DRAIN = "drain"
-    """They end first."""
+    """They end first, or as many of them as do in the time that is given."""
+    ABORT = "abort"
+    """They end at once, with what they have sampled so far and finish reason `abort`."""
+
+
+class CallsInFlight(msgspec.Struct, frozen=True):
+    """How calls in flight are treated."""
+
+    in_flight: InFlight = InFlight.KEEP
+    drain_seconds: float | None = None
+    """Longest wait of `drain`; calls that are left go on as with `keep`. None: the time of a call, after which the publication fails."""
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -93,14 +103,24 @@ class Expected:
         return told.checksum
 
 
-async def put(backend: Backend, release: Release, expected: str, in_flight: InFlight = InFlight.KEEP, sender: Sender | None = None) -> None:
-    """Make an engine serve a release; the caller holds its lock. `backend.publication` then says how long each step took.
+KEEP = CallsInFlight()
+
+
+def holds(backend: Backend, expected: str) -> bool:
+    """Whether a backend serves weights with that checksum, under whatever version, as far as the gateway knows."""
+    return backend.status is BackendStatus.SERVING and backend.checksum == expected
+
+
+async def put(backend: Backend, release: Release, expected: str, calls: CallsInFlight = KEEP, sender: Sender | None = None) -> None:
+    """Make an engine serve a release; the caller holds its lock. `backend.publication` then holds the seconds of each step.
+
+    An engine that holds these weights already is given the version's number alone: nothing is paused, loaded or reset, and calls go on.
 
     Args:
         backend: the engine.
         release: what it is to serve.
         expected: the checksum that it must show.
-        in_flight: what becomes of its calls.
+        calls: how its calls in flight are treated.
         sender: who sends the weights. None: they are read from the release's files.
 
     Raises:
@@ -112,10 +132,13 @@ async def put(backend: Backend, release: Release, expected: str, in_flight: InFl
         road = road_of(backend, Path(release.path), sender)
     except CheckpointError as error:
         raise EngineError(f"version {release.version} cannot be read any more: {error}") from error
+    if holds(backend, expected) and await _relabel(backend, release, expected):
+        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
+        return
     before = backend.status
     backend.become(BackendStatus.PUBLISHING)
     try:
-        await _replace_weights(backend, release, expected, in_flight, before, road)
+        await _replace_weights(backend, release, expected, calls, before, road)
         backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
     finally:
         if backend.status is BackendStatus.PUBLISHING:
@@ -153,8 +176,34 @@ class _Steps:
         self.now, self._began = step, ended
 
 
+async def _relabel(backend: Backend, release: Release, expected: str) -> bool:
+    """Give an engine that serves on a version's number, once it has shown that it holds that version's weights.
+
+    Returns:
+        False: it holds others, as one that was restarted a moment ago.
+
+    Raises:
+        EngineError: it did not take the number.
+    """
+    steps = _Steps("checksum")
+    try:
+        if await backend.read_checksum() != expected:
+            return False
+        steps.to("update_weight_version")
+        await backend.order("/update_weight_version", {"new_version": str(release.version)})
+        if (await backend.read_info()).version != release.version:
+            raise EngineError(f"the engine at {backend.url} does not bear version {release.version}.")
+        steps.to("serve")
+    except EngineError as error:
+        raise EngineError(
+            f"publication of version {release.version} failed at {steps.now}: {error} The engine is {backend.status}."
+        ) from error
+    backend.publication = steps.seconds
+    return True
+
+
 async def _replace_weights(
-    backend: Backend, release: Release, expected: str, in_flight: InFlight, before: BackendStatus, road: Road
+    backend: Backend, release: Release, expected: str, calls: CallsInFlight, before: BackendStatus, road: Road
 ) -> None:
     """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
     steps = _Steps("check")
@@ -164,12 +213,12 @@ async def _replace_weights(
             await backend.order("/wake_up", seconds=backend.seconds)
             steps.to("check")
         await road.check(backend)
-        if before is not BackendStatus.ASLEEP and in_flight is InFlight.DRAIN:
+        if before is not BackendStatus.ASLEEP and calls.in_flight is InFlight.DRAIN:
             steps.to("drain")
-            await backend.drained()
+            await backend.drained(calls.drain_seconds)
         steps.to("pause")
-        # Calls in flight are kept, and their KV cache with the prefix cache is recomputed with the new weights.
-        await backend.order("/pause?mode=keep")
+        # Calls in flight are kept unless they are to end, and their KV cache with the prefix cache is recomputed with the new weights.
+        await backend.order(f"/pause?mode={'abort' if calls.in_flight is InFlight.ABORT else 'keep'}")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
         await road.prepare(backend)
         steps.to(road.step)

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.backend import Backend
 from gateway.policy import Canary, Policy
-from gateway.publication import Expected, InFlight, PublicationError, Release, put
+from gateway.publication import CallsInFlight, Expected, InFlight, PublicationError, Release, holds, put
 from gateway.transfer import Sender
 from gateway.upstream import BackendStatus
 from spangrad.errors import EngineError
@@ -41,12 +41,19 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     checksum: str
     order: Order = Order.ALL_AT_ONCE
     in_flight: InFlight = InFlight.KEEP
+    drain_seconds: float | None = None
+    """Longest wait of `drain`; calls that are left go on as with `keep`. None: the time of a call, after which the publication fails."""
     canary: float | None = None
     """Share of the rollouts that one engine serves with it, until it is promoted or rolled back. None: all engines serve it."""
     sender: Sender | None = None
     """Who sends the weights to the engines' workers. None: they read them from `path`, as they will whenever they need them again."""
     again: bool = False
     """Publish a version that was rolled back, or that is older than what is served."""
+
+    @property
+    def calls(self) -> CallsInFlight:
+        """How calls in flight are treated."""
+        return CallsInFlight(self.in_flight, self.drain_seconds)
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -90,14 +97,14 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         if request.canary is not None:
             await _send_canary(policy, release, expected, request, todo)
         else:
-            await _put_into(policy, todo, release, expected, request.order, request.in_flight)
+            await _put_into(policy, todo, release, expected, request.order, request.calls)
             policy.served(release)
             _withdraw_laggards(policy)
         took = [policy.canary.backend] if policy.canary else todo
         return _publication(policy, release, time.monotonic() - began, took)
 
 
-async def promote(policy: Policy, order: Order, in_flight: InFlight) -> Publication:
+async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publication:
     """Have all engines serve what the canary serves.
 
     Raises:
@@ -116,14 +123,14 @@ async def promote(policy: Policy, order: Order, in_flight: InFlight) -> Publicat
         policy.served(canary.release)
         try:
             if todo:
-                await _put_into(policy, todo, canary.release, expected, order, in_flight)
+                await _put_into(policy, todo, canary.release, expected, order, calls)
         except EngineError as error:
             log.warning("only the canary serves version %d: %s", canary.release.version, error)
         _withdraw_laggards(policy)
         return _publication(policy, canary.release, time.monotonic() - began)
 
 
-async def roll_back(policy: Policy, order: Order, in_flight: InFlight) -> Publication:
+async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publication:
     """Serve what was served before: before the canary, before a publication that left no engine up, else before the newest version.
 
     Raises:
@@ -146,7 +153,7 @@ async def roll_back(policy: Policy, order: Order, in_flight: InFlight) -> Public
         withdrawn = [policy.canary.release.version] if policy.canary else [one.version for one in policy.releases[-1:] if newest]
         try:
             if todo:
-                await _put_into(policy, todo, release, expected, order, in_flight)
+                await _put_into(policy, todo, release, expected, order, calls)
         except EngineError as error:
             if len(todo) == len(engines):
                 raise
@@ -189,7 +196,7 @@ def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend], *,
 
 
 async def _put_into(
-    policy: Policy, engines: Sequence[Backend], release: Release, expected: Expected, order: Order, in_flight: InFlight
+    policy: Policy, engines: Sequence[Backend], release: Release, expected: Expected, order: Order, calls: CallsInFlight
 ) -> None:
     """Publish to engines; those that fail are told apart by their status.
 
@@ -198,13 +205,14 @@ async def _put_into(
     """
     began = time.monotonic()
     if order is Order.ROLLING:
-        failures = [await _publish_to(engines[0], release, expected, in_flight)]
+        failures = [await _publish_to(engines[0], release, expected, calls)]
         if failures[0] is None:
-            failures += [await _publish_to(one, release, expected, in_flight) for one in engines[1:]]
+            failures += [await _publish_to(one, release, expected, calls) for one in engines[1:]]
     else:
-        policy.all_at_once = True
+        # Those that get a number alone serve on meanwhile.
+        policy.all_at_once = not all([holds(one, await expected.by(one)) for one in engines])
         try:
-            failures = await asyncio.gather(*(_publish_to(one, release, expected, in_flight) for one in engines))
+            failures = await asyncio.gather(*(_publish_to(one, release, expected, calls) for one in engines))
         finally:
             policy.all_at_once = False
             policy.changed()
@@ -217,11 +225,11 @@ async def _put_into(
     )
 
 
-async def _publish_to(backend: Backend, release: Release, expected: Expected, in_flight: InFlight) -> EngineError | None:
+async def _publish_to(backend: Backend, release: Release, expected: Expected, calls: CallsInFlight) -> EngineError | None:
     """Publish to one engine; what went wrong, or None."""
     async with backend.lock:
         try:
-            await put(backend, release, await expected.by(backend), in_flight, expected.sender)
+            await put(backend, release, await expected.by(backend), calls, expected.sender)
         except EngineError as error:
             return error
     return None
@@ -238,7 +246,7 @@ async def _send_canary(policy: Policy, release: Release, expected: Expected, req
     # Before it serves: calls that wait meanwhile go to it only if they are its own.
     policy.canary = Canary(first, release, share)
     try:
-        await _put_into(policy, [first], release, expected, Order.ROLLING, request.in_flight)
+        await _put_into(policy, [first], release, expected, Order.ROLLING, request.calls)
     except BaseException:
         policy.canary = None
         raise
