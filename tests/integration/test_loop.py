@@ -19,8 +19,11 @@ from runner.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.runner import Outcome, Runner
 from spangrad.clickhouse import connect
 from spangrad.settings import Selection, Settings, StoreSettings
+from spangrad.settings.runner import FailureRewards
 from spangrad.settings_sources import explain_settings, load_settings
 from spangrad.types import Mode, Task
+from trainer.failures import failed_shares
+from trainer.source import Source
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
@@ -205,6 +208,62 @@ def test_the_plain_road_builds_from_the_agents_own_spans(engine: Settings, store
     assert rows == [([1, 4, 7, 14, 2, 1, 5], 1, version, 1.0, "policy")] * 3
     same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, Policy FROM otel.{} WHERE RunId = {{run:String}} ORDER BY CallId"
     assert ask(settings, same.format("v_calls")) == ask(settings, same.format("v_transitions"))
+
+
+FAILS = """
+import json, os, sys, time
+from openai import OpenAI
+given = json.load(sys.stdin)
+client = OpenAI()
+ask = lambda text: client.chat.completions.create(model="policy", max_tokens=4, messages=[{"role": "user", "content": text}])
+ask(given["city"])
+if given["fails"] == "context_overflow":
+    ask("lima " * 5000)
+if given["fails"] == "timeout":
+    time.sleep(60)
+if given["fails"] == "exit_code":
+    sys.exit(3)
+print(1.0)
+"""
+
+
+def test_failures_that_the_policy_caused_are_rewarded_built_and_loaded_for_training(gateway: Settings, tmp_path: Path) -> None:
+    settings = own_run(gateway)
+    rewards = FailureRewards(timeout=-1.0, context_overflow=-0.5, exit_code=None)
+    runner = settings.runner.model_copy(update={"timeout_seconds": 12, "max_attempts": 2, "failure_rewards": rewards})
+    settings = settings.model_copy(update={"runner": runner})
+    fails = ("context_overflow", "timeout", "exit_code", "")
+    tasks = [Task(name or "well", {"city": "lima", "fails": name}) for name in fails]
+    agent = CommandAgent((sys.executable, "-c", FAILS), directory=AGENTS)
+    outcomes = {outcome.task_id: outcome for outcome in roll_out(settings, agent, tasks, tmp_path, size=1)}
+    assert {name: (one.failure, one.reward, one.calls, one.key.attempt) for name, one in outcomes.items()} == {
+        "context_overflow": ("context_overflow", {"reward": -0.5}, 2, 0),
+        "timeout": ("timeout", {"reward": -1.0}, 1, 0),
+        "exit_code": ("exit_code", None, 1, 1),
+        "well": (None, {"reward": 1.0}, 1, 0),
+    }
+    build_all(settings, 4)
+    names = {outcome.key.rollout_id: name for name, outcome in outcomes.items()}
+    rewarded = ask(settings, "SELECT RolloutId, Value, Source, Role FROM otel.v_rewards WHERE RunId = {run:String}")
+    assert sorted((names[rollout], *rest) for rollout, *rest in rewarded) == [
+        ("context_overflow", -0.5, "runner", ""), ("timeout", -1.0, "runner", ""), ("well", 1.0, "runner", ""),
+    ]  # fmt: skip
+    drops = ask(settings, "SELECT RolloutId, Reason, Detail FROM otel.v_drops WHERE RunId = {run:String}")
+    assert sorted((names[rollout], *rest) for rollout, *rest in drops) == [
+        ("context_overflow", "call_failed", "HTTP 400 400"),
+        ("exit_code", "attempt_failed", "exit_code"),
+        ("exit_code", "superseded_attempt", "attempt 1 counts"),
+    ]
+    client = connect(settings.store)
+    try:
+        source = Source(client, settings)
+        loaded = source.load(source.ready())
+    finally:
+        client.close()
+    assert {names[one.rollout_id]: one.failure for one in loaded.rollouts} == {name or "well": name for name in fails}
+    trained = dict(loaded.transitions.select("RolloutId", "Rewards.Value").rows())
+    assert {names[rollout]: values for rollout, values in trained.items()} == {"context_overflow": [-0.5], "timeout": [-1.0], "well": [1.0]}
+    assert failed_shares(loaded, "policy", [0], 0.5)["failed_share"] == 0.75
 
 
 def test_a_rollout_without_a_reward_is_a_drop_and_never_a_zero(gateway: Settings, tmp_path: Path) -> None:

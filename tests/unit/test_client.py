@@ -8,7 +8,7 @@ import re
 import pytest
 
 from spangrad.client import Client
-from spangrad.client_result import Show
+from spangrad.client_result import Show, Tally
 from spangrad.settings_sources import load_settings
 
 
@@ -38,3 +38,15 @@ def test_what_a_script_prints_below_the_bar_is_printed_as_it_is() -> None:
     uncoloured = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
     assert "[INST] :key: [/INST]" in uncoloured
     assert "test data [/s]" in uncoloured
+
+
+def test_tally_of_failures_counts_the_rewards_that_they_have() -> None:
+    tally = Tally()
+    ended = [
+        ("succeeded", None, {"reward": {"white": 1.0, "black": 0.5}, "style": 0.5}),
+        ("failed", "timeout", {"reward": -1.0}),
+        ("dead", "crash", None),
+    ]
+    for state, reason, rewards in ended:
+        tally.add({"state": state, "attempts": [{"reason": reason, "rewards": rewards}], "group_id": "g", "group_size": 3})
+    assert (tally.measure.outcomes, tally.measure.mean_reward, tally.groups) == ({"succeeded": 1, "timeout": 1, "crash": 1}, 0.5, 1)
