@@ -6,8 +6,9 @@ model, so that its logprobs are true.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,33 @@ class World:
         size: int | None = None,
         temperature: float = 1.0,
         calls: Sequence[dict[str, Any]] = ({},),
+        spoil: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
         **changes: Any,
     ) -> None:
-        """A group of rollouts, whose calls are told apart by `calls`; a reward of None is a rollout that left only a drop."""
+        """A group of rollouts, whose calls are told apart by `calls`; a reward of None is a rollout that left only a drop.
+
+        Their rows are put into the store as `spoil` leaves them.
+        """
         facts = {"RunId": self.run, "GroupId": name, "GroupSize": size or len(rewards), **changes}
         self.seed += 1
+        rows = list[dict[str, Any]]()
         for i, reward in enumerate(rewards):
             rollout = {**facts, "RolloutId": f"{name}-{i}", **changes}
             for turn, call in enumerate(calls if reward is not None else ()):
                 row = self.call(rollout, turn, call, temperature, 1000 * self.seed + 10 * i + turn)
-                final = turn == len(calls) - 1
-                paid = {"Name": "reward", "Value": reward, "Source": "runner", "CallId": "", "Role": "", "Turn": turn} if final else {}
-                self.insert("transitions", [{**row, **{f"Rewards.{name}": [value] for name, value in paid.items()}}])
+                rows.append({**row, **_paid(reward if turn == len(calls) - 1 else None, turn)})
             if reward is None:
                 self.insert("drops", [_drop({**CALL, **rollout})])
-            self.insert("builds", [_build({**CALL, **rollout})])
+                self.insert("builds", [_build({**CALL, **rollout}, [])])
+        self.built(spoil(rows))
+
+    def built(self, rows: list[dict[str, Any]]) -> None:
+        """Put transitions, which lie by rollout, into the store, and then the builds of their rollouts."""
+        if rows:
+            self.insert("transitions", rows)
+        for _, of_rollout in groupby(rows, lambda row: row["RolloutId"]):
+            calls = list(of_rollout)
+            self.insert("builds", [_build(calls[0], calls)])
 
     def call(self, rollout: dict[str, Any], turn: int, call: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
         *_, row = sampled_rows(self.model, turn + 1, temperature=temperature, seed=seed, TokenizerHash=self.tokenizer)
@@ -83,11 +96,18 @@ def _drop(row: dict[str, Any]) -> dict[str, Any]:
     return {"Mode": "train", "Attempt": 0, "Revision": 0, **kept, "CallId": "", "TraceId": "t", "SpanId": "s", "Reason": "no_calls"}
 
 
-def _build(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without which a rollout's others do not exist."""
+def _paid(reward: float | None, turn: int) -> dict[str, Any]:
+    """The rewards of a call: its rollout's final one, or none."""
+    paid = {"Name": "reward", "Value": reward, "Source": "runner", "CallId": "", "Role": "", "Turn": turn}
+    return {f"Rewards.{name}": [] if reward is None else [value] for name, value in paid.items()}
+
+
+def _build(row: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row without which a rollout's others do not exist, and which counts them."""
     columns = {"RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision", "Content"}
     kept = {name: value for name, value in row.items() if name in columns}
-    return {"Mode": "train", "Attempt": 0, "Revision": 0, "Content": 0, **kept}
+    counts = {"Calls": len(calls), "Transitions": len(calls), "Rewards": sum(len(call["Rewards.Name"]) for call in calls)}
+    return {"Mode": "train", "Attempt": 0, "Revision": 0, "Content": 0, **counts, **kept}
 
 
 def trainer_over(world: World, settings: Settings, optimiser: FakeOptimiser | None = None) -> loop.Trainer:

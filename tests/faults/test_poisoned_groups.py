@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from poison import POISON, Rows
 from sampling import PROMPT
 from store_world import CALL, World
 
@@ -30,8 +31,6 @@ from trainer.source import Source
 ROUNDS, EVERY = 20, 5
 """Batches of four sound groups, and after how many of them a poisoned group comes first in line: 4 of 84 groups, 5 %."""
 ROLLOUTS = 32
-
-Rows = list[dict[str, Any]]
 
 
 def test_a_run_with_poisoned_groups_learns_as_the_clean_one_and_skips_exactly_those(
@@ -79,10 +78,11 @@ def learn(
             if poison and number % EVERY == EVERY - 1:
                 reason, spoil = next(kinds)
                 name = f"g{number}-poison"
-                insert(world, spoil(world, [{**row, "GroupId": name, **own_names(world, name, i)} for i, row in enumerate(groups[0])]))
+                rows = [{**row, "GroupId": name, **own_names(world, name, i)} for i, row in enumerate(groups[0])]
+                world.built(spoil(rows, "g0-paris-0"))
                 injected[name] = reason
             for rows in groups:
-                insert(world, rows)
+                world.built(rows)
             successes.append(float(np.mean([row["Rewards.Value"][0] == 1 for rows in groups for row in rows])))
             trainer.run(follow=False)
             assert len(ledger.committed_versions()) == number + 2, "each round's sound groups are a step, whatever was skipped"
@@ -142,36 +142,3 @@ def own_names(world: World, group: str, place: int) -> dict[str, str]:
     """Name a rollout of a group, its only call and its span."""
     rollout = f"{group}-{place}"
     return {"RolloutId": rollout} | {name: f"{name}-{world.run}-{rollout}" for name in ("CallId", "TransitionId", "TraceId", "SpanId")}
-
-
-def insert(world: World, rows: Rows) -> None:
-    """Put a group's transitions and then its builds into the store."""
-    world.insert("transitions", rows)
-    of_build = ("RunId", "Mode", "BuildSpec", "GroupId", "GroupSize", "TaskId", "RolloutId", "Attempt", "Revision")
-    counts = {"Content": 0, "Calls": 1, "Transitions": 1, "Rewards": 1}
-    world.insert("builds", [{**{name: row[name] for name in of_build}, **counts} for row in rows])
-
-
-def _without_numbers(world: World, rows: Rows) -> Rows:
-    return [{**rows[0], "Logprobs": [float("nan")] * 3}, *rows[1:]]
-
-
-def _of_another_distribution(world: World, rows: Rows) -> Rows:
-    return [{**row, "Logprobs": [logprob - 2 for logprob in row["Logprobs"]]} for row in rows]
-
-
-def _trained_before(world: World, rows: Rows) -> Rows:
-    """Give one rollout the id of one that an earlier batch has trained under its own group."""
-    return [{**rows[0], "RolloutId": "g0-paris-0"}, *rows[1:]]
-
-
-def _without_a_prompt(world: World, rows: Rows) -> Rows:
-    return [{**rows[0], "PromptIds": []}, *rows[1:]]
-
-
-POISON: dict[SkipReason, Callable[[World, Rows], Rows]] = {
-    SkipReason("not_finite"): _without_numbers,
-    SkipReason("logprob_gap"): _of_another_distribution,
-    SkipReason("already_trained"): _trained_before,
-    SkipReason("contradictory"): _without_a_prompt,
-}

@@ -11,11 +11,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 from killed_training import LOADED, Nursery, nursery
+from poison import POISON
 from store_world import World
 
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
@@ -23,6 +25,7 @@ from spangrad.types import VersionStatus
 from trainer import checkpoint
 from trainer.ledger import Ledger
 from trainer.ledger_tables import LedgerVersion
+from trainer.skips import SkipReason
 
 GROUPS = 2
 """A step."""
@@ -37,11 +40,16 @@ def test_kills_at_random_points(
 
     def settings(name: str) -> Settings:
         own = {"run_id": run, "branch": f"{run}-{name}", "model": tiny_model, "directory": tmp_path / name, "publish": False}
-        learning = {"groups_per_batch": GROUPS, "learning_rate": 1e-3, "max_staleness": 99, "credit": "identical"}
+        learning = {"groups_per_batch": GROUPS, "learning_rate": 1e-3, "max_staleness": 99, "credit": "identical", "max_failed_share": 1.0}
         return Settings(store=store, trainer=TrainerSettings(**own, **learning))  # type: ignore[arg-type]
 
     world = World(settings("world"), tiny_model)
+    poisoned = {reason: spoil for reason, spoil in POISON.items() if reason is not SkipReason.ALREADY_TRAINED}  # which needs a trained one
+    first_in = dict(zip(range(0, steps * GROUPS, GROUPS), poisoned.items(), strict=False))
     for i in range(steps * GROUPS):
+        if i in first_in:
+            reason, spoil = first_in[i]
+            world.group(f"g{i:02}-{reason}", [1.0, 0.0, 0.25], calls=({}, {}), spoil=partial(spoil, trained=""))
         world.group(f"g{i:02}", [1.0, 0.0, 0.25], calls=({}, {}))
 
     with nursery(tmp_path / "log") as trainers:
@@ -78,6 +86,7 @@ def test_kills_at_random_points(
                 assert code == -signal.SIGKILL, trainers.log.read_text()[seen:]
                 fell[place(killed)] += 1
             assert story(killed) == expected
+            assert skipped(killed) == {f"g{i:02}-{reason}": reason for i, (reason, _) in first_in.items()}
             assert left_behind(killed) == set()
             assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
     tell(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
@@ -130,6 +139,15 @@ def story(settings: Settings) -> list[tuple[str, list[str]]]:
     ]
     ledger.close()
     return found
+
+
+def skipped(settings: Settings) -> dict[str, SkipReason]:
+    """The groups that the branch has skipped, and why."""
+    ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    try:
+        return {group.group_id: reason for group, reason in ledger.skipped().items()}
+    finally:
+        ledger.close()
 
 
 def left_behind(settings: Settings) -> set[str]:
