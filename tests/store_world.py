@@ -72,9 +72,8 @@ class World:
         """Put transitions, which lie by rollout, into the store, and then the builds of their rollouts."""
         if rows:
             self.insert("transitions", rows)
-        for _, of_rollout in groupby(rows, lambda row: row["RolloutId"]):
-            calls = list(of_rollout)
-            self.insert("builds", [_build(calls[0], calls)])
+            by_rollout = [list(calls) for _, calls in groupby(rows, lambda row: row["RolloutId"])]
+            self.insert("builds", [_build(calls[0], calls) for calls in by_rollout])
 
     def call(self, rollout: dict[str, Any], turn: int, call: dict[str, Any], temperature: float, seed: int) -> dict[str, Any]:
         *_, row = sampled_rows(self.model, turn + 1, temperature=temperature, seed=seed, TokenizerHash=self.tokenizer)
