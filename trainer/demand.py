@@ -110,7 +110,9 @@ def spent(ledger: Ledger, settings: TrainerSettings, build_spec: str) -> Spent:
             Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
         )
 
-    return ledger.remembered(("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.retrain_tuned), read)
+    return ledger.database.remembered(
+        ("spent", settings.policy, settings.branch, settings.run_id, build_spec, settings.retrain_tuned), read
+    )
 
 
 class Caller:

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -36,8 +35,6 @@ from trainer.ledger_tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, 
 from trainer.skipped_groups import SkippedGroups
 from trainer.skips import Skip, SkipReason
 from trainer.source import BatchRollout, Group
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +77,11 @@ class Ledger:
         self._holder = holder or this_process()
         self._watch = Watch[str]()
         self.database = Database(place)
-        self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
         self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
 
     def close(self) -> None:
         """Close the database's connections."""
         self.database.close()
-
-    def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
-        """Return what `read` reads, read again only when the ledger has changed since; what is returned is not to be changed.
-
-        Args:
-            name: of what is read.
-            read: reads it.
-        """
-        with self.database.reading() as connection:
-            changes = self.database.changes(connection)
-            known = self._remembered.get(name)
-            if known and known[0] == changes:
-                return known[1]
-            value = read(connection)
-        self._remembered[name] = changes, value
-        return value
 
     def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
         """Enter the weights that this branch begins with.
@@ -214,7 +194,7 @@ class Ledger:
         Returns:
             The versions that this call orphaned.
         """
-        if self.remembered("lease", self._lease) is None:
+        if self.database.remembered("lease", self._lease) is None:
             return []
         with self.database.transaction() as transaction:
             row = self._lease(transaction)
@@ -298,7 +278,7 @@ class Ledger:
         def read(connection: sa.Connection) -> dict[int, VersionStatus | None]:
             return {version: VersionStatus(status) if status else None for version, status in connection.execute(query)}
 
-        return self.remembered("statuses", read)
+        return self.database.remembered("statuses", read)
 
     def frontier(self) -> LedgerVersion | None:
         """The branch's head: what the next step trains. None: training has not begun."""
@@ -308,7 +288,7 @@ class Ledger:
             row = connection.execute(sa.select(VERSIONS).where(*where)).mappings().first()
             return version_of(row) if row else None
 
-        return self.remembered("frontier", read)
+        return self.database.remembered("frontier", read)
 
     def lineage(self) -> list[int]:
         """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
@@ -316,7 +296,7 @@ class Ledger:
         def read(connection: sa.Connection) -> list[int]:
             return ancestry(self._parents(connection), self._branch["branch"], self._head(connection))
 
-        return list(self.remembered("lineage", read))
+        return list(self.database.remembered("lineage", read))
 
     def lent(self) -> set[int]:
         """Versions of this branch that are heads of others, which began with them: their files are still needed.
@@ -352,7 +332,7 @@ class Ledger:
 
     def holder(self) -> str | None:
         """Whose step is under way, for people. None: nobody's."""
-        row = self.remembered("lease", self._lease)
+        row = self.database.remembered("lease", self._lease)
         return shown(row["holder"]) if row else None
 
     def batch(self, batch_id: str) -> list[BatchRollout]:

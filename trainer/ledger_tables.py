@@ -7,11 +7,11 @@ what may be there once.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -22,6 +22,7 @@ from spangrad.errors import LedgerError
 from spangrad.settings import TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 
+T = TypeVar("T")
 FILE = "ledger.db"
 _CHANGED = "spangrad_changed"
 """Key of what a connection notes."""
@@ -189,6 +190,7 @@ class Database(AnyDatabase):
             LedgerError: the URL is none that the ledger knows, or nobody answers there.
         """
         super().__init__(_url(place), METADATA, _OWNER)
+        self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
         with super().transaction() as transaction:
             self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "restored": 0}])
         event.listen(self.engine, "after_execute", _note_change)
@@ -204,6 +206,22 @@ class Database(AnyDatabase):
                 number = CHANGES.c.number + 1
                 connection.execute(CHANGES.update().values(number=number, **({"restored": number} if SKIPPED.name in tables else {})))
                 connection.info.pop(_CHANGED, None)
+
+    def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
+        """Return what `read` reads, read again only when the ledger has changed since; what is returned is not to be changed.
+
+        Args:
+            name: of what is read.
+            read: reads it.
+        """
+        with self.reading() as connection:
+            changes = self.changes(connection)
+            known = self._remembered.get(name)
+            if known and known[0] == changes:
+                return known[1]
+            value = read(connection)
+        self._remembered[name] = changes, value
+        return value
 
     def changes(self, connection: sa.Connection) -> tuple[int, int]:
         """Return the number of transactions that have changed a row, and of the newest that took a row out of skipped_groups."""

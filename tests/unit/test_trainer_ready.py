@@ -190,15 +190,15 @@ def test_remembered_reads_again_only_what_somebody_has_changed(place: Place) -> 
         reads.append(1)
         return len(reads)
 
-    assert [ledger.remembered("x", read) for _ in range(3)] == [1, 1, 1]
+    assert [ledger.database.remembered("x", read) for _ in range(3)] == [1, 1, 1]
     train(other, "a")
-    assert [ledger.remembered("x", read) for _ in range(2)] == [2, 2]
+    assert [ledger.database.remembered("x", read) for _ in range(2)] == [2, 2]
     with pytest.raises(LedgerError, match="has no committed version 77"):
         other.pin(77)
     other.recover()
-    assert ledger.remembered("x", read) == 2, "what was rolled back, or found nothing to do, is no change"
+    assert ledger.database.remembered("x", read) == 2, "what was rolled back, or found nothing to do, is no change"
     assert ledger.committed_versions() == [0, 1]
     ledger.rollback(0)
-    assert (other.lineage(), other.remembered("y", lambda _: 1)) == ([0], 1)
+    assert (other.lineage(), other.database.remembered("y", lambda _: 1)) == ([0], 1)
     for one in (ledger, other):
         one.close()
