@@ -292,11 +292,8 @@ class Ledger:
 
     def lineage(self) -> list[int]:
         """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
-
-        def read(connection: sa.Connection) -> list[int]:
-            return ancestry(self._parents(connection), self._branch["branch"], self._head(connection))
-
-        return list(self.database.remembered("lineage", read))
+        branch = self._branch["branch"]
+        return list(self.database.remembered("lineage", lambda reader: ancestry(self._parents(reader), branch, self._head(reader))))
 
     def lent(self) -> set[int]:
         """Versions of this branch that are heads of others, which began with them: their files are still needed.
