@@ -126,7 +126,7 @@ def _skip_lookup(ledger: Ledger) -> SkipLookup:
     from trainer.policies import skipped_by
     from trainer.source import Group
 
-    def of(run: str, mode: str, spec: str, group: str) -> list[tuple[str, str, str]]:
+    def of(run: str, mode: str, spec: str, group: str) -> list[tuple[str, str, str, str]]:
         return skipped_by(ledger.database, Group(run, mode, spec, group))
 
     return of

@@ -78,8 +78,8 @@ ORDER BY b.Policy, b.Branch, b.Version
 _NEWEST = "SELECT Policy, Branch, max(Version) FROM otel.v_policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
 _KEYS = "SELECT RolloutKey FROM otel.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
 
-SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str]]]
-"""Run, mode, build specification and id of a group -> policy, branch and reason of each trainer that will never train it."""
+SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
+"""Run, mode, build specification and id of a group -> policy, branch, reason and detail of each trainer that skipped it."""
 
 
 def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:

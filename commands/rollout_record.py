@@ -148,8 +148,8 @@ class Build:
     group_size: int = 0
     group_built: int = 0
     """Rollouts of the group that this specification has built."""
-    skipped: Sequence[tuple[str, str, str]] = ()
-    """Policy, branch and reason of each trainer at hand that will never train the group."""
+    skipped: Sequence[tuple[str, str, str, str]] = ()
+    """Policy, branch, reason and detail of each trainer at hand that skipped the group."""
 
     @property
     def title(self) -> str:

@@ -200,8 +200,9 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
     mode = next((span.mode for span in record.spans if span.mode), Mode.PRODUCTION.value)
     if build.skipped:
         return [
-            f"the trainer of policy {policy} (branch {branch}) skipped its group as {reason}; docs/drops.md says more."
-            for policy, branch, reason in build.skipped
+            f"the trainer of policy {policy} (branch {branch}) skipped its group as {reason}{f': {detail}' if detail else '.'} "
+            f"docs/training.md says what that depends on; `spangrad train restore {build.group}` brings the group back."
+            for policy, branch, reason, detail in build.skipped
         ]
     if not build.transitions:
         return ["it left no transitions."]

@@ -1,13 +1,20 @@
-"""`spangrad train`."""
+"""`spangrad train`, and its subcommands for the groups that training skipped."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from cyclopts import App
+
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
+train = App(name="train", help="Train on finished groups of rollouts, once or as they finish.")
+train.command("commands.train_skips:skipped", name="skipped")
+train.command("commands.train_skips:restore", name="restore")
 
-def train(
+
+@train.default
+def _train(
     *,
     follow: bool = False,
     once: bool = False,

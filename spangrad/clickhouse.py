@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SHARDED = {"distributed_foreground_insert": 1, "distributed_product_mode": "global"}
 """Settings of statements over shards: an insert is acknowledged when the shards have it, and IN asks all of them."""
+CONSISTENT = {"select_sequential_consistency": 1}
+"""Settings of clients that conclude from what they do not see: a replica answers once it has every row that a quorum has acknowledged."""
 LONG = {"max_query_size": 64 * 2**20}
 """Settings of statements that hold texts of others, of which a single one may be longer than the 256 KiB that the engine parses unasked."""
 KEYS_A_STATEMENT = 500
@@ -32,8 +34,13 @@ _BETWEEN = b"\xff"
 """Stands between texts: UTF-8 has no use for it."""
 
 
-def connect(store: StoreSettings) -> Client:
+def connect(store: StoreSettings, *, consistent: bool = False) -> Client:
     """Open a client of the store.
+
+    Args:
+        store: where it is.
+        consistent: whether the client concludes from rows that it does not see. Then its reads of a replicated store are sequentially
+            consistent (`store.sequential_consistency`).
 
     Raises:
         StoreError: nobody answers at the URL, or the token was refused.
@@ -52,7 +59,7 @@ def connect(store: StoreSettings) -> Client:
             username=unquote(parts.username or "default"),
             password=unquote(parts.password or "") or (token.get_secret_value() if token else ""),
             autogenerate_session_id=False,
-            settings=SHARDED if store.sharded else {},
+            settings={**(SHARDED if store.sharded else {}), **(CONSISTENT if consistent and store.reads_in_sequence else {})},
         )
 
 

@@ -346,7 +346,7 @@ def train(settings: Settings, *, follow: bool) -> None:
 
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
-    store, outage = connect(settings.store), Outage("the span store")
+    store, outage = connect(settings.store, consistent=True), Outage("the span store")
     client = patient_client(store, settings.store.url, outage, shutdown)
     ledger = open_ledger(settings)
     make_patient(ledger, Outage("the ledger's database"), shutdown)

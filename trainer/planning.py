@@ -29,7 +29,7 @@ def make_plan(settings: Settings) -> Plan:
         SpangradError: a setting or the store is not as it must be.
     """
     require_beginning(settings)
-    client = connect(settings.store)
+    client = connect(settings.store, consistent=True)
     ledger = existing_ledger(settings)
     try:
         return plan_of(settings, client, ledger)

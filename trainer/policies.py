@@ -41,13 +41,13 @@ def overview(database: Database) -> Overview:
         )
 
 
-def skipped_by(database: Database, group: Group) -> list[tuple[str, str, str]]:
-    """Policy, branch and reason of each trainer that will never train a group."""
+def skipped_by(database: Database, group: Group) -> list[tuple[str, str, str, str]]:
+    """Policy, branch, reason and detail of each trainer that has skipped a group."""
     key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
-    columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason)
+    columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason, SKIPPED.c.detail)
     with database.transaction() as transaction:
         rows = transaction.execute(sa.select(*columns).where(*(SKIPPED.c[name] == value for name, value in key.items())).order_by(*columns))
-        return [(policy, branch, reason) for policy, branch, reason in rows]
+        return [(policy, branch, reason, detail) for policy, branch, reason, detail in rows]
 
 
 def origin(versions: Iterable[LedgerVersion], policy: str, number: int) -> LedgerVersion | None:

@@ -133,7 +133,7 @@ class SkippedGroups:
         failed = (
             sa.select(SKIPPED)
             .where(*_mine(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.reason.in_([reason.value for reason in FAILURES]))
-            .order_by(SKIPPED.c.version.desc(), SKIPPED.c.skipped_at.desc())
+            .order_by(SKIPPED.c.version.desc(), SKIPPED.c.skipped_at.desc(), SKIPPED.c.group_id)
             .limit(window)
         )
         with self._database.reading() as connection:

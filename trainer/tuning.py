@@ -368,7 +368,7 @@ def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
 def _store(settings: Settings) -> Client | None:
     """The span store. None: it is away; what it lacks is copied there by whoever trains the branch next."""
     try:
-        return connect(settings.store)
+        return connect(settings.store, consistent=True)
     except StoreError as error:
         logger.warning("the ledger is not copied to the store now: %s", error)
         return None

@@ -82,7 +82,7 @@ class Builder:
             StoreError: the store does not answer.
         """
         specification.check(settings.builder)
-        client = connect(settings.store)
+        client = connect(settings.store, consistent=True)
         sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
         self._waits = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if hurry else self._spec

@@ -41,8 +41,16 @@ class StoreSettings(Section):
     """The ClickHouse cluster that holds the tables, replicated. None: one server, the embedded store say."""
     sharded: bool = False
     """Spread the tables over the cluster's shards."""
+    sequential_consistency: bool | None = None
+    """Whether the trainer's and the builder's reads ask for every row that a quorum of replicas has acknowledged. None: where
+    store.cluster is set."""
     ttl_days: int | None = Field(default=None, ge=1)
     """How long spans and what was made of them are kept, but for what a committed batch used. None: for ever."""
+
+    @property
+    def reads_in_sequence(self) -> bool:
+        """Whether reads that conclude from missing rows ask for sequential consistency."""
+        return self.cluster is not None if self.sequential_consistency is None else self.sequential_consistency
 
 
 class CollectorSettings(Section):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from spangrad.clickhouse import KEYS_A_STATEMENT, batches, constant
+import clickhouse_connect
+import pytest
+
+from spangrad.clickhouse import KEYS_A_STATEMENT, batches, connect, constant
+from spangrad.settings import StoreSettings
 
 
 def test_keys_are_cut_by_number_and_by_bytes_and_each_comes_once() -> None:
@@ -23,3 +27,22 @@ def test_a_constant_has_none_of_the_words_of_its_texts() -> None:
     assert constant(["file(1)"]) == "[unhex('66696c65283129')]"
     assert constant([b"a\xffb"]) == "[unhex('61ff62')]"
     assert constant(["url(", b"s3("]) == r"splitByChar('\xFF', unhex('75726c28ff733328'))"
+
+
+@pytest.mark.parametrize(
+    ("facts", "consistent", "expected"),
+    [
+        ({}, True, {}),
+        ({"cluster": "spans"}, True, {"select_sequential_consistency": 1}),
+        ({"cluster": "spans"}, False, {}),
+        ({"cluster": "spans", "sequential_consistency": False}, True, {}),
+        ({"sequential_consistency": True}, True, {"select_sequential_consistency": 1}),
+    ],
+)
+def test_connect_where_a_client_concludes_from_missing_rows_asks_a_replicated_store_for_sequential_consistency(
+    facts: dict[str, object], consistent: bool, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = dict[str, object]()
+    monkeypatch.setattr(clickhouse_connect, "get_client", lambda **options: asked.update(options))
+    connect(StoreSettings(**facts), consistent=consistent)  # type: ignore[arg-type]
+    assert asked["settings"] == expected

@@ -146,9 +146,10 @@ LOOK = f"If `spangrad train` has passed it by, the reason stands in its log and 
             f"(trainer.max_staleness = {SETTINGS.trainer.max_staleness}). {LOOK}",
         ),
         (
-            replace(WHOLE_GROUP, skipped=[("policy", "main", "stale")]),
+            replace(WHOLE_GROUP, skipped=[("policy", "main", "stale", "version 3 is too old.")]),
             {},
-            "the trainer of policy policy (branch main) skipped its group as stale; docs/drops.md says more.",
+            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. docs/training.md says what that "
+            f"depends on; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
         ),
         (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
         (replace(BUILD, group_size=0), {}, "nobody said how many rollouts its group has, so that the group is never whole."),

@@ -131,7 +131,7 @@ def test_skipped_groups_stay_out_and_are_counted(place: Place):
     ledger = begun(place)
     ledger.skip([group("x"), group("y")], SkipReason.STALE)
     ledger.skip([group("x")], SkipReason.GREEDY)
-    assert skipped_by(ledger.database, group("x")) == [("policy", "main", "stale")]
+    assert skipped_by(ledger.database, group("x")) == [("policy", "main", "stale", "")]
     assert skipped_by(ledger.database, group("z")) == []
     assert ledger.skipped() == {group("x"): SkipReason.STALE, group("y"): SkipReason.STALE}
     assert ledger.finished_groups("run", "spec") == {("train", "x"), ("train", "y")}

@@ -1,0 +1,375 @@
+"""Batches of sound groups: what a refused step skips, how a batch is refilled, what is looked at again, and when a run stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
+
+from commands.train_skips import restore, skipped
+from fakes import transition_row
+from spangrad.errors import BadRowsError, LedgerError, SettingsError, TrainerError
+from spangrad.types import VersionStatus
+from trainer import loop
+from trainer.batch import Batch
+from trainer.ledger import Ledger
+from trainer.skips import Skip, SkipReason
+from trainer.source import BatchRollout, Group, Loaded, missing_rows
+
+BAD = 99
+"""First token of the prompts that the optimizer refuses."""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+@dataclass
+class Refusing(FakeOptimiser):
+    """Refuses a batch with rows whose prompt begins with BAD, and names them."""
+
+    reason: str = "logprob_gap"
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        rows = np.flatnonzero((batch.prompts[:, 0] == BAD) & (batch.group >= 0)).tolist()
+        if rows:
+            self.batches.append(batch)
+            raise BadRowsError(f"rows {rows} differ by 0.4 nats.", dict.fromkeys(rows, self.reason))
+        return super().step(batch)
+
+
+@dataclass
+class Counted(FakeSource):
+    """Tells which groups were loaded, call by call, and withholds rows of some."""
+
+    loads: list[list[str]] = field(default_factory=list)
+    hidden: Collection[str] = ()
+    ids: dict[str, str] = field(default_factory=dict)
+    """Rollouts that have another one's id."""
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        self.loads.append([one.group_id for one in groups])
+        loaded = super().load(groups)
+        rollouts = [replace(rollout, rollout_id=self.ids.get(rollout.rollout_id, rollout.rollout_id)) for rollout in loaded.rollouts]
+        incomplete = {one: "rollout 'x' has 3 of 4 transitions." for one in groups if one.group_id in self.hidden}
+        return Loaded(rollouts, loaded.transitions, incomplete=incomplete)
+
+
+def bad(*names: str) -> dict[str, dict[str, object]]:
+    return {name: {"PromptIds": [BAD, 1, 2]} for name in names}
+
+
+def statuses(ledger: Ledger) -> list[tuple[int, str | None]]:
+    return [(version.version, version.status) for version in ledger.versions()]
+
+
+def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+    source = Counted(["bad", "b", "c", "d", "e"], changes=bad("bad"))
+    trainer = wired(settings(base, tmp_path), source, Refusing())
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 2: ["b-0", "b-1", "c-0", "c-1"], 3: ["d-0", "d-1", "e-0", "e-1"]}
+    assert trainer.ledger.skipped() == {group("bad"): SkipReason.LOGPROB_GAP}
+    assert statuses(trainer.ledger)[1] == (1, VersionStatus.ORPHANED), "its number is burnt, once"
+    assert source.loads == [["bad", "b"], ["c"], ["d", "e"]], "what was loaded of the sound group was kept"
+    assert "1 groups are skipped (logprob_gap): bad. bad: rows [0, 1] differ by 0.4 nats." in caplog.text
+    newest = loop.newest_version(trainer.ledger)
+    assert (newest.metrics["groups_failed"], newest.metrics["groups_skipped"]) == (1.0, 1.0)
+    assert trainer.optimiser.weight == 2.0  # type: ignore[union-attr]
+
+
+def test_step_that_is_refused_with_too_few_groups_left_waits_for_more(tmp_path: Path, base: Path):
+    source = Counted(["bad", "b"], changes=bad("bad"))
+    trainer = wired(settings(base, tmp_path), source, Refusing())
+    trainer.run(follow=False)
+    assert (committed(trainer), trainer.ledger.holder()) == ({0: []}, None), "the lease is undone"
+    source.names.append("c")
+    source.changes["c"] = {"TokenizerHash": source.changes["b"]["TokenizerHash"]}
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 2: ["b-0", "b-1", "c-0", "c-1"]}
+
+
+@pytest.mark.parametrize("refilled", [True, False])
+def test_a_refilled_batch_is_the_one_that_a_fresh_start_would_take(tmp_path: Path, base: Path, refilled: bool):
+    """Rows, their order and all that is computed of them: a crash between a skip and the step that follows changes nothing."""
+    optimizer = Refusing()
+    trainer = wired(settings(base, tmp_path), Counted(["z", "bad", "a"], changes=bad("bad")), optimizer)
+    if not refilled:
+        trainer.ledger.skip([group("bad")], SkipReason.LOGPROB_GAP)
+    trainer.run(follow=False)
+    (batch,) = [batch for batch in optimizer.batches if BAD not in batch.prompts]
+    ids = [row.rollout_id for row in trainer.ledger.batch(trainer.ledger.versions()[-1].policy_version.batch_id or "")]
+    assert ids == ["a-0", "a-1", "z-0", "z-1"]
+    assert (batch.group.tolist(), batch.advantages[:, 0].tolist()) == ([0, 0, 1, 1] if refilled else [1, 1, 0, 0], [1.0, -1.0, 1.0, -1.0])
+
+
+def test_step_that_fails_as_a_whole_skips_the_batch_and_loads_the_weights_anew(tmp_path: Path, base: Path):
+    class Exploding(FakeOptimiser):
+        def step(self, batch: Batch) -> dict[str, float]:
+            if (batch.prompts == BAD).any():
+                self.weight = float("nan")
+                raise BadRowsError("the gradient's norm is nan.", {})
+            return super().step(batch)
+
+    trainer = wired(settings(base, tmp_path), Counted([*"abcd"], changes=bad("b")), Exploding())
+    trainer.run(follow=False)
+    assert trainer.ledger.skipped() == {group("a"): SkipReason.NOT_FINITE, group("b"): SkipReason.NOT_FINITE}
+    assert committed(trainer) == {0: [], 2: ["c-0", "c-1", "d-0", "d-1"]}
+    newest = loop.newest_version(trainer.ledger)
+    assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "1.0", "from the weights of version 0, not from nan"
+
+
+def test_rounds_of_a_filter_load_each_group_once(tmp_path: Path, base: Path):
+    equal: dict[str, object] = {"Rewards.Value": [1.0]}
+    source = Counted([*"abcde"], changes={"a": equal, "c": equal, "d": equal})
+    trainer = wired(settings(base, tmp_path, skip_equal_groups=True), source)
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "e-0", "e-1"]}
+    assert source.loads == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_a_rollout_id_of_two_groups_is_trained_once_and_the_other_group_is_skipped(tmp_path: Path, base: Path):
+    source = Counted([*"abcde"], ids={"a-0": "same", "b-0": "same", "e-1": "same"})
+    trainer = wired(settings(base, tmp_path, groups_per_batch=2), source)
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["a-1", "same", "c-0", "c-1"]}
+    source.names.append("f")
+    source.changes["f"] = source.changes["d"]
+    trainer.run(follow=False)
+    assert list(committed(trainer).values())[2:] == [["d-0", "d-1", "f-0", "f-1"]]
+    details = {row.group.group_id: (row.reason, row.detail) for row in trainer.ledger.skips.read()}
+    assert details == {
+        "b": (SkipReason.ALREADY_TRAINED, "rollout 'same' is one of group 'a', too, which came first."),
+        "e": (SkipReason.ALREADY_TRAINED, "version 1 was trained on its rollout 'same', as one of group 'a'."),
+    }
+
+
+def test_a_lease_that_the_ledger_refuses_skips_the_groups_that_it_names(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another trainer of the branch may have been faster."""
+    source = Counted([*"abcd"], ids={"c-0": "a-0"})
+    trainer = wired(settings(base, tmp_path), source)
+    monkeypatch.setattr(trainer.ledger, "claimed", lambda rollouts: {})
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"]}
+    assert trainer.ledger.skipped() == {group("c"): SkipReason.ALREADY_TRAINED}
+
+
+def test_a_group_whose_rows_are_missing_waits_and_is_trained_once_they_are_there(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("trainer.taking._SOON_SECONDS", 0.0)
+    source = Counted([*"abc"], hidden=["a"])
+    trainer = wired(settings(base, tmp_path), source)
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["b-0", "b-1", "c-0", "c-1"]}
+    assert loop.newest_version(trainer.ledger).metrics["groups_incomplete"] == 1.0
+    source.names.append("d")
+    source.changes["d"] = source.changes["c"]
+    trainer.run(follow=False)
+    assert (len(committed(trainer)), trainer.ledger.skipped()) == (2, {}), "it is neither trained nor skipped"
+    source.hidden = ()
+    trainer.run(follow=False)
+    assert committed(trainer)[2] == ["a-0", "a-1", "d-0", "d-1"]
+    assert caplog.text.count("group a is not ready yet: rollout 'x' has 3 of 4 transitions. It is looked at again.") == 1
+
+
+def test_missing_rows_compares_transitions_and_rewards_with_what_was_built():
+    rows = [
+        transition_row(rollout, turn, rewards=(1.0,) if turn == 3 else (), Content=1, GroupId=f"g-{rollout}")
+        for rollout in ("whole", "short", "unpaid", "absent")
+        for turn in range(4)
+    ]
+    frame = pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)})
+    builds = frame.unique(["RolloutId"], maintain_order=True).with_columns(Transitions=pl.lit(4), Rewards=pl.lit(1))
+    turn, rollout = pl.col("Turn"), pl.col("RolloutId")
+    lost = ((rollout == "short") & (turn == 0)) | (rollout == "absent")
+    unpaid = pl.when((rollout == "unpaid") & (turn == 3)).then(pl.lit([], pl.List(pl.Float64))).otherwise("Rewards.Value")
+    shown = frame.filter(~lost).with_columns(unpaid.alias("Rewards.Value"))
+    assert missing_rows(builds, frame) == {}
+    assert missing_rows(builds, shown) == {
+        "g-short": "rollout 'short' has 3 of 4 transitions and 1 of 1 rewards in the store so far.",
+        "g-unpaid": "rollout 'unpaid' has 4 of 4 transitions and 0 of 1 rewards in the store so far.",
+        "g-absent": "rollout 'absent' has 0 of 4 transitions and 0 of 1 rewards in the store so far.",
+    }
+
+
+def test_what_a_rollback_makes_fresh_again_is_trained(tmp_path: Path, base: Path):
+    names = [*"abcd"]
+    trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(names))
+    trainer.run(follow=False)
+    assert trainer.ledger.skipped() == {group("c"): SkipReason.STALE, group("d"): SkipReason.STALE}
+    trainer.ledger.rollback(0)
+    trainer.run(follow=False)  # the same process sees it
+    assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "b-0", "b-1"], 2: ["c-0", "c-1", "d-0", "d-1"]}
+    assert (trainer.ledger.skipped(), trainer.ledger.lineage()) == ({}, [0, 2])
+
+
+def test_what_a_rollback_that_is_taken_back_makes_known_again_is_trained(tmp_path: Path, base: Path):
+    source = FakeSource([*"abcd"], changes={"c": {"Version": 1}, "d": {"Version": 1}})
+    chosen = settings(base, tmp_path, max_staleness=0)
+    trainer = wired(chosen, FakeSource([*"ab"]))
+    trainer.run(follow=False)
+    trainer.ledger.rollback(0)
+    trainer.ledger.close()
+    back = wired(chosen, source)
+    back.run(follow=False)
+    assert back.ledger.skipped() == {group("c"): SkipReason.UNKNOWN_VERSION, group("d"): SkipReason.UNKNOWN_VERSION}
+    back.ledger.rollback(1)
+    back.ledger.close()
+    again = wired(chosen, source)  # another process
+    again.run(follow=False)
+    assert committed(again)[2] == ["c-0", "c-1", "d-0", "d-1"]
+
+
+def test_a_changed_setting_brings_back_what_was_skipped_for_it(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    source = FakeSource([*"abcde"])
+    first = wired(settings(base, tmp_path, max_staleness=0), source)
+    first.run(follow=False)
+    assert {one.group_id for one in first.ledger.skipped()} == {"c", "d"}
+    first.ledger.skip([group("e")], SkipReason.CONTRADICTORY)
+    first.ledger.close()
+    same = wired(settings(base, tmp_path, max_staleness=0, learning_rate=1.0), source)
+    same.run(follow=False)
+    assert len(committed(same)) == 2, "a setting that no reason depends on changes nothing"
+    same.ledger.close()
+    raised = wired(settings(base, tmp_path, max_staleness=1), source)
+    raised.run(follow=False)
+    assert committed(raised)[2] == ["c-0", "c-1", "d-0", "d-1"]
+    assert raised.ledger.skipped() == {group("e"): SkipReason.CONTRADICTORY}
+    assert "2 groups that were skipped as stale are looked at again: what the reason depends on has changed" in caplog.text
+
+
+def test_a_look_without_news_judges_nothing_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource([*"abcd"]))
+    calls = []
+    judge = trainer.ledger.skips.remove_outdated
+    monkeypatch.setattr(trainer.ledger.skips, "remove_outdated", lambda *own: calls.append(own) or judge(*own))
+    trainer.run(follow=False)
+    trainer.run(follow=False)
+    assert (len(committed(trainer)), len(calls)) == (2, 1), "once at the start; its own commits change no reason"
+
+
+def failing(tmp_path: Path, base: Path, names: Sequence[str], sick: Sequence[str], **changes: object):
+    chosen = settings(base, tmp_path, **{"failed_window": 8, "max_failed_share": 0.25, **changes})
+    return wired(chosen, FakeSource([*names], changes=bad(*sick)), Refusing())
+
+
+def test_a_run_in_which_too_many_groups_fail_stops_with_the_reason_and_the_remedy(tmp_path: Path, base: Path):
+    sick = [f"bad{i}" for i in range(4)]
+    trainer = failing(tmp_path, base, [*sick, *"abcd"], sick)
+    with pytest.raises(TrainerError) as caught:
+        trainer.run(follow=False)
+    assert str(caught.value) == (
+        "4 of the last 8 groups of run 'run' failed (4 logprob_gap), more than trainer.max_failed_share = 0.25 allows, most of them as "
+        "logprob_gap. The newest is group 'bad2': rows [0, 1, 2, 3] differ by 0.4 nats. See that engine and trainer hold the same "
+        "weights and tokenizer and that the recorded sampling parameters are those in effect (docs/learning.md). "
+        "`spangrad train skipped --reason logprob_gap` lists them. Once the cause is gone, "
+        "`spangrad train restore --reason logprob_gap` brings them back; to go on without them, raise trainer.max_failed_share."
+    )
+    assert (committed(trainer), trainer.ledger.holder()) == ({0: []}, None), "the lease is undone"
+    trainer.ledger.close()
+    # The same at the next start, before anything else is skipped: what has failed stands in the ledger.
+    again = failing(tmp_path, base, [*sick, *"abcd"], sick)
+    with pytest.raises(TrainerError, match="4 of the last 8 groups"):
+        again.run(follow=False)
+    assert len(again.ledger.skipped()) == 4
+    again.ledger.close()
+    tolerant = failing(tmp_path, base, [*sick, *"abcd"], sick, max_failed_share=0.5)
+    tolerant.run(follow=False)
+    assert list(committed(tolerant).values())[1:] == [["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
+
+
+def test_failures_that_sound_groups_have_followed_count_no_more(tmp_path: Path, base: Path):
+    names = [f"g{i:02}" for i in range(24)]
+    sick = names[::6]
+    trainer = failing(tmp_path, base, names, sick)
+    trainer.run(follow=False)
+    assert {one.group_id for one in trainer.ledger.skipped()} == set(sick), "one in six: 4 of 24, and never more than 2 of the last 8"
+    assert sum(len(batch) for batch in committed(trainer).values()) == 2 * 20
+    assert trainer.ledger.skips.failures("run", 8).count <= 2
+    assert trainer.ledger.skips.failures("run", 24).count == 4
+    assert trainer.ledger.skips.failures("another run", 24).count == 0
+
+
+def test_stale_and_equal_groups_are_no_failures(tmp_path: Path, base: Path):
+    names = [f"g{i:02}" for i in range(12)]
+    trainer = failing(tmp_path, base, names, [], max_staleness=0)
+    trainer.run(follow=False)
+    assert len(trainer.ledger.skipped()) == 10
+
+
+def options(chosen: Path, ledger: Path) -> dict[str, list[str]]:
+    return {"set_": [f"trainer.directory={ledger}", "trainer.run_id=run", f"trainer.model={chosen}"]}
+
+
+def test_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]):
+    source = FakeSource(["bad", "b", "c", "d"], changes=bad("bad") | {"d": {"PromptIds": []}})
+    trainer = wired(settings(base, tmp_path), source, Refusing())
+    trainer.run(follow=False)
+    trainer.ledger.skip([group("d")], SkipReason.CONTRADICTORY, "transition t has 0 prompt tokens.")
+    trainer.ledger.close()
+    own = options(base, tmp_path)
+    skipped(**own)
+    table = capsys.readouterr().out
+    assert [line.split()[0] for line in table.splitlines()] == ["group", "bad", "d"]
+    assert "logprob_gap" in table
+    assert SPEC in table
+    skipped(reason="contradictory", json=True, **own)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row.pop("skipped_at").startswith("20")
+    assert row == {
+        "group": "d", "run": "run", "mode": "train", "build_spec": SPEC, "reason": "contradictory",
+        "detail": "transition t has 0 prompt tokens.", "depends_on": {"version": None, "settings": {}},
+    }  # fmt: skip
+    skipped(reason="equal", **own)
+    assert capsys.readouterr().out == "policy/main has skipped no group as equal.\n"
+    restore(reason="logprob_gap", **own)
+    assert capsys.readouterr().out == "bad of run run is ready again; it was skipped as logprob_gap.\n"
+    restore(["d"], **own)
+    again = wired(settings(base, tmp_path), replace(source, names=["bad", "b", "c", "d"]))
+    again.run(follow=False)
+    assert again.ledger.skipped() == {group("d"): SkipReason.CONTRADICTORY}, "what would be skipped for the same cause is skipped again"
+    source.names.append("e")
+    more = wired(settings(base, tmp_path), replace(source, names=["bad", "b", "c", "d", "e"]))
+    more.run(follow=False)
+    assert list(committed(more).values())[-1] == ["bad-0", "bad-1", "e-0", "e-1"], "what failed in a step is tried again"
+
+
+def test_restore_refuses_what_names_nothing(tmp_path: Path, base: Path):
+    own = options(base, tmp_path)
+    with pytest.raises(LedgerError, match="there is no ledger in"):
+        skipped(**own)
+    wired(settings(base, tmp_path), FakeSource([])).ledger.close()
+    for arguments, message in (
+        ({}, "nothing says which groups to bring back"),
+        ({"group": ["a"], "all_": True}, "give one of them"),
+        ({"reason": "odd"}, "'odd' is no reason that groups are skipped for. The reasons are cancelled, no_transitions, "),
+        ({"group": ["a"]}, "policy/main has not skipped a. `spangrad train skipped` lists groups."),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            restore(*([arguments.pop("group")] if "group" in arguments else []), **arguments, **own)  # type: ignore[arg-type]
+
+
+def test_enter_keeps_the_first_reason_of_a_group(tmp_path: Path, base: Path):
+    ledger = wired(settings(base, tmp_path), FakeSource([])).ledger
+    ledger.skips.enter({group("a"): Skip(SkipReason.STALE, "old")}, head=0)
+    ledger.skips.enter({group("a"): Skip(SkipReason.EQUAL)}, head=0)
+    (row,) = ledger.skips.read()
+    assert (row.reason, row.detail, row.head) == (SkipReason.STALE, "old", 0)
+
+
+def test_together_and_only_are_each_other_s_inverse():
+    source = FakeSource([])
+    whole = source.load([group("a"), group("b"), group("c")])
+    parts = whole.only([group("b")]) + whole.only([group("a"), group("c")])
+    assert (parts.rollouts, parts.transitions.rows()) == (whole.rollouts, whole.transitions.rows())
+    assert whole.only([]).transitions.is_empty()
+    assert parts.only([group("b")]).rollouts == [BatchRollout(group("b"), f"b-{i}", 0, 0) for i in range(2)]
