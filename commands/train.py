@@ -9,8 +9,8 @@ from cyclopts import App
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
 train = App(name="train", help="Train on finished groups of rollouts, once or as they finish.")
-train.command("commands.train_skips:skipped", name="skipped")
-train.command("commands.train_skips:restore", name="restore")
+train.command("commands.train_skips:skipped", name="skipped", help="List the groups that the trainer skipped, and why.")
+train.command("commands.train_skips:restore", name="restore", help="Bring skipped groups back.")
 
 
 @train.default
