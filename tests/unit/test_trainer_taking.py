@@ -82,7 +82,7 @@ def test_step_that_names_rows_skips_their_groups_and_refills_the_batch(tmp_path:
     assert "1 groups are skipped (logprob_gap): bad. bad: rows [0, 1] differ by 0.4 nats." in caplog.text
     newest = loop.newest_version(trainer.ledger)
     assert (newest.metrics["groups_failed"], newest.metrics["groups_skipped"]) == (1.0, 1.0)
-    assert trainer.optimiser.weight == 2.0  # type: ignore[union-attr]
+    assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "2.0"
 
 
 def test_step_that_is_refused_with_too_few_groups_left_waits_for_more(tmp_path: Path, base: Path):
@@ -249,9 +249,14 @@ def test_a_changed_setting_brings_back_what_was_skipped_for_it(tmp_path: Path, b
 
 def test_a_look_without_news_judges_nothing_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource([*"abcd"]))
-    calls = []
+    calls = list[list[int]]()
     judge = trainer.ledger.skips.remove_outdated
-    monkeypatch.setattr(trainer.ledger.skips, "remove_outdated", lambda *own: calls.append(own) or judge(*own))
+
+    def counted(run_id: str, build_spec: str, lineage: list[int]) -> dict[SkipReason, int]:
+        calls.append(lineage)
+        return judge(run_id, build_spec, lineage)
+
+    monkeypatch.setattr(trainer.ledger.skips, "remove_outdated", counted)
     trainer.run(follow=False)
     trainer.run(follow=False)
     assert (len(committed(trainer)), len(calls)) == (2, 1), "once at the start; its own commits change no reason"
@@ -306,8 +311,8 @@ def test_stale_and_equal_groups_are_no_failures(tmp_path: Path, base: Path):
     assert len(trainer.ledger.skipped()) == 10
 
 
-def options(chosen: Path, ledger: Path) -> dict[str, list[str]]:
-    return {"set_": [f"trainer.directory={ledger}", "trainer.run_id=run", f"trainer.model={chosen}"]}
+def overrides(ledger: Path) -> list[str]:
+    return [f"trainer.directory={ledger}", "trainer.run_id=run"]
 
 
 def test_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]):
@@ -316,24 +321,24 @@ def test_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base:
     trainer.run(follow=False)
     trainer.ledger.skip([group("d")], SkipReason.CONTRADICTORY, "transition t has 0 prompt tokens.")
     trainer.ledger.close()
-    own = options(base, tmp_path)
-    skipped(**own)
+    own = overrides(tmp_path)
+    skipped(set_=own)
     table = capsys.readouterr().out
     assert [line.split()[0] for line in table.splitlines()] == ["group", "bad", "d"]
     assert "logprob_gap" in table
     assert SPEC in table
-    skipped(reason="contradictory", json=True, **own)
+    skipped(reason="contradictory", json=True, set_=own)
     (row,) = json.loads(capsys.readouterr().out)
     assert row.pop("skipped_at").startswith("20")
     assert row == {
         "group": "d", "run": "run", "mode": "train", "build_spec": SPEC, "reason": "contradictory",
         "detail": "transition t has 0 prompt tokens.", "depends_on": {"version": None, "settings": {}},
     }  # fmt: skip
-    skipped(reason="equal", **own)
+    skipped(reason="equal", set_=own)
     assert capsys.readouterr().out == "policy/main has skipped no group as equal.\n"
-    restore(reason="logprob_gap", **own)
+    restore(reason="logprob_gap", set_=own)
     assert capsys.readouterr().out == "bad of run run is ready again; it was skipped as logprob_gap.\n"
-    restore(["d"], **own)
+    restore(["d"], set_=own)
     again = wired(settings(base, tmp_path), replace(source, names=["bad", "b", "c", "d"]))
     again.run(follow=False)
     assert again.ledger.skipped() == {group("d"): SkipReason.CONTRADICTORY}, "what would be skipped for the same cause is skipped again"
@@ -344,18 +349,20 @@ def test_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path, base:
 
 
 def test_restore_refuses_what_names_nothing(tmp_path: Path, base: Path):
-    own = options(base, tmp_path)
+    own = overrides(tmp_path)
     with pytest.raises(LedgerError, match="there is no ledger in"):
-        skipped(**own)
+        skipped(set_=own)
     wired(settings(base, tmp_path), FakeSource([])).ledger.close()
-    for arguments, message in (
-        ({}, "nothing says which groups to bring back"),
-        ({"group": ["a"], "all_": True}, "give one of them"),
-        ({"reason": "odd"}, "'odd' is no reason that groups are skipped for. The reasons are cancelled, no_transitions, "),
-        ({"group": ["a"]}, "policy/main has not skipped a. `spangrad train skipped` lists groups."),
+    with pytest.raises(SettingsError, match="nothing says which groups to bring back"):
+        restore(set_=own)
+    with pytest.raises(SettingsError, match="give one of them"):
+        restore(["a"], all_=True, set_=own)
+    with pytest.raises(
+        SettingsError, match=r"'odd' is no reason that groups are skipped for\. The reasons are cancelled, no_transitions, "
     ):
-        with pytest.raises(SettingsError, match=message):
-            restore(*([arguments.pop("group")] if "group" in arguments else []), **arguments, **own)  # type: ignore[arg-type]
+        restore(reason="odd", set_=own)
+    with pytest.raises(SettingsError, match=r"policy/main has not skipped a\. `spangrad train skipped` lists groups\."):
+        restore(["a"], set_=own)
 
 
 def test_enter_keeps_the_first_reason_of_a_group(tmp_path: Path, base: Path):
