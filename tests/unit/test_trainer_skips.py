@@ -182,7 +182,7 @@ def test_find_skips_where_asked_skips_equal_groups_and_those_whose_masked_calls_
     assert skips([*PAIR, *equal], GROUP, OTHER) == {}
     # By turn: the calls that differ are greedy, and those that are trained do not differ.
     turns = [transition_row(name, turn, Temperature=float(turn)) for name in "ab" for turn in (0, 1)]
-    turns[0] |= {"Rewards.Name": ["reward"], "Rewards.Value": [1.0]}
+    turns[0] = transition_row("a", rewards=(1.0,), Temperature=0.0)
     assert reasons(turns, skip_equal_groups=True, credit="own", baseline="turn") == {GROUP: SkipReason.EQUAL}
 
 
