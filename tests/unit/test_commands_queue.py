@@ -38,7 +38,7 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
         await client.complete([Completion(rollout_id=good.rollout_id, attempt=0, rewards={"reward": 0.5}, calls=3, seconds=1.25)])
         await client.fail([Failure(rollout_id=bad.rollout_id, attempt=0, reason=AttemptFailure.EXIT_CODE, detail="exit code 3")])
         assert words(await told(command._list)) == snapshot(
-            [["run", "queued", "running", "succeeded", "dead", "cancelled"], ["run", "2", "1", "1", "1", "0"]]
+            [["run", "queued", "running", "succeeded", "failed", "dead", "cancelled"], ["run", "2", "1", "1", "0", "1", "0"]]
         )
         assert words(await told(command._list, run="run", group="r group 0")) == snapshot(
             [
@@ -73,7 +73,9 @@ async def test_rollouts_are_seen_cancelled_and_retried(tmp_path: Path, capsys: p
             await asyncio.to_thread(command._purge, set_=[*where, "runner.queue_keep_days=null"])
         with pytest.raises(QueueError, match=r"refuses GET /v1/rollouts/nobody \(404\): the queue has no rollout nobody\."):
             await told(command._show, "nobody")
-        with pytest.raises(SettingsError, match=r"--state 'odd' is none\. A rollout is queued, running, succeeded, dead, cancelled\."):
+        with pytest.raises(
+            SettingsError, match=r"--state 'odd' is none\. A rollout is queued, running, succeeded, failed, dead, cancelled\."
+        ):
             await told(command._list, state="odd")
 
 

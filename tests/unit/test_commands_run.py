@@ -77,7 +77,7 @@ def test_a_program_that_cannot_start_is_told_in_its_own_words_and_the_run_ends_w
 def test_an_evaluator_that_gives_no_number_is_told_and_the_run_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, ["call"], agent="mine.py:odd", evaluator="mine.py:score") == (
         1,
-        [f"2 failed, invalid_output: the reward is 'good', not a finite number; {MORE}"],
+        [f"2 failed, evaluation: the reward is 'good', not a finite number; {MORE}"],
     )
 
 

@@ -49,7 +49,7 @@ def reasons(rows: list[dict[str, object]], of_greedy: list[dict[str, object]], *
     return {group: skip.reason for group, skip in skips.items()}
 
 
-NEW = {"Version": 3, "Versions.Version": [3]}
+NEW = {"Version": 3, "Versions.Start": [0], "Versions.Version": [3]}
 
 
 @pytest.mark.parametrize(
