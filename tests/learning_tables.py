@@ -6,6 +6,7 @@ tensors that are laid out here by hand. `PYTHONPATH=. python tests/learning_tabl
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from sampling import logprobs_of, sampled_rows
+from sampling import PROMPT, logprobs_of, sample, sampled_rows
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
@@ -24,8 +25,8 @@ from trainer.chains import chains
 from trainer.credit import CreditRule
 from trainer.engine import Engine
 from trainer.estimators import estimator, over_tokens
-from trainer.losses import actor_config
-from trainer.merge import separate
+from trainer.losses import actor_config, correction_of
+from trainer.merge import merge, separate
 
 PAGE = Path(__file__).parents[1] / "docs" / "learning.md"
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
@@ -47,6 +48,36 @@ OPTIONS: dict[str, dict[str, float]] = {
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.5},
 }
 """Of losses that are told apart from others only so, on a small batch."""
+
+
+SEQUENCES: dict[str, dict[str, Any]] = {"weights": {"weights": "sequence"}, "rejects": {"reject": {"seq_sum_k2": "0.3"}}}
+AGGREGATIONS: dict[str, dict[str, Any]] = {
+    "`token-mean`": {},
+    "`token-sum`": {"loss_aggregation": "token-sum"},
+    "`seq-mean-token-sum`": {"loss_aggregation": "seq-mean-token-sum"},
+    "`seq-mean-token-mean`": {"loss_aggregation": "seq-mean-token-mean"},
+    "`seq-mean-token-sum-norm`, `loss_scale_factor = 8` (Dr. GRPO)": {
+        "loss_aggregation": "seq-mean-token-sum-norm",
+        "loss_options": {"loss_scale_factor": 8},
+    },
+    "`gspo`, `seq-mean-token-mean` (as in its paper)": {"loss": "gspo", "loss_aggregation": "seq-mean-token-mean", "clip_ratio": 0.02},
+    '`correction.weights = "sequence"`': {"recompute_logprobs": True, "correction": SEQUENCES["weights"]},
+    "`correction.reject.seq_sum_k2`, `seq-mean-token-mean`": {
+        "recompute_logprobs": True,
+        "correction": SEQUENCES["rejects"],
+        "loss_aggregation": "seq-mean-token-mean",
+    },
+    '`bypass_mode`, `correction.weights = "sequence"`, `reinforce`': {
+        "loss": "bypass_mode",
+        "correction": {**SEQUENCES["weights"], "objective": "reinforce"},
+    },
+    "`bypass_mode`, `correction.reject.seq_sum_k2`, `seq-mean-token-mean`": {
+        "loss": "bypass_mode",
+        "correction": SEQUENCES["rejects"],
+        "loss_aggregation": "seq-mean-token-mean",
+    },
+}
+"""Aggregations and corrections of whole sequences, each with the settings that make it."""
 
 
 def rollouts() -> pl.DataFrame:
@@ -250,13 +281,97 @@ def loss_by_verl(model: Path, settings: TrainerSettings) -> float:
 
 def loss_table(model: Path) -> list[str]:
     """A line a loss."""
-    lines = ["| `trainer.loss` | `trainer.loss_options` | merged rows | here | verl |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| `trainer.loss` | `trainer.loss_options` | looks at | here, a row a call | here, merged | verl, a row a rollout |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, facts in learning.LOSSES.items():
         settings = loss_settings(name, clip_ratio=0.02)
         options = ", ".join(f"`{one}`" for one in facts.options)
-        merged = "refused" if facts.by_row else "yes"
-        lines.append(f"| `{name}` | {options} | {merged} | {loss_here(model, settings):+.4f} | {loss_by_verl(model, settings):+.4f} |")
+        numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
+        lines.append(f"| `{name}` | {options} | {'rollouts' if facts.by_rollout else 'tokens'} | {numbers} |")
     return lines
+
+
+def aggregation_table(model: Path) -> list[str]:
+    """A line an aggregation, and a line a correction of whole sequences."""
+    lines = ["| settings | here, a row a call | here, merged | verl, a row a rollout |", "| --- | --- | --- | --- |"]
+    for named, facts in AGGREGATIONS.items():
+        settings = TrainerSettings(**facts)
+        numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
+        lines.append(f"| {named} | {numbers} |")
+    return lines
+
+
+def losses(model: Path, settings: TrainerSettings) -> tuple[float, float, float]:
+    """The loss of the fixed rollouts with a row a call, with merged rows, and by verl with a row a rollout."""
+    merged = settings.model_copy(update={"merge": True})
+    rows, worth = trajectories(model)
+    apart, together = (step(model, one, rows, worth)["loss"] for one in (settings, merged))
+    return apart, together, trajectory_loss_by_verl(model, settings)
+
+
+@functools.lru_cache(maxsize=2)
+def trajectories(model: Path) -> tuple[pl.DataFrame, pl.Series]:
+    """The fixed rollouts of the losses: of four, three, two and one calls, whose prompts repeat all before; one that rewrites its history.
+
+    Their logprobs are those of other weights, so that some ratios are clipped.
+    """
+    off = np.random.default_rng(7)
+    rows: list[dict[str, object]] = []
+    worth: list[float] = []
+    for number, calls in enumerate([4, 3, 2, 1, 3]):
+        history = [*PROMPT[:3], PROMPT[3] + number % 4, *PROMPT[4:]]
+        for turn in range(calls):
+            if number == 4 and turn == 2:
+                history = list(PROMPT)
+            response, logprobs = sample(model, history, 1 + (turn + 2 * number) % 4, 1.0, seed=100 * number + turn)
+            moved = [float(np.float32(min(value + off.normal(0, 0.3), -1e-3))) for value in logprobs]
+            facts = {"PromptIds": list(history), "ResponseIds": response, "Logprobs": moved, "Version": -1}
+            rows.append(transition_row(f"r{number}", turn, **facts))
+            worth.append([1.0, -0.5, 0.25, -1.5, 0.75][number])
+            history = [*history, *response, 2, 1, 4]
+    return pl.DataFrame(rows, schema_overrides=SCHEMA), pl.Series(worth)
+
+
+def step(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> dict[str, float]:
+    """Metrics of an optimiser step on calls."""
+    engine = Engine(model, settings)
+    torch.manual_seed(0)
+    return engine.step(layout((merge if settings.merge else separate)(rows, worth), lineage=[0]))
+
+
+def trajectory_loss_by_verl(model: Path, settings: TrainerSettings) -> float:
+    """Verl's function on a row a rollout, an observation of two masked tokens between its calls; logprobs by transformers."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    rows, worth = trajectories(model)
+    columns: dict[str, dict[str, list[float]]] = {}
+    for row, value in zip(rows.iter_rows(named=True), worth, strict=True):
+        current = logprobs_of(model, row["PromptIds"], row["ResponseIds"])
+        of = columns.setdefault(row["RolloutId"], {"old": [], "current": [], "mask": [], "advantage": []})
+        for name, values in (("old", row["Logprobs"]), ("current", current), ("mask", [1.0] * len(current))):
+            of[name] += [*values, 0.0, 0.0]
+        of["advantage"] += [value] * (len(current) + 2)
+    old, current, mask, advantages = (padded([of[name] for of in columns.values()]) for name in ("old", "current", "mask", "advantage"))
+    config = actor_config(settings, None)
+    config.global_batch_info.clear()
+    config.global_batch_info.update(global_batch_size=len(columns), loss_scale_factor=config.loss_scale_factor)
+    weights = None
+    if settings.recompute_logprobs:
+        found, mask, _ = compute_rollout_correction_and_rejection_mask(current, old, mask, **correction_of(settings))
+        weights, old = found.batch["rollout_is_weights"] if found else None, current
+    loss, _ = get_policy_loss_fn(settings.loss)(
+        old_log_prob=old,
+        log_prob=current,
+        advantages=advantages,
+        response_mask=mask.bool(),
+        loss_agg_mode=settings.loss_aggregation,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    return float(loss)
 
 
 def write(page: Path, tables: list[list[str]]) -> None:
@@ -276,4 +391,4 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory), seed=0)
-        write(PAGE, [estimator_table(), baseline_table(), loss_table(Path(directory))])
+        write(PAGE, [estimator_table(), baseline_table(), loss_table(Path(directory)), aggregation_table(Path(directory))])

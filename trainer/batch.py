@@ -64,7 +64,12 @@ class Batch:
     returns: NDArray[np.float32] | None = None
     """Of the sampled tokens: what the critic is trained to say. None: there is no critic."""
     weights: NDArray[np.float32] | None = None
-    """What each sampled token's loss is multiplied by. None: 1."""
+    """Factor of each sampled token's loss. None: 1."""
+    row_share: NDArray[np.float32] | None = None
+    """Of each row: its share of its rollout's trained tokens, where entropy and KL are means over a rollout's tokens. None: 1."""
+    rollout_log_ratio: NDArray[np.float32] | None = None
+    """Of each row: mean of log(pi / pi_old) over its rollout's trained tokens. None: the row is all of its rollout, or the loss looks at
+    tokens."""
 
     @property
     def trainable(self) -> bool:
@@ -75,6 +80,11 @@ class Batch:
     def token_counts(self) -> list[int]:
         """Tokens of each row, prompt and response."""
         return self.attention_mask.sum(axis=1).tolist()
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts that have a row."""
+        return len(np.unique(self.rollout[: self.real_rows]))
 
 
 def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:
@@ -125,20 +135,23 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
 
 
 def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -> list[Batch]:
-    """Share a batch's sequences out among `count` optimiser steps, as evenly as rows allow; fewer where there are fewer rows.
+    """Share a batch's rollouts out among `count` optimiser steps, as evenly as their number allows; fewer where there are fewer rollouts.
 
     Args:
         batch: the whole.
-        order: a permutation of its `real_rows` rows: the first part takes the first of them.
+        order: a permutation of its `rollouts` rollouts, in the order of their numbers: the first part takes the first of them, with all of
+            their rows.
         count: how many parts.
         divisor: each part gets no-op rows up to a multiple of it.
     """
-    return [take(batch, rows, divisor=divisor) for rows in split(order, count)]
+    return [take(batch, rows, divisor=divisor) for rows in split(batch, order, count)]
 
 
-def split(order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
+def split(batch: Batch, order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
     """Return the rows of each of `count` optimizer steps, as `parts` shares them out."""
-    return [rows for rows in np.array_split(np.asarray(order, np.int64), count) if len(rows)]
+    number = np.unique(batch.rollout[: batch.real_rows], return_inverse=True)[1]
+    rows_of = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
+    return [np.concatenate([rows_of[at] for at in chosen]) for chosen in np.array_split(np.asarray(order, np.int64), count) if len(chosen)]
 
 
 def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
@@ -175,4 +188,6 @@ def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
         values=maybe(batch.values),
         returns=maybe(batch.returns),
         weights=maybe(batch.weights),
+        row_share=maybe(batch.row_share),
+        rollout_log_ratio=maybe(batch.rollout_log_ratio),
     )

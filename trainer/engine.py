@@ -28,6 +28,7 @@ from trainer.estimators import over_tokens
 from trainer.learning import check
 from trainer.losses import correct, correction_metrics
 from trainer.reshaped import corrected as reshaped_corrected
+from trainer.rollout_losses import by_rollout, needs_logprobs, several_rows
 from trainer.row_check import RowCheck, blame_gradient
 from trainer.rows import padded, scalars, tensordict
 from trainer.workers import begin
@@ -36,7 +37,9 @@ _TOLD = {
     "loss": "loss",
     "actor/pg_clipfrac": "clip_fraction",
     "actor/ppo_kl": "ppo_kl",
-    "actor/entropy_loss": "entropy",
+    "entropy": "entropy",
+    "clip_low": "clip_low",
+    "clip_high": "clip_high",
     "kl_loss": "reference_kl",
 }
 """Verl's metrics of a step that are kept, and their names here. Not every loss has all of them."""
@@ -118,7 +121,8 @@ class Engine:
         for _ in range(self.settings.epochs):
             for rows, part in self._parts(batch):
                 if self._trainable(part):
-                    steps.append(self._train(part, rows, checked=first))
+                    part, corrected = self._by_rollout(part, first=not steps)
+                    steps.append({**self._train(part, rows, checked=first), **corrected})
         metrics |= _means(steps)
         if not metrics:
             metrics, _ = self._infer(batch)
@@ -181,15 +185,30 @@ class Engine:
             batch = replace(batch, logprobs=batch.old_logprobs, old_logprobs=None, advantages=weighted, weights=None)
         return batch, metrics
 
+    def _by_rollout(self, part: Batch, *, first: bool) -> tuple[Batch, dict[str, float]]:
+        """A step's part, prepared where a rollout has several rows; metrics of a correction.
+
+        Args:
+            part: of the batch.
+            first: whether the weights are those of the batch's start.
+        """
+        if not several_rows(part):
+            return part, {}
+        logprobs: NDArray[np.float32] | None = None
+        if needs_logprobs(self.settings):
+            logprobs = part.old_logprobs if first and self.settings.recompute_logprobs else None
+            logprobs = self._logprobs("policy", part) if logprobs is None else logprobs
+        return by_rollout(part, self.settings, logprobs)
+
     def _parts(self, batch: Batch) -> list[tuple[NDArray[np.int64], Batch]]:
         """A batch's mini-batches and their rows in it, drawn anew each time from the random state that is saved with the optimizer's."""
         import torch
 
         if self.settings.mini_batches == 1:
             return [(np.arange(batch.real_rows), batch)]
-        order = torch.randperm(batch.real_rows, generator=self._order).tolist()
+        order = torch.randperm(batch.rollouts, generator=self._order).tolist()
         count = self.settings.mini_batches
-        return list(zip(split(order, count), parts(batch, order, count, divisor=self.data_parallel_size), strict=True))
+        return list(zip(split(batch, order, count), parts(batch, order, count, divisor=self.data_parallel_size), strict=True))
 
     def _trainable(self, batch: Batch) -> bool:
         """Whether the gradient can differ from 0."""

@@ -73,8 +73,8 @@ class LossFacts:
 
     options: tuple[str, ...] = ()
     """Which `trainer.loss_options` it reads."""
-    by_row: bool = False
-    """Whether it takes a row for one response, so that merged rows would mean something else."""
+    by_rollout: bool = False
+    """Whether it looks at a whole response: all that the policy said in a rollout (`trainer.rollout_losses`)."""
 
 
 LOSSES: Mapping[Loss, LossFacts] = {
@@ -84,11 +84,11 @@ LOSSES: Mapping[Loss, LossFacts] = {
     "dppo_kl": LossFacts(("clip_ratio_c",)),
     "dppo_tv": LossFacts(("clip_ratio_c",)),
     "dro": LossFacts(("dro_beta",)),
-    "geo_mean": LossFacts(by_row=True),
+    "geo_mean": LossFacts(by_rollout=True),
     "gpg": LossFacts(),
-    "gspo": LossFacts(by_row=True),
+    "gspo": LossFacts(by_rollout=True),
     "kl_cov": LossFacts(("kl_cov_ratio", "ppo_kl_coef")),
-    "sapo": LossFacts(("tau_pos", "tau_neg"), by_row=True),
+    "sapo": LossFacts(("tau_pos", "tau_neg"), by_rollout=True),
     "vanilla": LossFacts(("clip_ratio_c",)),
 }
 
@@ -128,6 +128,11 @@ def check(settings: TrainerSettings) -> None:
     if settings.kl_coef and settings.reference is not None and not settings.reference.is_dir():
         raise SettingsError(f"trainer.reference = {str(settings.reference)!r} is no directory. Give the one that holds the weights.")
     _check_merge(settings)
+
+
+def by_token(settings: TrainerSettings) -> bool:
+    """Whether each token has an advantage of its own."""
+    return ESTIMATORS[settings.estimator].by_token
 
 
 def _check_road(settings: TrainerSettings) -> None:
@@ -174,6 +179,12 @@ def _check_loss(settings: TrainerSettings) -> None:
         )
     if settings.loss == "dro" and "dro_beta" not in settings.loss_options:
         raise SettingsError("trainer.loss = 'dro' needs the weight of its penalty. Set trainer.loss_options.dro_beta to a number above 0.")
+    if settings.loss == "geo_mean" and (settings.credit != "identical" or settings.baseline == "turn" or by_token(settings)):
+        raise SettingsError(
+            f"trainer.loss = 'geo_mean' takes one advantage a rollout; trainer.estimator = {settings.estimator!r} with trainer.credit = "
+            f"{settings.credit!r} and trainer.baseline = {settings.baseline!r} gives its calls different ones. Set trainer.credit = "
+            "'identical' and trainer.baseline = 'rollout', with an estimator that compares rollouts."
+        )
     for name, value in settings.loss_options.items():
         low, high = _RANGES.get(name, (-inf, inf))
         if not low < value < inf or value > high:
@@ -211,17 +222,10 @@ def _check_correction(settings: TrainerSettings) -> None:
 def _check_merge(settings: TrainerSettings) -> None:
     if not settings.merge:
         return
-    sequences = [name for name in settings.correction.reject if name.startswith("seq")]
-    reasons = [
-        *([f"trainer.estimator = {settings.estimator!r}"] if ESTIMATORS[settings.estimator].by_token else []),
-        *([f"trainer.loss = {settings.loss!r}"] if LOSSES[settings.loss].by_row else []),
-        *([f"trainer.loss_aggregation = {settings.loss_aggregation!r}"] if settings.loss_aggregation.startswith("seq") else []),
-        *(["trainer.correction.weights = 'sequence'"] if settings.correction.weights == "sequence" else []),
-        *([f"trainer.correction.reject.{sequences[0]}"] if sequences else []),
-    ]
-    if reasons:
+    if ESTIMATORS[settings.estimator].by_token:
         raise SettingsError(
-            f"{reasons[0]} takes a row for one response, and trainer.merge = true puts several in a row. Set trainer.merge = false."
+            f"trainer.estimator = {settings.estimator!r} takes a row for one call, and trainer.merge = true puts several in a row. Set "
+            "trainer.merge = false."
         )
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from spangrad.settings import TrainerSettings
 from trainer.batch import Batch
 from trainer.learning import SCALE
+from trainer.policy_loss import policy_loss
+from trainer.rollout_tokens import RolloutTokens
 
 _WRAPPED = "spangrad_"
 """What begins verl's names of losses that are wrapped here."""
@@ -40,7 +42,7 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
     options: dict[str, Any] = dict(settings.loss_options)
     scale = options.pop(SCALE, None)
     of_actor = {name: options.pop(name) for name in ("clip_ratio_c", "tau_pos", "tau_neg") if name in options}
-    correction = RolloutCorrectionConfig(**_correction(settings), bypass_mode=True, loss_type=settings.correction.objective)
+    correction = RolloutCorrectionConfig(**correction_of(settings), bypass_mode=True, loss_type=settings.correction.objective)
     low, high = settings.clip_ratio_low, settings.clip_ratio_high
     return FSDPActorConfig(
         strategy="fsdp2",
@@ -56,20 +58,16 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
         policy_loss=PolicyLossConfig(
             loss_mode=_WRAPPED + settings.loss if settings.loss in _WRAPS else settings.loss, rollout_correction=correction, **options
         ),
-        entropy_coeff=settings.entropy_coef,
-        use_kl_loss=settings.kl_coef > 0,
-        kl_loss_coef=settings.kl_coef,
-        kl_loss_type=settings.kl_type,
+        entropy_coeff=0.0,  # entropy and KL are added by trainer.policy_loss, over rollouts
+        use_kl_loss=False,
         optim=optimizer,
         **of_actor,
     )
 
 
 def policy_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
-    """The policy's loss, by verl."""
-    from verl.workers.utils.losses import ppo_loss
-
-    return functools.partial(ppo_loss, actor_config(settings, optimizer))
+    """The policy's loss, by verl, with entropy and KL beside it."""
+    return functools.partial(policy_loss, actor_config(settings, optimizer), settings)
 
 
 def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
@@ -84,7 +82,7 @@ def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
 
 
 def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
-    """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl.
+    """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl; a sequence is a rollout.
 
     Args:
         batch: with `old_logprobs`.
@@ -96,18 +94,15 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
     import torch
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    real = slice(batch.real_rows)  # no-op rows would count in the means of what is told
     assert batch.old_logprobs is not None
-    old, sampled, kept = (torch.from_numpy(one[real]) for one in (batch.old_logprobs, batch.logprobs, batch.response_mask))
-    weights, kept, told = compute_rollout_correction_and_rejection_mask(old, sampled, kept, **_correction(settings))
-    mask = np.zeros_like(batch.response_mask)
-    mask[real] = kept.numpy()
+    tokens = RolloutTokens.of(batch)  # without no-op rows, which would count in the means of the metrics
+    laid = (torch.from_numpy(tokens.lay(one)) for one in (batch.old_logprobs, batch.logprobs, batch.response_mask))
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(*laid, **correction_of(settings))
+    mask = tokens.back(kept.numpy()).astype(np.int64)
     changes: dict[str, Any] = {"response_mask": mask, "advantages": batch.advantages * mask.astype(np.float32)}
     if weights is not None:
-        whole = np.zeros_like(batch.logprobs)
-        whole[real] = weights.batch["rollout_is_weights"].numpy()
-        changes["weights"] = whole
-    return changes, correction_metrics(told)
+        changes["weights"] = tokens.back(weights.batch["rollout_is_weights"].numpy())
+    return changes, correction_metrics(metrics)
 
 
 def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -115,7 +110,8 @@ def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {ours: metrics[f"rollout_corr/{theirs}"] for theirs, ours in _CORRECTION.items() if f"rollout_corr/{theirs}" in metrics}
 
 
-def _correction(settings: TrainerSettings) -> dict[str, Any]:
+def correction_of(settings: TrainerSettings) -> dict[str, Any]:
+    """Verl's parameters of trainer.correction."""
     correction = settings.correction
     return {
         "rollout_is": correction.weights,
@@ -134,7 +130,16 @@ def _geo_mean(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _bypass_mode(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
-    """Verl refuses a micro-batch of no-op rows: let their tokens through, whose advantages are 0."""
+    """Verl refuses a micro-batch of no-op rows: let their tokens through, whose advantages are 0.
+
+    Weights that are given are those of a correction by rollouts (`trainer.rollout_losses`), in place of the one by rows within verl's.
+    """
+    from verl.trainer.ppo.core_algos import compute_policy_loss_reinforce, compute_policy_loss_vanilla
+
+    if facts["rollout_is_weights"] is not None:
+        if facts["config"].policy_loss.rollout_correction.loss_type == "ppo_clip":
+            return compute_policy_loss_vanilla(**facts)
+        return compute_policy_loss_reinforce(rollout_log_prob=facts.pop("old_log_prob"), **facts)
     mask = facts["response_mask"]
     return verl(**{**facts, "response_mask": mask if mask.any() else ~mask})
 

@@ -46,6 +46,8 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool 
             **({} if batch.values is None else {"values": torch.from_numpy(batch.values), "returns": torch.from_numpy(batch.returns)}),
             **({} if batch.weights is None else {"rollout_is_weights": torch.from_numpy(batch.weights)}),
             **({} if batch.reference_logprobs is None else {"ref_log_prob": torch.from_numpy(batch.reference_logprobs)}),
+            **({} if batch.row_share is None else {"row_share": torch.from_numpy(batch.row_share)}),
+            **({} if batch.rollout_log_ratio is None else {"rollout_log_ratio": torch.from_numpy(batch.rollout_log_ratio)}),
         },
         batch_size=len(attention),
     )
@@ -54,7 +56,7 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool 
         jagged,
         role=role,
         calculate_entropy=entropy,
-        global_batch_size=batch.real_rows,
+        global_batch_size=batch.rollouts,
         global_token_num=batch.token_counts,
         update_lr_scheduler=stepped,
         **flags,

@@ -196,7 +196,12 @@ def test_the_clip_settings_reach_verl(tiny_model: Path):
 def test_the_tables_of_the_page_are_these(tiny_model: Path):
     """`tests/learning_tables.py` writes them."""
     page = learning_tables.PAGE.read_text()
-    for table in (learning_tables.estimator_table(), learning_tables.baseline_table(), learning_tables.loss_table(tiny_model)):
+    for table in (
+        learning_tables.estimator_table(),
+        learning_tables.baseline_table(),
+        learning_tables.loss_table(tiny_model),
+        learning_tables.aggregation_table(tiny_model),
+    ):
         assert "\n".join(table) + "\n\n" in page
 
 

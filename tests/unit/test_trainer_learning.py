@@ -25,7 +25,12 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
     [
         ({"estimator": "remax", "credit": "own", "baseline": "turn"}, "compares returns with that of a whole greedy rollout.*'identical'"),
         ({"estimator": "gae", "credit": "own", "baseline": "turn"}, "gives credit to each token by itself.*Leave both out"),
-        ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one response"),
+        ({"estimator": "gae", "merge": True}, r"trainer\.estimator = 'gae' takes a row for one call"),
+        (
+            {"loss": "geo_mean", "credit": "own", "baseline": "turn"},
+            "'geo_mean' takes one advantage a rollout.*Set trainer.credit = 'identical'",
+        ),
+        ({"loss": "geo_mean", "estimator": "gae"}, "'geo_mean' takes one advantage a rollout"),
         ({"estimator": "gdpo", "credit": "own", "baseline": "turn"}, "Set trainer.credit = 'identical'"),
         (
             {"loss_aggregation": "seq-mean-token-sum-norm"},
@@ -49,10 +54,6 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
         ({"correction": Correction(reject={"token_k3": "1_2"}), **RECOMPUTED}, "has no lower bound"),
         ({"correction": Correction(objective="reinforce")}, "is for trainer.loss = 'bypass_mode'"),
         ({"loss": "bypass_mode", **RECOMPUTED}, "Set trainer.recompute_logprobs = false"),
-        ({"merge": True, "loss": "gspo"}, "trainer.loss = 'gspo' takes a row for one response"),
-        ({"merge": True, "loss_aggregation": "seq-mean-token-mean"}, "Set trainer.merge = false"),
-        ({"merge": True, "correction": Correction(weights="sequence"), **RECOMPUTED}, "trainer.correction.weights = 'sequence'"),
-        ({"merge": True, "correction": Correction(reject={"seq_sum_k2": "1"}), **RECOMPUTED}, r"trainer\.correction\.reject\.seq_sum_k2"),
     ],
 )
 def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
@@ -72,6 +73,9 @@ def test_what_cannot_be_done_is_refused(facts: dict[str, Any], says: str):
         {"kl_coef": 0.1, "model": Path("/begins/here")},
         {"merge": True, "correction": Correction(weights="token", threshold="0.5_5", reject={"token_k1": "0.5_2"}), **RECOMPUTED},
         {"loss": "bypass_mode", "correction": Correction(weights="sequence", objective="reinforce")},
+        {"merge": True, "loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
+        {"merge": True, "correction": Correction(weights="sequence", reject={"seq_sum_k2": "1"}), **RECOMPUTED},
+        {"loss": "geo_mean", "baseline": "transition"},
     ],
 )
 def test_what_goes_together_is_taken(facts: dict[str, Any]):

@@ -1,0 +1,167 @@
+"""Losses and aggregations that look at a whole response: a rollout's, however its calls lie in rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from learning_tables import AGGREGATIONS, losses, padded, step, trajectories
+
+from fakes import transition_row
+from spangrad.settings import TrainerSettings
+from trainer.batch import layout
+from trainer.engine import Engine
+from trainer.losses import actor_config
+from trainer.merge import merge, separate
+from trainer.process import prepare_process
+from trainer.rollout_losses import by_rollout, several_rows
+
+prepare_process()  # verl reads its platform when it is first imported
+
+WHOLE: list[dict[str, Any]] = [{"loss": name} for name in ("gspo", "geo_mean", "sapo")] + [
+    one for one in AGGREGATIONS.values() if "seq" in str(one)
+]
+
+
+@pytest.mark.parametrize("facts", WHOLE, ids=str)
+def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(facts: dict[str, Any], tiny_model: Path):
+    settings = TrainerSettings(**{"clip_ratio": 0.02, **facts})
+    apart, merged, by_verl = losses(tiny_model, settings)
+    split, _, _ = losses(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}))
+    assert apart == pytest.approx(by_verl, abs=2e-6)
+    assert merged == pytest.approx(by_verl, abs=2e-6)
+    assert split == pytest.approx(by_verl, abs=2e-6)
+    if facts.get("loss_aggregation") != "seq-mean-token-sum-norm" and facts.get("loss_aggregation") != "seq-mean-token-sum":
+        rows, worth = trajectories(tiny_model)
+        own = step(tiny_model, settings, rows.with_columns(RolloutId="CallId"), worth)["loss"]
+        assert own != pytest.approx(by_verl, abs=1e-3), "a call for a sequence is another loss"
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "sapo"])
+def test_gradient_of_rollouts_is_that_of_verls_loss_on_a_row_a_rollout(name: Any, tiny_model: Path):
+    """The ratio of a rollout, of which verl stops the gradient or not, is in the gradient as it would be in one row."""
+    settings = TrainerSettings(loss=name, clip_ratio=0.1, loss_aggregation="seq-mean-token-mean")
+    rows, worth = trajectories(tiny_model)
+    expected = _gradient_norm(tiny_model, settings, rows, worth)
+    found = {
+        "a row a call": step(tiny_model, settings, rows, worth),
+        "merged": step(tiny_model, settings.model_copy(update={"merge": True}), rows, worth),
+        "split": step(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}), rows, worth),
+    }
+    assert {how: metrics["grad_norm"] for how, metrics in found.items()} == pytest.approx(dict.fromkeys(found, expected), rel=1e-4)
+
+
+def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> float:
+    """Of verl's loss on a row a rollout, by torch and transformers alone."""
+    from transformers import AutoModelForCausalLM
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    current: dict[str, list[torch.Tensor]] = {}
+    old: dict[str, list[float]] = {}
+    advantage: dict[str, float] = {}
+    for row, value in zip(rows.iter_rows(named=True), worth, strict=True):
+        ids, prompt = [*row["PromptIds"], *row["ResponseIds"]], len(row["PromptIds"])
+        logprobs = policy(torch.tensor([ids])).logits[0, prompt - 1 : -1].log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(row["ResponseIds"])[:, None])[:, 0]
+        current.setdefault(row["RolloutId"], []).append(chosen)
+        old.setdefault(row["RolloutId"], []).extend(row["Logprobs"])
+        advantage[row["RolloutId"]] = value
+    lengths = [len(one) for one in old.values()]
+    config = actor_config(settings, None)
+    config.global_batch_info.clear()
+    config.global_batch_info.update(global_batch_size=len(old))
+    loss, _ = get_policy_loss_fn(settings.loss)(
+        old_log_prob=padded(list(old.values())),
+        log_prob=torch.nn.utils.rnn.pad_sequence([torch.cat(one) for one in current.values()], batch_first=True),
+        advantages=padded([[value] * length for value, length in zip(advantage.values(), lengths, strict=True)]),
+        response_mask=padded([[1.0] * length for length in lengths]).bool(),
+        loss_agg_mode=settings.loss_aggregation,
+        config=config,
+    )
+    loss.backward()
+    gradients = [one.grad.flatten() for one in policy.parameters() if one.grad is not None]
+    return float(torch.cat(gradients).norm())
+
+
+def test_entropy_and_reference_count_rollouts_like_the_loss(tiny_model: Path, tmp_path: Path):
+    """Merged rows hold whole rollouts here, so that verl's own aggregation of them is the measure."""
+    from examples.two_tools.model import build_model
+
+    build_model(tmp_path, seed=3)
+    rows, worth = trajectories(tiny_model)
+    whole = rows["RolloutId"] != "r4"
+    settings = TrainerSettings(loss_aggregation="seq-mean-token-mean", entropy_coef=0.3, kl_coef=0.2, reference=tmp_path)
+    apart, merged = (
+        step(tiny_model, settings.model_copy(update={"merge": how}), rows.filter(whole), worth.filter(whole)) for how in (False, True)
+    )
+    for name in ("loss", "entropy", "reference_kl", "grad_norm", "clip_low", "clip_high"):
+        assert apart[name] == pytest.approx(merged[name], rel=1e-4), name
+    plain = step(tiny_model, TrainerSettings(loss_aggregation="seq-mean-token-mean"), rows.filter(whole), worth.filter(whole))
+    assert plain["loss"] != pytest.approx(apart["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_later_steps_on_a_batch_take_the_ratio_of_the_weights_they_step(name: Any, tiny_model: Path):
+    rows, worth = trajectories(tiny_model)
+    settings = TrainerSettings(loss=name, epochs=3, learning_rate=3e-3, clip_ratio=0.3, recompute_logprobs=True)
+    apart, merged = (step(tiny_model, settings.model_copy(update={"merge": how}), rows, worth) for how in (False, True))
+    assert apart["updated"] == merged["updated"] == 3
+    # AdamW's step is the gradient's sign: where that is all but 0, rounding decides, and the weights part a little.
+    assert apart["loss"] == pytest.approx(merged["loss"], abs=5e-4)
+    assert apart["ppo_kl"] == pytest.approx(merged["ppo_kl"], abs=5e-4)
+    assert apart["ppo_kl"] != 0
+
+
+def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
+    rows, worth = trajectories(tiny_model)
+    engine = Engine(tiny_model, TrainerSettings(mini_batches=3))
+    batch = layout(separate(rows, worth), lineage=[0])
+    rollouts = [set(part.rollout[: part.real_rows].tolist()) for part in engine._parts(batch)]
+    assert [len(one) for one in rollouts] == [2, 2, 1]
+    assert set.union(*rollouts) == set(range(5))
+    assert sum(part.real_rows for part in engine._parts(batch)) == len(rows)
+
+
+def test_merged_rollouts_of_one_row_are_left_to_verl(tiny_model: Path):
+    rows, worth = trajectories(tiny_model)
+    assert several_rows(layout(separate(rows, worth), lineage=[0]))
+    assert several_rows(layout(merge(rows, worth), lineage=[0])), "one of the rollouts rewrites its history"
+    whole = rows["RolloutId"] != "r4"
+    assert not several_rows(layout(merge(rows.filter(whole), worth.filter(whole)), lineage=[0], divisor=8))
+
+
+@pytest.mark.parametrize("neighbour", [100, 1000, 8000])
+def test_dr_grpo_divides_by_a_fixed_number_whatever_stands_beside(neighbour: int):
+    """A rollout's loss is its sum over the same number; the longest response of the batch has no part in it."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    settings = TrainerSettings(loss_aggregation="seq-mean-token-sum-norm", loss_options={"loss_scale_factor": 200})
+    rows = [transition_row(name, ResponseIds=[4] * size, Logprobs=[-1.0] * size) for name, size in (("a", 100), ("b", neighbour))]
+    batch = layout(separate(pl.DataFrame(rows), pl.Series([1.0, 0.0])), lineage=[0])
+    config = actor_config(settings, None)
+    found = agg_loss(
+        torch.from_numpy(-batch.advantages),
+        torch.from_numpy(batch.response_mask),
+        settings.loss_aggregation,
+        global_batch_size=batch.rollouts,
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    assert float(found) == pytest.approx(-100 / 200 / 2)
+
+
+def test_rows_of_a_rollout_share_its_mean():
+    """Three tokens in one row, one in another: each token weighs a quarter of the rollout, and a no-op row nothing."""
+    rows = [transition_row("a", 0, ResponseIds=[4] * 3, Logprobs=[-1.0] * 3), transition_row("a", 1, ResponseIds=[4], Logprobs=[-1.0])]
+    batch = layout(separate(pl.DataFrame(rows), pl.Series([1.0, 1.0])), lineage=[0], divisor=3)
+    prepared, _ = by_rollout(batch, TrainerSettings(loss_aggregation="seq-mean-token-mean"))
+    assert prepared.row_share is not None
+    assert prepared.row_share.tolist() == [0.75, 0.25, 0.0]
+    assert batch.rollouts == 1
+    rejected = replace(batch, response_mask=batch.response_mask * np.array([[1], [0], [1]]))
+    assert by_rollout(rejected, TrainerSettings(loss_aggregation="seq-mean-token-mean"))[0].row_share.tolist() == [1.0, 0.0, 0.0]  # type: ignore[union-attr]
