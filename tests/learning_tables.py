@@ -235,7 +235,7 @@ def baseline_table() -> list[str]:
 def sampled(model: Path) -> tuple[pl.DataFrame, pl.Series]:
     """The fixed batch of the losses: 12 responses whose logprobs are those of other weights, so that some ratios are clipped."""
     off = np.random.default_rng(5)
-    rows = pl.DataFrame(sampled_rows(model, 12, temperature=1.0, seed=1)).with_columns(Version=pl.lit(-1))
+    rows = pl.DataFrame(sampled_rows(model, 12, temperature=1.0, seed=1, Version=-1))
     moved = [[float(np.float32(min(one + off.normal(0, 0.4), -1e-3))) for one in row] for row in rows["Logprobs"].to_list()]
     return rows.with_columns(pl.Series("Logprobs", moved)), pl.Series(np.linspace(-1.5, 1, 12))
 

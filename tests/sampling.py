@@ -6,6 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+
 from fakes import transition_row
 from spangrad.adapters import adapter_facts
 from spangrad.settings.trainer import LogprobAlarm
@@ -25,6 +27,11 @@ def sampled_rows(model: Path, count: int, *, temperature: float, seed: int, leng
         facts = {"PromptIds": prompt, "ResponseIds": response, "Logprobs": logprobs, "Temperature": temperature}
         rows.append(transition_row(f"{seed}-{i}", **{**facts, **changes}))
     return rows
+
+
+def sampled_by(rows: pl.DataFrame, version: int) -> pl.DataFrame:
+    """Rows of which all tokens were sampled by one version."""
+    return rows.with_columns(pl.lit(version).alias("Version"), pl.lit([version]).alias("Versions.Version"))
 
 
 def sample(model: Path, prompt: list[int], length: int, temperature: float, *, seed: int) -> tuple[list[int], list[float]]:

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import torch
 from checkpoints import written
-from sampling import NO_ALARM, PROMPT, logprobs_of, sample, sampled_rows
+from sampling import NO_ALARM, PROMPT, logprobs_of, sample, sampled_by, sampled_rows
 
 from fakes import transition_row
 from spangrad.errors import BadRowsError, CheckpointError
@@ -178,7 +178,7 @@ def test_no_op_rows_and_micro_batches_change_nothing(tiny_model: Path, rows: pl.
 def test_zero_advantages_take_no_step_even_after_others(engine: Engine, rows: pl.DataFrame):
     engine.step(batch(rows))
     before = weights(engine)
-    metrics = engine.step(batch(rows.with_columns(Version=pl.lit(0)), pl.Series(np.zeros(24)), version=1))
+    metrics = engine.step(batch(sampled_by(rows, 0), pl.Series(np.zeros(24)), version=1))
     assert (metrics["updated"], metrics["grad_norm"]) == (0, 0)
     assert differences(before, weights(engine)) == 0, "AdamW's moments moved the weights"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import written
 from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
-from sampling import NO_ALARM, distribution, logprobs_of, sampled_rows
+from sampling import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
 
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
@@ -279,7 +279,7 @@ def test_bypass_mode_corrects_within_the_loss(tiny_model: Path):
 
 def test_the_alarm_stands_before_a_correction(tiny_model: Path):
     rows, worth = learning_tables.sampled(tiny_model)
-    current = layout(separate(rows.with_columns(Version=pl.lit(0)), worth), lineage=[0])
+    current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])
     correction = Correction(weights="token")
     with pytest.raises(TrainerError, match="so no step was taken"):
         Engine(tiny_model, TrainerSettings(recompute_logprobs=True, correction=correction)).step(current)
