@@ -41,7 +41,7 @@ def build() -> dashboard.Dashboard:
     for panel in (_success(), _returns(), _advantage(), _staleness(), _failed()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("The step"))
-    for panel in (_gap(), _loss(), _change(), _tokens(), _seconds(), _sizes()):
+    for panel in (_gap(), _loss(), _change(), _entropy(), _responses(), _tokens(), _speed(), _seconds(), _sizes()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("What was not trained"))
     for panel in (_drops(), _reasons()):
@@ -208,14 +208,61 @@ def _loss() -> Panel:
 
 
 def _change() -> Panel:
-    sql = f"SELECT Version AS version, {metric('clip_fraction')} AS clipped, {metric('ppo_kl')} AS kl FROM {STEPS} ORDER BY version"
+    sql = f"""
+        SELECT Version AS version, {metric("clip_low")} AS low, {metric("clip_high")} AS high, {metric("ppo_kl")} AS kl
+        FROM {STEPS}
+        ORDER BY version"""
     panel = over_versions(
         "Clipping and KL",
         sql,
         "percentunit",
-        "clipped: share of tokens whose ratio PPO clips. kl: its estimate of the step's change of policy.",
+        "low, high: share of tokens whose ratio lies below the lower bound, or above the upper one, and is clipped. kl: PPO's estimate of"
+        " the step's change of policy.",
     )
     return links.aside(panel, "kl", "short")
+
+
+def _entropy() -> Panel:
+    sql = f"""
+        SELECT Version AS version, {metric("entropy")} AS entropy, {metric("advantage_std")} AS advantages,
+            {metric("return_std")} AS returns
+        FROM {STEPS}
+        ORDER BY version"""
+    panel = over_versions(
+        "Entropy and spread",
+        sql,
+        "short",
+        "entropy: of the policy at the trained tokens, in nats; where it nears 0, nothing is tried any more. advantages, returns: standard"
+        " deviations over the batch.",
+    )
+    return links.aside(panel, "entropy", "short")
+
+
+def _responses() -> Panel:
+    sql = f"""
+        SELECT Version AS version, {metric("response_tokens_mean")} AS mean, {metric("response_tokens_p95")} AS p95,
+            {metric("truncated_share")} AS truncated
+        FROM {STEPS}
+        ORDER BY version"""
+    panel = over_versions(
+        "Length of responses",
+        sql,
+        "short",
+        "Tokens of a call's response. truncated: share of responses that were cut at their limit of tokens (trainer.truncated).",
+    )
+    return links.aside(panel, "truncated", "percentunit", at_most=1)
+
+
+def _speed() -> Panel:
+    sql = f"""
+        SELECT Version AS version, {metric("tokens_per_second")} AS tokens, {metric("mfu")} AS mfu FROM {STEPS} ORDER BY version"""
+    panel = over_versions(
+        "Speed of the step",
+        sql,
+        "short",
+        "tokens: processed a second of training. mfu: share of the GPUs' peak, where verl knows it.",
+    )
+    return links.aside(panel, "mfu", "percentunit", at_most=1)
 
 
 def _tokens() -> Panel:
@@ -252,7 +299,9 @@ def _seconds() -> Panel:
 
 
 def _sizes() -> Panel:
-    masked = " + ".join(metric(f"masked_{reason}") for reason in ("unknown_version", "stale", "other_tokenizer", "greedy", "too_long"))
+    masked = " + ".join(
+        metric(f"masked_{reason}") for reason in ("unknown_version", "stale", "other_tokenizer", "greedy", "too_long", "truncated")
+    )
     sql = f"""
         SELECT Version AS version, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("transitions")} AS transitions,
             {metric("sequences")} AS sequences, {masked} AS masked
@@ -262,7 +311,7 @@ def _sizes() -> Panel:
         "Size of the batch",
         sql,
         "short",
-        "sequences: rows after merging. masked: calls that are too old, too long or greedy, left out of the loss.",
+        "sequences: rows after merging. masked: calls that are too old, too long, truncated or greedy, left out of the loss.",
     )
 
 

@@ -47,8 +47,8 @@ def assemble(
 
     Returns:
         The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.skips.MASKS`, sequences, tokens
-        (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return (weighted), mean_reward_NAME (raw) for each reward's name,
-        and greedy_return (weighted, over groups) where the estimator compares with it.
+        (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return and return_std (weighted, over rollouts), mean_reward_NAME
+        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it.
 
     Raises:
         SettingsError: credit or selection has no meaning.
@@ -70,6 +70,7 @@ def assemble(
         values = advantages(transitions, own, rule, normalise=normalise).filter(trained.filter(own))
     sequences = (merge if settings.merge else separate)(calls, values)
     batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
+    worth = returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy()
     metrics = {
         "transitions": len(calls),
         **counts,
@@ -79,7 +80,8 @@ def assemble(
         "merge_ratio": sequences.merge_ratio,
         "rollouts": len({(one.group, one.rollout_id) for one in loaded.rollouts}),
         "groups": len({one.group for one in loaded.rollouts}),
-        "mean_return": returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy().mean(),
+        "mean_return": worth.mean(),
+        "return_std": worth.std(),
         **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }

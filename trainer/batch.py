@@ -77,6 +77,13 @@ class Batch:
         return bool(np.any(self.advantages[self.response_mask.astype(bool)]))
 
     @property
+    def advantage_spread(self) -> dict[str, float]:
+        """Metrics: mean and standard deviation of the advantages of the tokens in the loss."""
+        advantages = self.advantages[self.response_mask.astype(bool)].astype(np.float64)
+        mean, deviation = (advantages.mean(), advantages.std()) if len(advantages) else (0.0, 0.0)
+        return {"advantage_mean": float(mean), "advantage_std": float(deviation)}
+
+    @property
     def token_counts(self) -> list[int]:
         """Tokens of each row, prompt and response."""
         return self.attention_mask.sum(axis=1).tolist()

@@ -41,6 +41,7 @@ _TOLD = {
     "clip_low": "clip_low",
     "clip_high": "clip_high",
     "kl_loss": "reference_kl",
+    "mfu": "mfu",
 }
 """Verl's metrics of a step that are kept, and their names here. Not every loss has all of them."""
 
@@ -84,8 +85,9 @@ class Engine:
         all the same.
 
         Returns:
-            Means over the optimizer steps of loss, and where the loss reports them clip_fraction, ppo_kl, entropy and reference_kl;
-            grad_norm (before clipping, the largest); `RowCheck.compare`'s, absent where no token was sampled; correction_*;
+            Means over the optimizer steps of loss, entropy (nats, over trained tokens), and where the loss reports them clip_fraction,
+            clip_low, clip_high, ppo_kl and reference_kl; advantage_mean and advantage_std, over trained tokens; mfu, where verl knows the
+            GPU's peak; grad_norm (before clipping, the largest); `RowCheck.compare`'s, absent where no token was sampled; correction_*;
             `reshaped.corrected`'s, where rows are reshaped; updated (number of optimizer steps).
 
         Raises:
@@ -126,6 +128,9 @@ class Engine:
         metrics |= _means(steps)
         if not metrics:
             metrics, _ = self._infer(batch)
+        if self.device == "cpu" or not metrics.get("mfu"):
+            metrics.pop("mfu", None)  # verl has the peaks of many GPUs, a guess for every CPU, and infinity for the rest
+        metrics |= batch.advantage_spread
         metrics |= of_reshaped | {"grad_norm": max((step["grad_norm"] for step in steps), default=0.0), "updated": float(len(steps))}
         if self._has_critic and batch.response_mask.any():
             metrics |= self._train_critic(batch)

@@ -128,6 +128,17 @@ def check(settings: TrainerSettings) -> None:
     if settings.kl_coef and settings.reference is not None and not settings.reference.is_dir():
         raise SettingsError(f"trainer.reference = {str(settings.reference)!r} is no directory. Give the one that holds the weights.")
     _check_merge(settings)
+    _check_overlong(settings)
+
+
+def _check_overlong(settings: TrainerSettings) -> None:
+    longest, buffer = settings.overlong_tokens, settings.overlong_buffer
+    if (longest or buffer) and not 0 < buffer <= longest:
+        raise SettingsError(
+            f"trainer.overlong_tokens = {longest} with trainer.overlong_buffer = {buffer} has no meaning: a buffer lies within "
+            "the tokens. Set trainer.overlong_tokens to the limit of a response (max_tokens) and trainer.overlong_buffer to the "
+            "tokens before it, such as 20480 and 4096, or both to 0."
+        )
 
 
 def by_token(settings: TrainerSettings) -> bool:

@@ -315,6 +315,7 @@ class Trainer:
                     adapter=adapter_of(Path(parent.policy_version.path), settings),
                 )
         metrics |= {**self.clock.seconds(), **facts}
+        metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
         with self.shutdown.shielded():
             self.ledger.commit(
                 lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics

@@ -1,7 +1,8 @@
-"""Calls that are not trained though their rewards count: too old, of an unknown version or another tokenizer, greedy, too long.
+"""Calls that are not trained though their rewards count: too old, of an unknown version or another tokenizer, greedy, too long, truncated.
 
 In: transitions, the versions that led to the one about to be trained, the trainer's settings. Out: a reason for each call that is masked.
-Invariant: a pure function of whole columns; a call's mask depends on no other call.
+Invariant: a pure function of whole columns; a call's mask depends on no other call, but where trainer.truncated is `reject`: there on the
+policy's other calls of its rollout.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from spangrad.selection import expression
 from spangrad.settings import TrainerSettings
+from trainer.credit import KEY
 from trainer.skips import SkipReason
+
+_CUT = ("length", "max_tokens", "max_output_tokens")
+"""Finish reasons of a response that was cut, in the words of chat completions, messages and responses."""
 
 
 def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> pl.Series:
@@ -21,7 +27,7 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
 
     Args:
         transitions: of whole groups.
-        settings: max_staleness and max_tokens_per_device.
+        settings: max_staleness, max_tokens_per_device and truncated.
         lineage: the committed versions that led to the one about to be trained, which is last.
         tokenizer_hash: the policy's; empty: any will do.
 
@@ -45,7 +51,7 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
     )
     other = (tokenizer != "") & (tokenizer != tokenizer_hash) if tokenizer_hash else pl.lit(value=False)
     facts = transitions.select(Other=other, Greedy=pl.col("Temperature") <= 0, Long=~_fits(settings.max_tokens_per_device)).with_columns(
-        versions["Known"], versions["Fresh"]
+        versions["Known"], versions["Fresh"], _truncated(transitions, settings)
     )
     return facts.select(
         pl.when(~pl.col("Known"))
@@ -58,8 +64,25 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
         .then(pl.lit(SkipReason.GREEDY.value))
         .when("Long")
         .then(pl.lit(SkipReason.TOO_LONG.value))
+        .when("Truncated")
+        .then(pl.lit(SkipReason.TRUNCATED.value))
         .alias("Masked")
     ).to_series()
+
+
+def is_truncated() -> pl.Expr:
+    """Whether a call's response was cut at its limit of tokens."""
+    return pl.col("FinishReason").is_in(_CUT)
+
+
+def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Series:
+    """Whether trainer.truncated leaves a call out of the loss (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
+    if settings.truncated == "train":
+        return pl.repeat(value=False, n=len(transitions), eager=True).alias("Truncated")
+    cut = is_truncated()
+    if settings.truncated == "reject":
+        cut = (cut & (pl.col("Policy") == settings.policy) & expression(settings.selection)).any().over(*KEY)
+    return transitions.select(Truncated=cut).to_series()
 
 
 def _fits(max_tokens: int) -> pl.Expr:

@@ -14,6 +14,7 @@ from spangrad.semconv import REWARD_NAME
 from spangrad.settings import TrainerSettings
 from trainer.credit import KEY
 from trainer.failures import failed_shares
+from trainer.masks import is_truncated
 from trainer.roles import role_metrics
 from trainer.source import Loaded
 
@@ -28,7 +29,9 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
 
     Returns:
         success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the calls that
-        may be trained: how many committed versions lie between a call's and the one about to be trained; 0 is on policy.
+        may be trained: how many committed versions lie between a call's and the one about to be trained; 0 is on policy. truncated_share,
+        response_tokens_mean and response_tokens_p95, over the same calls: share of responses that were cut at their limit of tokens, and
+        tokens of a response.
         And what `failed_shares` and `role_metrics` return.
     """
     rewards = (
@@ -40,7 +43,8 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
     named = [sums((one["Name"], one["Value"]) for one in row) for row in rewards["Rewards"].to_list()]
     won = [succeeded(one, settings) for one in named]
     place = {version: at for at, version in enumerate(lineage)}
-    versions = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))["Version"].to_list()
+    calls = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))
+    versions = calls["Version"].to_list()
     behind = [len(lineage) - 1 - place[version] for version in versions if version in place]
     return {
         "success": sum(won) / len(won) if won else 0.0,
@@ -48,7 +52,21 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         "staleness_max": float(max(behind, default=0)),
         **failed_shares(loaded, settings.policy, lineage, settings.failed_share_alarm),
         **role_metrics(loaded.transitions, settings.reward_weights),
+        **_responses(calls),
     }
+
+
+def _responses(calls: pl.DataFrame) -> dict[str, float]:
+    """Metrics of the responses' lengths; none of no calls."""
+    if calls.is_empty():
+        return {}
+    tokens = pl.col("ResponseIds").list.len()
+    facts = calls.select(
+        truncated_share=is_truncated().mean(),
+        response_tokens_mean=tokens.mean(),
+        response_tokens_p95=tokens.quantile(0.95, "nearest"),
+    )
+    return {name: float(value) for name, value in facts.row(0, named=True).items()}
 
 
 def succeeded(rewards: Mapping[str, float], settings: TrainerSettings) -> bool:

@@ -56,6 +56,7 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool 
         jagged,
         role=role,
         calculate_entropy=entropy,
+        measure_entropy=role == "policy" and not entropy and flags.get("compute_loss", True),
         global_batch_size=batch.rollouts,
         global_token_num=batch.token_counts,
         update_lr_scheduler=stepped,

@@ -38,6 +38,8 @@ class SkipReason(StrEnum):
     """Its calls were sampled at temperature 0: that distribution has no logprobs to compare."""
     TOO_LONG = "too_long"
     """Its calls are longer than a device takes (trainer.max_tokens_per_device)."""
+    TRUNCATED = "truncated"
+    """Its calls were cut at their limit of tokens, and trainer.truncated leaves such calls, or their rollouts, out."""
     NO_BASELINE = "no_baseline"
     """Its greedy rollout, which the estimator compares with, failed, left no transitions, or was not sampled greedily by weights within
     trainer.max_staleness."""
@@ -49,7 +51,14 @@ class SkipReason(StrEnum):
     """The trainer's logprobs of its tokens are not those that the engine sampled with."""
 
 
-MASKS = (SkipReason.UNKNOWN_VERSION, SkipReason.STALE, SkipReason.OTHER_TOKENIZER, SkipReason.GREEDY, SkipReason.TOO_LONG)
+MASKS = (
+    SkipReason.UNKNOWN_VERSION,
+    SkipReason.STALE,
+    SkipReason.OTHER_TOKENIZER,
+    SkipReason.GREEDY,
+    SkipReason.TOO_LONG,
+    SkipReason.TRUNCATED,
+)
 """Reasons that hold of a call: it is masked, its reward counts, and its group is skipped only where every call is masked."""
 
 FAILURES = (SkipReason.CONTRADICTORY, SkipReason.NOT_FINITE, SkipReason.ALREADY_TRAINED, SkipReason.LOGPROB_GAP)
@@ -77,8 +86,8 @@ class _Dependence:
     """Fields of `TrainerSettings`."""
 
 
-_OF_CALLS = ("policy", "selection", "max_staleness", "max_tokens_per_device")
-_OF_VALUES = ("credit", "baseline", "gamma", "estimator", "reward_weights", "reward_roles")
+_OF_CALLS = ("policy", "selection", "max_staleness", "max_tokens_per_device", "truncated")
+_OF_VALUES = ("overlong_tokens", "overlong_buffer", "credit", "baseline", "gamma", "estimator", "reward_weights", "reward_roles")
 _MASKED = _Dependence(versions=True, settings=_OF_CALLS)
 DEPENDENCES: Mapping[SkipReason, _Dependence] = {
     SkipReason.CANCELLED: _Dependence(),

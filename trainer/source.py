@@ -22,6 +22,7 @@ from spangrad.settings import Selection, Settings
 from spangrad.types import AttemptFailure, Mode
 from trainer.built_groups import MINE, BuiltGroups
 from trainer.learning import ESTIMATORS, Need
+from trainer.overlong import with_overlong
 from trainer.roles import cancelling_roles, count_roles, missing_roles
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class Source:
         trainer = settings.trainer
         self._client = client
         self._url = settings.store.url
+        self._trainer = trainer
         self._run = trainer.run_id
         self._modes = trainer.modes
         self._greedy = ESTIMATORS[trainer.estimator].needs is Need.GREEDY_ROLLOUT
@@ -263,7 +265,7 @@ class Source:
         ]
         cancelled, missing = self._cancelled(rollouts), missing_rows(builds, newest)
         incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
-        newest = self._with_counted_rewards(newest)
+        newest = self._shaped(self._with_counted_rewards(newest))
         if not self._greedy:
             return Loaded(rollouts, newest, cancelled=cancelled, incomplete=incomplete)
         greedy = pl.col("Mode") == Mode.GREEDY
@@ -278,6 +280,11 @@ class Source:
             logger.warning("%s", warning)
             self._warned_of_roles = True
         return counted
+
+    def _shaped(self, transitions: pl.DataFrame) -> pl.DataFrame:
+        """With the rewards that the trainer derives of what is stored."""
+        own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
+        return with_overlong(transitions, own, self._trainer)
 
     def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
         ids = set[str]()

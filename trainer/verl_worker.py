@@ -43,6 +43,8 @@ def training_worker(
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
+    from trainer.entropy import measure_entropy
+
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)  # of plans that FSDP has no use for
     if device == "cpu":
@@ -91,6 +93,8 @@ def training_worker(
         worker.reset()
     if not critic:
         compute_head_in_float32(worker.engine.module)
+    if not (critic or objective):
+        measure_entropy(worker.engine)
     if objective:
         worker.set_loss_fn(loss_of(objective))
         return worker

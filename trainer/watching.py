@@ -85,8 +85,9 @@ class Clock:
         self.stages.append(Stage(name, began, max(time.time_ns(), began)))
 
     def seconds(self) -> dict[str, float]:
-        """Metrics: seconds of the wait and of each stage so far."""
-        return {"seconds_idle": self._idle, **{f"seconds_{stage.name}": stage.seconds for stage in self.stages}}
+        """Metrics: seconds of the wait, of each stage so far, and of these together."""
+        stages = {f"seconds_{stage.name}": stage.seconds for stage in self.stages}
+        return {"seconds_idle": self._idle, **stages, **({"seconds_step": sum(stages.values())} if stages else {})}
 
 
 class Watcher(Protocol):

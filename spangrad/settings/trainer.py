@@ -159,6 +159,13 @@ class TrainerSettings(Section):
     """GRPO and its kin: divide by the group's standard deviation. False is Dr. GRPO."""
     skip_equal_groups: bool = False
     """Skip groups in which no value differs from those that it is compared with (DAPO)."""
+    truncated: Literal["train", "mask", "reject"] = "train"
+    """Calls whose response was cut at its limit of tokens: trained like others, masked, or their whole rollout masked (DAPO's overlong
+    filtering). Their rewards count in the baseline either way."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """Soft overlong punishment (DAPO): L_max, the most tokens that a call's response should have. 0: none."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Soft overlong punishment (DAPO): L_cache, the tokens before L_max over which the punishment falls from 0 to -1."""
     merge: bool = False
     """Train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/merging.md)."""
     lora_rank: int = Field(default=0, ge=0)

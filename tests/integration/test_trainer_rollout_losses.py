@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 import torch
 from learning_tables import AGGREGATIONS, losses, padded, step, trajectories
+from sampling import distribution, logprobs_of
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
@@ -104,6 +105,40 @@ def test_entropy_and_reference_count_rollouts_like_the_loss(tiny_model: Path, tm
         assert apart[name] == pytest.approx(merged[name], rel=1e-4), name
     plain = step(tiny_model, TrainerSettings(loss_aggregation="seq-mean-token-mean"), rows.filter(whole), worth.filter(whole))
     assert plain["loss"] != pytest.approx(apart["loss"], abs=1e-3)
+
+
+def test_entropy_is_measured_by_default_and_is_that_of_the_policy(tiny_model: Path):
+    """The mean over the trained tokens of the entropy of the distribution that each was drawn from, at its temperature."""
+    rows, worth = trajectories(tiny_model)
+    rows = rows.with_columns(Temperature=pl.Series(np.resize([1.0, 0.5], len(rows))))
+    expected: list[float] = []
+    for row in rows.iter_rows(named=True):
+        for at in range(len(row["ResponseIds"])):
+            logprobs = distribution(tiny_model, [*row["PromptIds"], *row["ResponseIds"][:at]], row["Temperature"])
+            expected.append(-float((logprobs.exp() * logprobs).sum()))
+    changes: list[dict[str, Any]] = [{}, {"merge": True}, {"max_tokens_per_device": 45}, {"entropy_coef": 0.1}]
+    for change in changes:
+        found = step(tiny_model, TrainerSettings(**change), rows, worth)
+        assert found["entropy"] == pytest.approx(np.mean(expected), rel=1e-4), change
+        assert "mfu" not in found, "a CPU has no peak that is known"
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo"])
+def test_clip_low_and_clip_high_add_up_to_verls_clip_fraction(name: Any, tiny_model: Path):
+    rows, worth = trajectories(tiny_model)
+    settings = TrainerSettings(loss=name, clip_ratio_low=0.05, clip_ratio_high=0.15)
+    found = step(tiny_model, settings, rows, worth)
+    assert found["clip_low"] + found["clip_high"] == pytest.approx(found["clip_fraction"], abs=1e-6)
+    assert 0 < found["clip_high"] < 1
+    if name == "vanilla":
+        ratios, advantages = [], []
+        for row, value in zip(rows.iter_rows(named=True), worth, strict=True):
+            ratios += list(np.exp(np.subtract(logprobs_of(tiny_model, row["PromptIds"], row["ResponseIds"]), row["Logprobs"])))
+            advantages += [value] * len(row["ResponseIds"])
+        high = np.mean((np.array(ratios) > 1.15) & (np.array(advantages) > 0))
+        assert found["clip_high"] == pytest.approx(high)
+        assert found["advantage_mean"] == pytest.approx(np.mean(advantages))
+        assert found["advantage_std"] == pytest.approx(np.std(advantages))
 
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])

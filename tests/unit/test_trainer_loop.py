@@ -67,14 +67,15 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     assert sorted(one.name for one in (tmp_path / "policies/policy/main").iterdir()) == ["v2"]
     newest = trainer.ledger.frontier()
     assert newest
-    timed = {f"seconds_{name}" for name in ("idle", "load", "credit", "train", "checkpoint")}
+    timed = {"tokens_per_second", *(f"seconds_{name}" for name in ("idle", "load", "credit", "train", "checkpoint", "step"))}
     assert timed <= newest.metrics.keys()
     known = {name: value for name, value in newest.metrics.items() if name not in timed}
     assert known == {
         "loss": 0.5, "grad_norm": 1.0, "logprob_gap_max": 2e-6, "updated": 1.0,
         "transitions": 4.0, **MASKED, "sequences": 4.0, "tokens": 20.0, "trained_tokens": 8.0, "merge_ratio": 1.0,
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
-        "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0,
+        "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0, "return_std": 0.5,
+        "truncated_share": 0.0, "response_tokens_mean": 2.0, "response_tokens_p95": 2.0,
         "failed_share": 0.0, "failed_alarm": 0.0, "failed_share_staleness_1": 0.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
         "groups_wanted": 22.0, "groups_skipped": 0.0, "publish_retries": 0.0, "store_retries": 0.0,
@@ -85,7 +86,7 @@ def test_once_takes_whole_batches_oldest_first_and_leaves_the_rest(tmp_path: Pat
     # Each version once, with the seconds that publishing took: nobody waits for the copy.
     written = [(one.version, "seconds_publish" in one.metrics) for one in trainer.mirror.written]
     assert written == [(0, False), (1, True), (2, True)]
-    facts = r"2 groups, 4 rollouts, 4 transitions, return \+0\.50, success 0\.50, gap 2e-06"
+    facts = r"2 groups, 4 rollouts, 4 transitions, return \+0\.50, success 0\.50, response 2 tokens, gap 2e-06"
     assert re.search(rf"step 2 -> version 2: {facts}, train \d\.\d\d s, publish 0\.25 s, idle \d+%\n", caplog.text)
     trainer.run(follow=False)
     assert list(committed(trainer)) == [0, 1, 2], "a second run trains nothing"

@@ -1,0 +1,62 @@
+"""DAPO's soft overlong punishment: a negative reward for calls whose responses come near the limit of length.
+
+In: transitions of whole groups, which of them are the trained policy's, the trainer's settings. Out: the transitions with the derived
+rewards among those that were stored. Invariant: a pure function; stored rewards stay as they are, and calls that are short enough get no
+entry.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from spangrad.settings import TrainerSettings
+
+OVERLONG = "overlong"
+"""Name of the derived reward, by which `trainer.reward_weights` may scale it."""
+
+
+def punishment(tokens: pl.Expr, longest: int, buffer: int) -> pl.Expr:
+    """R_length of a response of so many tokens, from 0 to -1.
+
+    0 up to L_max - L_cache tokens; (L_max - L_cache - tokens) / L_cache up to L_max; -1 beyond.
+
+    Args:
+        tokens: length of the response.
+        longest: L_max, in tokens.
+        buffer: L_cache, in tokens.
+
+    Source: DAPO (https://arxiv.org/abs/2503.14476), eq. 13.
+    """
+    return ((longest - buffer - tokens.cast(pl.Float64)) / buffer).clip(-1.0, 0.0)
+
+
+def with_overlong(transitions: pl.DataFrame, own: pl.Series, settings: TrainerSettings) -> pl.DataFrame:
+    """Transitions with a reward `overlong` on each of the policy's calls whose response is longer than L_max - L_cache.
+
+    Args:
+        transitions: calls of whole rollouts, with the columns `Rewards.*`.
+        own: which of them the policy answered and are selected; others' lengths are not punished.
+        settings: overlong_tokens (L_max; 0: nothing is punished) and overlong_buffer (L_cache).
+    """
+    if not settings.overlong_tokens:
+        return transitions
+    length = pl.col("ResponseIds").list.len()
+    derived = transitions.with_columns(
+        _Overlong=pl.when(own).then(punishment(length, settings.overlong_tokens, settings.overlong_buffer)).otherwise(0.0)
+    )
+    entry = {
+        "Rewards.Name": pl.lit(OVERLONG),
+        "Rewards.Value": pl.col("_Overlong"),
+        "Rewards.CallId": pl.col("CallId"),
+        "Rewards.Role": pl.lit(""),
+        "Rewards.Turn": pl.col("Turn"),
+    }
+    longer = [
+        pl.when(pl.col("_Overlong") < 0)
+        .then(pl.concat_list(pl.col(name), value.cast(transitions.schema[name].inner)))  # type: ignore[attr-defined]
+        .otherwise(pl.col(name))
+        .alias(name)
+        for name, value in entry.items()
+        if name in transitions.columns
+    ]
+    return derived.with_columns(longer).drop("_Overlong")
