@@ -105,7 +105,7 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
     for at, row in enumerate(sampled_rows(tiny_model, 2 * count, temperature=1.0, seed=5)):
         i, turn = divmod(at, 2)
         worth = float(turn and row["ResponseIds"][0] % 2)  # type: ignore[index]
-        rewards = {"Rewards.Name": ["reward"], "Rewards.Value": [worth]}
+        rewards = {"Rewards.Name": ["reward"], "Rewards.Value": [worth], "Rewards.CallId": [""], "Rewards.Role": [""]}
         rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
     frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
     return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0]), chains=links)
@@ -406,7 +406,8 @@ def test_an_entropy_bonus_raises_the_entropy(tiny_model: Path):
     found = [engine.step(stale) for _ in range(8)]
     assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
     assert found[-1]["entropy"] > found[0]["entropy"] + 0.1
-    assert "entropy" not in Engine(tiny_model, TrainerSettings()).step(batch)
+    measured = Engine(tiny_model, TrainerSettings()).step(batch)["entropy"]
+    assert measured == pytest.approx(found[0]["entropy"], rel=1e-5), "it is measured where nothing rewards it, too"
 
 
 def test_adapters_are_trained_served_merged_and_resumed(tiny_model: Path, tmp_path: Path):

@@ -157,10 +157,10 @@ def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     engine = Engine(tiny_model, TrainerSettings(mini_batches=3))
     batch = layout(separate(rows, worth), lineage=[0])
-    rollouts = [set(part.rollout[: part.real_rows].tolist()) for part in engine._parts(batch)]
+    rollouts = [set(part.rollout[: part.real_rows].tolist()) for _, part in engine._parts(batch)]
     assert [len(one) for one in rollouts] == [2, 2, 1]
     assert set.union(*rollouts) == set(range(5))
-    assert sum(part.real_rows for part in engine._parts(batch)) == len(rows)
+    assert sum(part.real_rows for _, part in engine._parts(batch)) == len(rows)
 
 
 def test_merged_rollouts_of_one_row_are_left_to_verl(tiny_model: Path):
