@@ -105,7 +105,7 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
     for at, row in enumerate(sampled_rows(tiny_model, 2 * count, temperature=1.0, seed=5)):
         i, turn = divmod(at, 2)
         worth = float(turn and row["ResponseIds"][0] % 2)  # type: ignore[index]
-        rewards = {"Rewards.Name": ["reward"], "Rewards.Value": [worth], "Rewards.CallId": [""], "Rewards.Role": [""]}
+        rewards = {"Rewards.Name": ["reward"], "Rewards.Value": [worth], "Rewards.CallId": [""], "Rewards.Role": [""], "Rewards.Turn": [turn]}
         rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
     frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
     return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0]), chains=links)
