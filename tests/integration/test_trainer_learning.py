@@ -15,6 +15,7 @@ from checkpoints import written
 from learning_tables import advantages_by_verl, advantages_here, loss_by_verl, loss_here, loss_settings, padded, tokens_by_verl, tokens_here
 from sampling import NO_ALARM, distribution, logprobs_of, sampled_by, sampled_rows
 
+from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Aggregation, Correction, Estimator, KlEstimate, Loss
@@ -105,7 +106,8 @@ def chained(tiny_model: Path, count: int = 12) -> Any:
     for at, row in enumerate(sampled_rows(tiny_model, 2 * count, temperature=1.0, seed=5)):
         i, turn = divmod(at, 2)
         worth = float(turn and row["ResponseIds"][0] % 2)  # type: ignore[index]
-        rewards = {"Rewards.Name": ["reward"], "Rewards.Value": [worth], "Rewards.CallId": [""], "Rewards.Role": [""], "Rewards.Turn": [turn]}
+        paid = transition_row(f"r{i:02}", turn, rewards=(worth,))
+        rewards = {name: value for name, value in paid.items() if name.startswith("Rewards.")}
         rows.append({**row, "RolloutId": f"r{i:02}", "Turn": turn, "CallId": f"{i}-{turn}", "GroupId": "ab"[i >= count // 2], **rewards})
     frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
     return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0]), chains=links)
