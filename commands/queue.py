@@ -57,7 +57,7 @@ def _list(
     """Count the rollouts of each run by state; with --run, --state or --group, list them.
 
     Args:
-        state: queued, running, succeeded, dead or cancelled.
+        state: queued, running, succeeded, failed, dead or cancelled.
         group: a group of the run.
         limit: rollouts at most.
     """
