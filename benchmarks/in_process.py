@@ -14,7 +14,7 @@ from pathlib import Path
 from clickhouse_connect.driver.client import Client
 
 from benchmarks.credit_sampling import Sampler
-from spangrad.errors import SpangradError
+from spangrad.errors import SpangradError, TrainerError
 from spangrad.otlp_http import Poster
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings
@@ -75,7 +75,8 @@ def training(settings: Settings, client: Client, sampler: Sampler) -> Iterator[T
         newest = prepare(ledger, settings)
 
         def engine(version: LedgerVersion) -> Engine:
-            return stack.enter_context(closing(Engine(Path(version.policy_version.path), settings.trainer)))
+            # The samplers of benchmarks compute in float32.
+            return stack.enter_context(closing(Engine(Path(version.policy_version.path), settings.trainer, engine_dtype="float32")))
 
         trainer = Trainer(
             settings=settings,
@@ -125,13 +126,17 @@ def train_step(trainer: Trainer) -> LedgerVersion:
 
     Raises:
         SpangradError: none is ready.
-        TrainerError: the step was refused.
+        TrainerError: the step was refused, and its groups are skipped.
     """
+    before = newest_version(trainer.ledger)
     loaded = trainer.take()
     if loaded is None:
         raise SpangradError("a step's groups were built, and the trainer finds none ready.")
     trainer.step(loaded)
-    return newest_version(trainer.ledger)
+    newest = newest_version(trainer.ledger)
+    if newest.version == before.version:
+        raise TrainerError(trainer.ledger.skips.read()[-1].detail)
+    return newest
 
 
 @contextmanager

@@ -113,4 +113,4 @@ async def test_a_rollout_has_its_own_time_whatever_the_workers_setting_says(tmp_
             here.start_worker()
             ended = {one.rollout_id: one for one in await until_ended(client, 2)}
     told = {name: (one.state, one.attempts[-1].detail) for name, one in ended.items()}
-    assert told == {"long0": ("succeeded", ""), "short0": ("dead", "run: not done after 0.5 s")}
+    assert told == {"long0": ("succeeded", ""), "short0": ("failed", "run: not done after 0.5 s")}
