@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_world import World
+from store_world import World, trainer_over
 
 from spangrad import datasets, semconv
+from spangrad.clickhouse import connect
 from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
 from spangrad.weights import checksum_directory
@@ -135,6 +136,44 @@ def test_a_group_of_which_a_rollout_was_cancelled_is_skipped(settings: Settings,
     assert loaded.cancelled == {"cancelled"}
     skips = find_skips(groups, loaded, settings.trainer, lineage=[0], tokenizer_hash=world.tokenizer)
     assert skips == {Group(run, "train", SPEC, "cancelled"): Skip(SkipReason.CANCELLED)}
+
+
+def test_load_of_a_group_with_missing_rows_tells_so_and_the_trainer_waits_for_them(
+    settings: Settings, world: World, run: str, caplog: pytest.LogCaptureFixture
+):
+    """What a replica shows whose copy of a build came before its rows: the call with the final reward is not there yet."""
+    written = list[dict[str, Any]]()
+
+    def noted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        written.extend(rows)
+        return rows
+
+    world.group("short", [1.0, 0.0], calls=({}, {}), spoil=noted)
+    world.client.command(f"DELETE FROM otel.transitions WHERE RunId = '{run}' AND RolloutId = 'short-0' AND Turn = 1")
+    for name in "ab":
+        world.group(name, [1.0, 0.0])
+    group = Group(run, "train", SPEC, "short")
+    assert group in source(settings, world).ready()
+    loaded = source(settings, world).load([group])
+    assert loaded.incomplete == {group: "rollout 'short-0' has 1 of 2 transitions and 0 of 1 rewards in the store so far."}
+    trainer = trainer_over(world, settings)
+    trainer.run(follow=False)
+    assert sorted({row.group.group_id for row in trainer.ledger.batch(trainer.ledger.versions()[-1].policy_version.batch_id or "")}) == [
+        "a",
+        "b",
+    ]
+    assert (trainer.ledger.skipped(), "group short is not ready yet: rollout 'short-0' has 1 of 2 transitions" in caplog.text) == ({}, True)
+    world.insert("transitions", written[1:2])
+    assert source(settings, world).load([group]).incomplete == {}
+    trainer.ledger.close()
+
+
+def test_connect_where_reads_are_in_sequence_sends_the_setting(store: StoreSettings):
+    query = "SELECT getSetting('select_sequential_consistency')"
+    for in_sequence in (True, False):
+        client = connect(store.model_copy(update={"sequential_consistency": in_sequence}), consistent=True)
+        assert client.query(query).result_rows == [(in_sequence,)]
+        client.close()
 
 
 def test_a_rebuild_that_dropped_everything_leaves_no_old_rows(settings: Settings, world: World, run: str):
