@@ -62,7 +62,8 @@ class World:
             rollout = {**facts, "RolloutId": f"{name}-{i}", **changes}
             for turn, call in enumerate(calls if reward is not None else ()):
                 row = self.call(rollout, turn, call, temperature, 1000 * self.seed + 10 * i + turn)
-                rows.append({**row, **_paid(reward if turn == len(calls) - 1 else None, turn)})
+                final = turn == len(calls) - 1
+                rows.append({**_paid(None, turn), **row, **(_paid(reward, turn) if final else {})})
             if reward is None:
                 self.insert("drops", [_drop({**CALL, **rollout})])
                 self.insert("builds", [_build({**CALL, **rollout}, [])])
