@@ -195,8 +195,7 @@ def _every_answer(served: Served) -> list[KeyValue]:
         semconv.GEN_AI_RESPONSE_MODEL: served.policy,
         semconv.GEN_AI_FINISH_REASONS: ["stop"],
         semconv.POLICY_NAME: served.policy,
-        semconv.VERSION_START: served.version,
-        semconv.VERSION_END: served.version,
+        semconv.POLICY_VERSIONS: f"[[[0,{served.version}]]]",
         semconv.TOKENIZER_HASH: served.tokenizer_hash,
         semconv.HTTP_STATUS: 200,
     }

@@ -26,7 +26,18 @@ CREATED = 1_760_000_000
 ID_PREFIX = "chatcmpl-"
 NO_ID = f"{ID_PREFIX}{0:032x}"
 """Stands where the upstream writes an answer's own id, of as many bytes."""
-ENGINE_FACTS = {"policy": POLICY, "version_start": VERSION, "tokenizer_hash": TOKENIZER_HASH}
+ENGINE_FACTS = {"policy": POLICY, "tokenizer_hash": TOKENIZER_HASH}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "constrained": False,
+}
+COMPLETE_FACTS = {**ENGINE_FACTS, "versions": [[[0, VERSION]]], "sampling": SAMPLING}
 
 
 def answer_id(number: int) -> str:
@@ -120,7 +131,7 @@ class Bodies:
                 "prompt_logprobs": None,
                 "prompt_token_ids": self.prompt_ids if ids else None,
                 "kv_transfer_params": None,
-                **({"spangrad": {**ENGINE_FACTS, "version_end": VERSION}} if ids else {}),
+                **({"spangrad": COMPLETE_FACTS} if ids else {}),
             }
         )
 
@@ -133,7 +144,7 @@ class Bodies:
             for place, token in enumerate(self.tokens)
         ]
         if ids:
-            chunks[-1]["spangrad"] = {**ENGINE_FACTS, "version_end": VERSION}
+            chunks[-1]["spangrad"] = COMPLETE_FACTS
         return [b"data: " + _json(chunk) + b"\n\n" for chunk in chunks] + [b"data: [DONE]\n\n"]
 
     def _logprob(self, place: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Gateway:
         delivered, spans = self._store.query("SELECT count(), uniqExact(SpanId) FROM otel.otel_traces").result_rows[0]
         right = "PromptIds = {prompt:Array(UInt32)} AND ResponseIds = {response:Array(UInt32)} AND Logprobs = {logprobs:Array(Float32)}"
         arrays = {"prompt": bodies.prompt_ids, "response": bodies.response_ids, "logprobs": bodies.logprobs}
-        query = f"SELECT countIf(NOT ({right})), countIf(VersionStart IS NULL OR VersionEnd IS NULL OR ErrorType != '') FROM otel.v_calls"
+        query = f"SELECT countIf(NOT ({right})), countIf(empty(`Versions.Version`) OR ErrorType != '') FROM otel.v_calls"
         wrong_ids, incomplete = self._store.query(query, parameters=arrays).result_rows[0]
         return {
             "lost": sum(one not in found for one in ids),

@@ -29,7 +29,7 @@ LONE_PROMPT_TOKENS, LONE_ANSWER_TOKENS = 200, 100
 _LEAN = frozenset(
     {
         *(semconv.RUN_ID, semconv.ROLLOUT_ID, semconv.ROLLOUT_ATTEMPT, semconv.ROLLOUT_MODE, semconv.POLICY_NAME),
-        *(semconv.VERSION_START, semconv.VERSION_END, semconv.GEN_AI_OPERATION, semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_ID),
+        *(semconv.POLICY_VERSIONS, semconv.GEN_AI_OPERATION, semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_ID),
         *(semconv.GEN_AI_FINISH_REASONS, semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS),
         *(semconv.REQUEST_JSON, semconv.RESPONSE_JSON),
         *(semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.RESPONSE_LOGPROBS, "prompt_token_ids", "response_token_ids"),
@@ -241,8 +241,7 @@ class Author:
             **self._token_ids(exchange),
             semconv.RESPONSE_JSON: exchange.response,
             semconv.POLICY_NAME: _MODEL,
-            semconv.VERSION_START: 3,
-            semconv.VERSION_END: 3,
+            semconv.POLICY_VERSIONS: "[[[0,3]]]",
             semconv.TOKENIZER_HASH: "9f2c1d6ab03e57c4",
             semconv.REQUEST_JSON: exchange.request,
             semconv.HTTP_STATUS: 200,

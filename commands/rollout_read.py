@@ -31,7 +31,7 @@ _NAMED = "RolloutKey = {id:String}"
 _INHERITED = """RolloutKeySource != 'rollout' AND RolloutKey != {id:String} AND TraceId IN {traces:Array(String)} AND RolloutKey IN (
     SELECT arrayJoin([TraceId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN {traces:Array(String)})"""
 _CALLS = """
-SELECT TraceId, SpanId, Choice, Policy, VersionStart, VersionEnd, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
+SELECT TraceId, SpanId, Choice, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
     HttpStatus, Aborted
 FROM otel.calls FINAL
 WHERE RolloutKey IN {keys:Array(String)}

@@ -77,8 +77,8 @@ class Call:
     span: str
     choice: int
     policy: str
-    version_start: int | None
-    version_end: int | None
+    versions: Sequence[int]
+    """Policy versions that sampled it, in order; empty: not known."""
     prompt_tokens: int
     response_tokens: int
     finish_reason: str

@@ -198,8 +198,8 @@ def _of_calls(calls: Sequence[Call]) -> list[Text]:
     parts = [Text(_tokens(first.prompt_tokens, sum(call.response_tokens for call in calls)), "cyan")]
     if len(calls) > 1:
         parts.append(Text(f"{len(calls)} choices"))
-    if first.policy or first.version_start is not None:
-        versions = [str(version) for version in dict.fromkeys((first.version_start, first.version_end)) if version is not None]
+    if first.policy or first.versions:
+        versions = sorted({version for call in calls for version in call.versions})
         parts.append(Text(f"{first.policy} {'→'.join(f'v{version}' for version in versions)}".strip()))
     reasons = Counter(call.finish_reason for call in calls if call.finish_reason)
     parts += [Text(f"{reason}{f' x{count}' if count > 1 else ''}") for reason, count in reasons.items()]

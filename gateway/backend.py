@@ -224,6 +224,6 @@ def _lacking(answer: Answer, version: int) -> str:
         return "token ids"
     if len(choices[0].logprobs) != len(choices[0].token_ids):
         return "logprobs"
-    if answer.engine is None or answer.engine.version_end != version:
+    if answer.engine is None or answer.engine.versions != [[(0, version)]]:
         return f"policy version {version}"
     return ""

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.context import CallContext
-from gateway.dialects.answer import Answer
+from gateway.dialects.answer import Answer, Sampling
 from gateway.dialects.base import Request
 from gateway.modality import modality
 from gateway.redaction import Redactor
@@ -144,11 +145,10 @@ def _told(facts: CallFacts) -> dict[str, _Value]:
             request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens"), int
         ),
         # What another upstream takes for granted is not known.
-        **(_sampling(request) if facts.provider == PROVIDER else {}),
+        **(_sampling(request, engine.sampling if engine else None) if facts.provider == PROVIDER else {}),
         **_answer(answer, response),
         semconv.POLICY_NAME: engine.policy if engine else None,
-        semconv.VERSION_START: engine.version_start if engine else None,
-        semconv.VERSION_END: engine.version_end if engine else None,
+        semconv.POLICY_VERSIONS: msgspec.json.encode(engine.versions).decode() if engine and engine.versions else None,
         semconv.TOKENIZER_HASH: engine.tokenizer_hash if engine else None,
         semconv.RELAXED: facts.relaxed or None,
         semconv.MODALITY: modality(facts.request, response) or None,
@@ -156,8 +156,11 @@ def _told(facts: CallFacts) -> dict[str, _Value]:
     }
 
 
-def _sampling(request: Mapping[str, Any]) -> dict[str, _Value]:
-    """The parameters that were in effect, asked for or not."""
+def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str, _Value]:
+    """Return the parameters that were in effect: the engine's word, else what was asked for and the engine's defaults."""
+    if sampling is not None:
+        in_effect: dict[str, _Value] = {key: getattr(sampling, name) for name, (key, _) in SAMPLING_DEFAULTS.items()}
+        return in_effect | {semconv.SAMPLING_CONSTRAINED: sampling.constrained or is_constrained(request)}
     asked = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
     effective: dict[str, _Value] = {
         key: default if value is None else _number(value, type(default)) for key, (value, default) in asked.items()

@@ -34,6 +34,7 @@ _NOT_TEXT = frozenset(
         semconv.GEN_AI_PROVIDER,
         semconv.HTTP_ROUTE,
         semconv.POLICY_NAME,
+        semconv.POLICY_VERSIONS,
         semconv.TOKENIZER_HASH,
         semconv.ERROR_TYPE,
         semconv.RELAXED,

@@ -39,8 +39,8 @@ EVALUATE_SECONDS: Final = "spangrad.rollout.evaluate.seconds"
 # The gateway's span.
 GATEWAY_SCOPE: Final = "spangrad.gateway"
 POLICY_NAME: Final = "spangrad.policy.name"
-VERSION_START: Final = "spangrad.policy.version.start"
-VERSION_END: Final = "spangrad.policy.version.end"
+POLICY_VERSIONS: Final = "spangrad.policy.versions"
+"""Policy versions of the response tokens, as JSON: for each choice a list of pairs, the token at which a version begins and the version."""
 PROMPT_TOKEN_IDS: Final = "spangrad.prompt.token_ids"
 PROMPT_LENGTHS: Final = "spangrad.prompt.lengths"
 RESPONSE_TOKEN_IDS: Final = "spangrad.response.token_ids"
@@ -71,7 +71,7 @@ REWARD: Final = "spangrad.reward"
 """A reward as an attribute of any span; `spangrad.reward.NAME` where it has a name. What stands on no call's span is the rollout's."""
 
 ANSWER_FIELD: Final = "spangrad"
-"""The extra field of an engine's answer: {"policy", "version_start", "version_end", "tokenizer_hash"}."""
+"""The extra field of an engine's answer: {"policy", "versions", "tokenizer_hash", "sampling"}."""
 
 # The trainer's own spans: a step, and its stages below it. They name no rollout; what they consumed are their links.
 TRAINER_SCOPE: Final = "spangrad.trainer"

@@ -65,9 +65,11 @@ class DropReason(StrEnum):
     OTHER_TOKENIZER = "other_tokenizer"
     """Sampled with another tokenizer or chat template than the policy's."""
     MIXED_VERSIONS = "mixed_versions"
-    """A reload fell inside the call, so two policies wrote it."""
+    """The engine took new weights during the call, so that several policy versions sampled it, and builder.mixed_versions says drop."""
     UNKNOWN_VERSION = "unknown_version"
-    """The engine did not say which weights answered."""
+    """The engine did not say which weights sampled which tokens."""
+    UNKNOWN_SAMPLING = "unknown_sampling"
+    """The engine did not say with which sampling parameters it answered."""
     OTHER_DISTRIBUTION = "other_distribution"
     """Sampled from a distribution that the trainer cannot compute again: top-p, top-k, min-p, penalties, masked tokens."""
     OTHER_MODALITY = "other_modality"
@@ -114,8 +116,10 @@ _REMEDIES: Mapping[DropReason, str] = {
     DropReason.REDACTED: "Redact less, or keep the ids of redacted calls with gateway.redact_keep_ids.",
     DropReason.OTHER_TOKENIZER: "Serve the policy with the tokenizer and chat template that it is trained with, "
     "or mend builder.tokenizer_hash.",
-    DropReason.MIXED_VERSIONS: "Nothing need be done: a few calls are cut by each publication of new weights.",
+    DropReason.MIXED_VERSIONS: "Set builder.mixed_versions = keep: each token is then trained as sampled by its own version.",
     DropReason.UNKNOWN_VERSION: "Serve the policy from `spangrad engine`, which says with each answer which weights gave it.",
+    DropReason.UNKNOWN_SAMPLING: "Serve the policy from `spangrad engine` of this version, which says with each answer how it was sampled, "
+    "and let the span keep the whole answer.",
     DropReason.OTHER_DISTRIBUTION: "Let gateway.relax take out what the detail names, let the agent sample with a temperature alone "
     "(no top_p, top_k, min_p or penalties, no forced tools or schemas), or accept a bias with builder.reshaped = 'keep'.",
     DropReason.OTHER_MODALITY: "Give the policy text alone, such as an image's description: "

@@ -105,7 +105,7 @@ def _call(spans: fakes.SpanFactory, parent: str, model: Path, *, seed: int, **wh
     """A call that the model itself answered, as version 0."""
     response, logprobs = sample(model, list(PROMPT), 2, 1.0, seed=seed)
     facts = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-    return spans.call(parent, **facts, VersionStart=0, VersionEnd=0, TokenizerHash=tokenizer_hash(model), **where)
+    return spans.call(parent, **facts, TokenizerHash=tokenizer_hash(model), **fakes.versions((0, 0)), **where)
 
 
 def _send(store: StoreSettings, body: bytes) -> None:

@@ -25,6 +25,17 @@ from spangrad.weights import checksum_directory, mix_words
 ANSWER_TEXT = "weather rome"
 ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]
 PROMPT_IDS = [1, 4, 7, 12, 2, 1, 5]
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "constrained": False,
+}
+"""vLLM's own defaults, in the form of the plugin's field."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,10 @@ class FakeEngine:
     """Of its parameters, whatever adapter it has; empty: `checksum` is."""
     spoils: bool = False
     """An adapter that it refuses spoils what it had."""
+    sampling: dict[str, Any] | None = None
+    """Parameters in effect, as the plugin reports them. None: it does not."""
+    api_servers: int = 1
+    data_parallel_size: int = 1
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
     refusal: str = "the engine says no"
@@ -149,7 +164,8 @@ class FakeEngine:
     async def _info(self, request: web.Request) -> web.Response:
         served = {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
         bare = "the bare adapter" if self.lora_rank else ""
-        return web.json_response({**served, "lora_rank": self.lora_rank, "bare": bare, "transfer": self.transfer})
+        parallel = {"api_servers": self.api_servers, "data_parallel_size": self.data_parallel_size}
+        return web.json_response({**served, "lora_rank": self.lora_rank, "bare": bare, "transfer": self.transfer, **parallel})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -218,8 +234,11 @@ class FakeEngine:
             self.left.set()
             raise
 
-    def facts(self, **more: int) -> dict[str, Any]:
-        return {"policy": self.policy, "version_start": self.version, **more, "tokenizer_hash": "cafe"}
+    def facts(self, choices: int = 0) -> dict[str, Any]:
+        """Our field: of an answer with so many choices, or of one that has begun (0)."""
+        versions = {"versions": [[[0, self.version]]] * choices} if choices else {}
+        sampling = {"sampling": self.sampling} if choices and self.sampling else {}
+        return {"policy": self.policy, "tokenizer_hash": "cafe", **versions, **sampling}
 
     def whole(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The whole answer to a request, as vLLM with the plugin gives it."""
@@ -247,7 +266,7 @@ class FakeEngine:
             "usage": {"prompt_tokens": 7, "total_tokens": 7 + 3 * count, "completion_tokens": 3 * count},
             "prompt_logprobs": None,
             "prompt_token_ids": PROMPT_IDS if ids else None,
-            "spangrad": self.facts(version_end=self.version),
+            "spangrad": self.facts(count),
         }
 
     def chunks(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
@@ -290,7 +309,7 @@ class FakeEngine:
         await response.prepare(request)
         chunks = self.chunks(asked)
         chunks[0]["spangrad"] = self.facts()
-        chunks[-1]["spangrad"] = self.facts(version_end=self.version)
+        chunks[-1]["spangrad"] = self.facts(asked.get("n", 1))
         for place, chunk in enumerate(chunks):
             if place == self.cut_after:
                 assert request.transport

@@ -17,6 +17,11 @@ from typing import Any, Self
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
+def versions(*spans: tuple[int, int]) -> dict[str, object]:
+    """Columns of a call: each pair is a response token at which a policy version begins, and the version."""
+    return {"Versions.Start": [start for start, _ in spans], "Versions.Version": [version for _, version in spans]}
+
+
 def transition_row(rollout: str, turn: int = 0, *, rewards: tuple[float, ...] = (), **changes: object) -> dict[str, object]:
     """A row of otel.transitions as the trainer reads it; `changes` replace columns."""
     count = len(changes.get("Rewards.Value", rewards))  # type: ignore[arg-type]
@@ -340,8 +345,8 @@ class SpanFactory:
                 | {"Choice": choice, "CallId": call_id(str(made["TraceId"]), span, choice)}
                 | {
                     "Policy": "policy",
-                    "VersionStart": 3,
-                    "VersionEnd": 3,
+                    "Versions.Start": [0],
+                    "Versions.Version": [3],
                     "Model": "policy",
                     "ResponseId": f"id-{span}",
                     "TokenizerHash": "tok",
@@ -366,9 +371,17 @@ class SpanFactory:
                 "SpanId": span,
                 "Choice": 0,
                 "Policy": "policy",
-                "VersionStart": 3,
-                "VersionEnd": 3,
+                "Versions.Start": [0],
+                "Versions.Version": [3],
                 "Model": "policy",
+                "Temperature": 1.0,
+                "TopP": 1.0,
+                "TopK": 0,
+                "MinP": 0.0,
+                "PresencePenalty": 0.0,
+                "FrequencyPenalty": 0.0,
+                "RepetitionPenalty": 1.0,
+                "Constrained": False,
             }
             | {"ResponseId": f"id-{span}", "TokenizerHash": "tok", "PromptIds": [1, 2], "ResponseIds": [7], "Logprobs": [-0.125]}
             | {"FinishReason": "stop"}
@@ -491,13 +504,11 @@ class SpanFactory:
         responses, logprobs = [call["ResponseIds"] for call in choices], [call["Logprobs"] for call in choices]
         return {
             "spangrad.policy.name": first["Policy"],
-            "spangrad.policy.version.start": first["VersionStart"],
-            "spangrad.policy.version.end": first["VersionEnd"],
+            "spangrad.policy.versions": json.dumps(
+                [list(zip(call["Versions.Start"], call["Versions.Version"], strict=True)) for call in choices]
+            ),
             "spangrad.tokenizer.hash": first["TokenizerHash"],
-            "spangrad.sampling.temperature": first["Temperature"],
-            "spangrad.sampling.top_p": first["TopP"],
-            "spangrad.sampling.top_k": first["TopK"],
-            "spangrad.sampling.constrained": first["Constrained"],
+            **{f"spangrad.sampling.{name}": first[column] for column, name in _SAMPLING.items()},
             "spangrad.prompt.token_ids": struct.pack(f"<{len(first['PromptIds'])}I", *first["PromptIds"]),
             "spangrad.response.token_ids": b"".join(struct.pack(f"<{len(ids)}I", *ids) for ids in responses),
             "spangrad.response.logprobs": b"".join(struct.pack(f"<{len(values)}f", *values) for values in logprobs),
@@ -522,6 +533,16 @@ class SpanFactory:
         return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
 
 
+_SAMPLING = {
+    "Temperature": "temperature",
+    "TopP": "top_p",
+    "TopK": "top_k",
+    "MinP": "min_p",
+    "PresencePenalty": "presence_penalty",
+    "FrequencyPenalty": "frequency_penalty",
+    "RepetitionPenalty": "repetition_penalty",
+    "Constrained": "constrained",
+}
 _GATEWAY_BYTES = {"PromptIds": "prompt.token_ids", "ResponseIds": "response.token_ids", "Logprobs": "response.logprobs"}
 
 

@@ -24,7 +24,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeL
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from gateway.record import attribute
+from gateway.record import SAMPLING_DEFAULTS, attribute
 from spangrad import semconv
 from spangrad.types import call_id
 
@@ -216,10 +216,10 @@ def _ids(span_id: bytes, choices: int) -> Iterator[KeyValue]:
 def _said(two: bool) -> dict[str, Any]:
     return {
         semconv.POLICY_NAME: "policy",
-        semconv.VERSION_START: 3,
-        semconv.VERSION_END: 3,
+        semconv.POLICY_VERSIONS: "[[[0,3]],[[0,3]]]" if two else "[[[0,3]]]",
         semconv.TOKENIZER_HASH: "tok",
-        semconv.SAMPLING_TEMPERATURE: 1.0,
+        **dict(SAMPLING_DEFAULTS.values()),
+        semconv.SAMPLING_CONSTRAINED: False,
         semconv.GEN_AI_REQUEST_MODEL: "policy",
         semconv.GEN_AI_RESPONSE_ID: "id",
         semconv.GEN_AI_FINISH_REASONS: ["stop", "stop"] if two else ["stop"],

@@ -45,8 +45,7 @@ def call(of: str, **facts: Any) -> Call:
         "trace": "t1",
         "choice": 0,
         "policy": "policy",
-        "version_start": 3,
-        "version_end": 3,
+        "versions": (3,),
         "prompt_tokens": 512,
         "response_tokens": 100,
         "finish_reason": "stop",
@@ -89,7 +88,7 @@ WHOLE = Record(
     [
         call("b3"),
         call("b3"),
-        call("b6", prompt_tokens=700, response_tokens=30, version_end=4, finish_reason="length"),
+        call("b6", prompt_tokens=700, response_tokens=30, versions=(3, 4), finish_reason="length"),
         call("b6", choice=1, prompt_tokens=700, response_tokens=20),
     ],
     [
@@ -106,7 +105,7 @@ WHOLE = Record(
                 Conclusion(
                     1, "t1", "b3", 0, "researcher", "policy", 3, 0, [("reward", 1.0, "evaluation_event", ""), ("tool", -0.1, "air", "")]
                 ),
-                *[Conclusion(1, "t1", "b6", choice, "", "policy", reason="mixed_versions", detail="from 3 to 4") for choice in (0, 1)],
+                *[Conclusion(1, "t1", "b6", choice, "", "policy", reason="mixed_versions", detail="versions 3, 4") for choice in (0, 1)],
             ],
         )
     ],

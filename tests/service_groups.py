@@ -28,7 +28,7 @@ def send(
             root = spans.root(rollout, calls=1, GroupId=group, GroupSize=size)
             response, logprobs = sample(model, list(PROMPT), 1 + at, 1.0, seed=at + 10 * ord(group[-1]))
             facts: dict[str, Any] = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-            facts |= {"VersionStart": version, "VersionEnd": version, "TokenizerHash": tokenizer_hash(model)}
+            facts |= {**fakes.versions((0, version)), "TokenizerHash": tokenizer_hash(model)}
             spans.call(root, rollout=rollout, **facts)
             spans.evaluation(root, reward)
     for row in (*spans.spans, *spans.calls):

@@ -23,11 +23,11 @@ from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform
 from transition_builder.lineage import Forest
 from transition_builder.resolve import resolve, shared
-from transition_builder.schemas import DROPS, NAMES, REWARDS, TRANSITIONS
+from transition_builder.schemas import DROPS, NAMES, REWARDS, TRANSITIONS, VERSIONS
 
 REVISION = 0
-DEFAULT_TEMPERATURE = 1.0
-"""What the engine samples with when a request names no temperature."""
+RETOKENIZED_TEMPERATURE = 1.0
+"""Temperature of what was retokenised, where nobody says it: there are no logprobs that it could be wrong for."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _ATTEMPT = [*_ROLLOUT, "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
@@ -127,14 +127,14 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
         _stamp(kept, spec)
         .with_columns(
             pl.Series("TransitionId", ids, dtype=pl.String),
-            pl.col("Temperature").fill_null(DEFAULT_TEMPERATURE),
-            # What was retokenised names no version, and is kept only where somebody asks for it.
-            Version=pl.col("VersionStart").fill_null(0),
+            pl.col("Temperature").fill_null(RETOKENIZED_TEMPERATURE),
+            **{
+                # What was retokenised names no version, and is kept only where somebody asks for it.
+                name: pl.when(pl.col("Versions.Start").list.len() > 0).then(name).otherwise(pl.lit([0], dtype))
+                for name, dtype in VERSIONS.items()
+            },
         )
-        .with_columns(
-            pl.lit([0], pl.List(pl.UInt32())).alias("Versions.Start"),
-            pl.concat_list("Version").alias("Versions.Version"),
-        )
+        .with_columns(Version=pl.col("Versions.Version").list.first())
         .join(given, on="CallId", how="left")
         .with_columns(pl.col(f"Rewards.{name}" for name in rewards.SPREAD).fill_null([]))
         .sort(*_ATTEMPT, "Turn", "Choice", "CallId")

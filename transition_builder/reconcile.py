@@ -11,7 +11,8 @@ The first reason that holds is the one that is written, in this order:
 4. what the build leaves out: not_selected, by agent, model, policy, tool, component;
 5. what came of it: aborted, call_failed, retried, unfinished;
 6. what is known of it: redacted, other_modality, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;
-7. whether it can be trained: unknown_version, other_tokenizer, mixed_versions, other_distribution, over_length;
+7. whether it can be trained: unknown_version, unknown_sampling, other_tokenizer, mixed_versions (where builder.mixed_versions = drop),
+   other_distribution, over_length;
 8. whether its rollout is worth anything: no_reward. Last, because a reward mends no call that lacks something of its own.
 
 So a try that failed is call_failed, whether or not the client asked again; retried is one that was answered, and not used. A rollout
@@ -26,7 +27,7 @@ from spangrad.selection import conditions
 from spangrad.settings import BuilderSettings
 from spangrad.types import HELD_OUT_MODES, DropReason
 from transition_builder.frames import Verdict
-from transition_builder.schemas import NANOSECONDS
+from transition_builder.schemas import NANOSECONDS, SAMPLING
 
 RETOKENIZED = "retokenized"
 """IdsSource of ids that the gateway made from a text."""
@@ -150,25 +151,33 @@ def _known(spec: BuilderSettings) -> list[Rule]:
 
 def _trainable(spec: BuilderSettings) -> list[Rule]:
     sampled = pl.col("IdsSource") != RETOKENIZED
-    start, end = pl.col("VersionStart"), pl.col("VersionEnd")
-    versions = pl.format("from {} to {}", start.cast(pl.String).fill_null("?"), end.cast(pl.String).fill_null("?"))
     tokens = pl.col("PromptTokens") + pl.col("ResponseTokens")
-    rules: list[Rule] = [(DropReason.UNKNOWN_VERSION, sampled & (start.is_null() | end.is_null()), pl.lit(""))]
+    unknown = pl.any_horizontal(pl.col(name).is_null() for name in SAMPLING)
+    rules: list[Rule] = [
+        (DropReason.UNKNOWN_VERSION, sampled & ~_knows_versions(), pl.lit("")),
+        (DropReason.UNKNOWN_SAMPLING, sampled & unknown, pl.lit("")),
+    ]
     if spec.tokenizer_hash is not None:
         rules.append((DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))
-    rules += [
-        (DropReason.MIXED_VERSIONS, start != end, versions),
-        (
-            DropReason.OTHER_DISTRIBUTION,
-            _unknown_temperature() | (_dropped_where_reshaped(spec) & (_reshaping() != "")),
-            pl.format("sampled with {}", _reshaping()),
-        ),
-    ]
+    if spec.mixed_versions == "drop":
+        versions = pl.col("Versions.Version")
+        named = pl.format("versions {}", versions.cast(pl.List(pl.String)).list.join(", "))
+        rules.append((DropReason.MIXED_VERSIONS, versions.list.n_unique() > 1, named))
+    reshaped = _dropped_where_reshaped(spec) & (_reshaping() != "")
+    rules.append((DropReason.OTHER_DISTRIBUTION, reshaped, pl.format("sampled with {}", _reshaping())))
     if spec.max_tokens is not None:
         rules.append(
             (DropReason.OVER_LENGTH, tokens > spec.max_tokens, pl.format(f"{{}} tokens; builder.max_tokens = {spec.max_tokens}", tokens))
         )
     return rules
+
+
+def _knows_versions() -> pl.Expr:
+    """Whether the versions of all response tokens are known: the first begins at token 0, and each later one at a later token."""
+    starts, versions = pl.col("Versions.Start").cast(pl.List(pl.Int64)), pl.col("Versions.Version")
+    rising = starts.list.diff(null_behavior="drop").list.min().fill_null(1) > 0
+    within = (starts.list.first() == 0) & (starts.list.last() < pl.col("ResponseTokens")) & (starts.list.len() == versions.list.len())
+    return (rising & within).fill_null(False)
 
 
 _NEUTRAL = {
@@ -179,8 +188,7 @@ _NEUTRAL = {
     "FrequencyPenalty": ("frequency_penalty", 0.0),
     "RepetitionPenalty": ("repetition_penalty", 1.0),
 }
-"""Columns of sampling parameters -> their names in requests, and the values that leave the distribution as the model gives it; what is not
-known counts as neutral."""
+"""Columns of sampling parameters -> their names in requests, and the values that leave the distribution as the model gives it."""
 
 
 def _reshapes(column: str) -> pl.Expr:
@@ -194,16 +202,11 @@ def _dropped_where_reshaped(spec: BuilderSettings) -> pl.Expr:
     return pl.lit(spec.reshaped == "drop") & ~pl.col("Mode").is_in([mode.value for mode in HELD_OUT_MODES])
 
 
-def _unknown_temperature() -> pl.Expr:
-    return pl.col("Temperature").is_null() & pl.col("ByGateway")
-
-
 def _reshaping() -> pl.Expr:
     """What reshaped the distribution, so that a temperature alone does not say what the response was sampled from; empty: nothing."""
     named = [pl.when(_reshapes(column)).then(pl.format(f"{name}={{}}", column)) for column, (name, _) in _NEUTRAL.items()]
     masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
-    unknown = pl.when(_unknown_temperature()).then(pl.lit("an unknown temperature"))
-    return pl.concat_str([*named, masked, unknown], separator=", ", ignore_nulls=True)
+    return pl.concat_str([*named, masked], separator=", ", ignore_nulls=True)
 
 
 def _first(rules: list[Rule]) -> tuple[pl.Expr, pl.Expr]:

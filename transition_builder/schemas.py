@@ -53,10 +53,12 @@ NAMES: Schema = {name: _IDENTITY[name] for name in ("RunId", "RolloutKey", "Roll
 ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
 """SPANS as they arrived: one that was delivered twice may be there twice. Dropped: its sender kept attributes of the span back."""
 
+VERSIONS: Schema = {"Versions.Start": pl.List(pl.UInt32()), "Versions.Version": pl.List(pl.UInt64())}
+"""Response tokens at which a policy version begins, and the versions; empty: not known."""
+
 _ANSWER: Schema = {
     "Policy": _TEXT,
-    "VersionStart": pl.UInt64(),
-    "VersionEnd": pl.UInt64(),
+    **VERSIONS,
     "Model": _TEXT,
     "ResponseId": _TEXT,
     "TokenizerHash": _TEXT,
@@ -96,7 +98,7 @@ CALLS: Schema = {
 }
 """Rows of otel.calls: a choice of a call that the gateway recorded."""
 
-ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Choice": pl.UInt16(), **_ANSWER}
+ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Choice": pl.UInt16(), **_ANSWER, **SAMPLING}
 """What openai-level spans of the plain road hold in `output.value`: a row a choice; empty where it held none."""
 
 ROOTS: Schema = {
@@ -216,8 +218,7 @@ TRANSITIONS: Schema = {
     "Tools": pl.List(pl.String()),
     "Policy": _TEXT,
     "Version": pl.UInt64(),
-    "Versions.Start": pl.List(pl.UInt32()),
-    "Versions.Version": pl.List(pl.UInt64()),
+    **VERSIONS,
     "Model": _TEXT,
     "TokenizerHash": _TEXT,
     "PromptIds": _IDS,

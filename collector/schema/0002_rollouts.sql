@@ -147,8 +147,10 @@ CREATE TABLE IF NOT EXISTS otel.calls (
     Seq UInt64,
     Duration UInt64,
     Policy LowCardinality(String),
-    VersionStart Nullable(UInt64),
-    VersionEnd Nullable(UInt64),
+    Versions Nested (
+        Start UInt32,
+        Version UInt64
+    ) COMMENT 'Response token at which each policy version begins; empty: not known',
     Model LowCardinality(String),
     ResponseId String,
     TokenizerHash LowCardinality(String),
@@ -192,6 +194,7 @@ WITH
     JSONExtract(SpanAttributes['spangrad.prompt.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
     JSONExtract(SpanAttributes['spangrad.response.lengths'], 'Array(UInt32)') AS stated_response_lengths,
     JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,
+    JSONExtract(SpanAttributes['spangrad.policy.versions'], 'Array(Array(Tuple(UInt32, UInt64)))') AS versions,
     if(empty(stated_prompt_lengths), [toUInt32(length(prompt_ids))], stated_prompt_lengths) AS prompt_lengths,
     if(empty(stated_response_lengths), [toUInt32(length(response_ids))], stated_response_lengths) AS response_lengths,
     -- Lengths that do not add up to the ids, or of more choices than an engine gives, tell nothing: the call has no sound ids.
@@ -215,8 +218,8 @@ SELECT
     toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
     Duration,
     SpanAttributes['spangrad.policy.name'] AS Policy,
-    toUInt64OrNull(SpanAttributes['spangrad.policy.version.start']) AS VersionStart,
-    toUInt64OrNull(SpanAttributes['spangrad.policy.version.end']) AS VersionEnd,
+    tupleElement(versions[choice_index], 1) AS `Versions.Start`,
+    tupleElement(versions[choice_index], 2) AS `Versions.Version`,
     SpanAttributes['gen_ai.request.model'] AS Model,
     SpanAttributes['gen_ai.response.id'] AS ResponseId,
     SpanAttributes['spangrad.tokenizer.hash'] AS TokenizerHash,

@@ -66,16 +66,19 @@ SELECT
     SpanAttributes['spangrad.process.id'] AS ProcessId,
     toUInt64OrZero(SpanAttributes['spangrad.seq']) AS Seq,
     Duration,
-    answer.spangrad.policy AS Policy, answer.spangrad.version_start AS VersionStart, answer.spangrad.version_end AS VersionEnd,
+    answer.spangrad.policy AS Policy,
+    tupleElement(answer.spangrad.versions[choice.1 + 1], 1) AS `Versions.Start`,
+    tupleElement(answer.spangrad.versions[choice.1 + 1], 2) AS `Versions.Version`,
     answer.model AS Model, answer.id AS ResponseId, answer.spangrad.tokenizer_hash AS TokenizerHash,
     'agent' AS IdsSource,
     choice.2 AS PromptIds,
     choice.3 AS ResponseIds,
     choice.4 AS Logprobs,
-    asked.temperature AS Temperature, asked.top_p AS TopP, asked.top_k AS TopK, asked.min_p AS MinP,
-    asked.presence_penalty AS PresencePenalty, asked.frequency_penalty AS FrequencyPenalty, asked.repetition_penalty AS RepetitionPenalty,
-    asked.response_format.type NOT IN ('', 'text') OR asked.text.format.type NOT IN ('', 'text')
-        OR tool_choice NOT IN ('', 'null', '"auto"', '"none"') AS Constrained,
+    -- As the engine says, its defaults applied: what the client asked for does not tell all of it.
+    answer.spangrad.sampling.temperature AS Temperature, answer.spangrad.sampling.top_p AS TopP, answer.spangrad.sampling.top_k AS TopK,
+    answer.spangrad.sampling.min_p AS MinP, answer.spangrad.sampling.presence_penalty AS PresencePenalty,
+    answer.spangrad.sampling.frequency_penalty AS FrequencyPenalty, answer.spangrad.sampling.repetition_penalty AS RepetitionPenalty,
+    answer.spangrad.sampling.constrained AS Constrained,
     arrayStringConcat(arraySort(kinds), ',') AS Modality,
     choice.5 AS FinishReason,
     choice.5 = '' AS Aborted
@@ -88,14 +91,13 @@ FROM (
                 index UInt16, finish_reason String, token_ids Array(UInt32), prompt_token_ids Array(UInt32),
                 logprobs Tuple(content Array(Tuple(logprob Float32)), token_logprobs Array(Float32)))),
             spangrad Tuple(
-                policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String,
+                policy String, versions Array(Array(Tuple(UInt32, UInt64))), tokenizer_hash String,
+                sampling Tuple(
+                    temperature Nullable(Float64), top_p Nullable(Float64), top_k Nullable(Int64), min_p Nullable(Float64),
+                    presence_penalty Nullable(Float64), frequency_penalty Nullable(Float64), repetition_penalty Nullable(Float64),
+                    constrained Bool),
                 generations Array(Tuple(
-                    prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String))))') AS answer,
-        JSONExtract(SpanAttributes['llm.invocation_parameters'], 'Tuple(
-            temperature Nullable(Float64), top_p Nullable(Float64), top_k Nullable(Int64), min_p Nullable(Float64),
-            presence_penalty Nullable(Float64), frequency_penalty Nullable(Float64), repetition_penalty Nullable(Float64),
-            response_format Tuple(type String), text Tuple(format Tuple(type String)))') AS asked,
-        JSONExtractRaw(SpanAttributes['llm.invocation_parameters'], 'tool_choice') AS tool_choice
+                    prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String))))') AS answer
     FROM otel.plain_answers
 )
 ARRAY JOIN choices AS choice;

@@ -14,19 +14,36 @@ import msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 """What a span can hold: an unsigned integer of four bytes."""
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Logprob = Annotated[float, msgspec.Meta(ge=-3.4028234e38, le=3.4028234e38)]
 """A float of four bytes, finite."""
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 """A choice's place; the store numbers choices in two bytes."""
 
 
+class Sampling(msgspec.Struct, frozen=True):
+    """Sampling parameters in effect, the engine's defaults applied."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    constrained: bool
+    """Whether tokens were masked, put in, or their logits shifted."""
+
+
 class EngineFacts(msgspec.Struct, frozen=True):
     """What the engine says of itself in an answer."""
 
     policy: str
-    version_start: int
     tokenizer_hash: str
-    version_end: int | None = None
+    versions: list[list[tuple[TokenId, Version]]] | None = None
+    """Of each choice, the response tokens at which a policy version begins, and the versions; empty: not known. None: the answer was
+    not finished."""
+    sampling: Sampling | None = None
     """None: the answer was not finished."""
 
 

@@ -26,12 +26,8 @@ class _Generation(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Told(msgspec.Struct):
-    policy: str
-    version_start: int
-    tokenizer_hash: str
-    version_end: int | None = None
-    generations: list[_Generation] = []
+class _Field(EngineFacts, frozen=True):
+    generations: list[_Generation] = msgspec.field(default_factory=list[_Generation])
 
 
 class TappedDialect(ABC):
@@ -125,9 +121,9 @@ def keep_told(answer: Answer, top: Fields) -> bool:
     own = top.pop(ANSWER_FIELD, None)
     if own is None:
         return False
-    told = msgspec.json.decode(own, type=_Told)
-    answer.engine = EngineFacts(told.policy, told.version_start, told.tokenizer_hash, told.version_end)
-    for place, generation in enumerate(told.generations):
+    field = msgspec.json.decode(own, type=_Field)
+    answer.engine = EngineFacts(field.policy, field.tokenizer_hash, field.versions, field.sampling)
+    for place, generation in enumerate(field.generations):
         if place == len(answer.prompts):
             answer.prompts.append([])
         answer.prompts[place] += generation.prompt_token_ids

@@ -1,8 +1,8 @@
 """Lets vLLM tell, in every answer, which tokens it read and sampled, and which weights and tokenizer did so.
 
 In: requests to vLLM's OpenAI server. Out: the same requests asking for token ids and logprobs; answers with the
-top-level field `spangrad` (`gateway.vllm_plugin.sender`). Invariant: version_start and version_end are equal only if no
-other weights can have sampled a token of the answer.
+top-level field `spangrad` (`gateway.vllm_plugin.sender`). Invariant: a token that the field gives to a policy version was
+sampled by the weights of that version; of a token of which that is not certain, it says nothing.
 
 Runs inside vLLM's process: `vllm serve --middleware gateway.vllm_plugin.middleware.SpangradMiddleware`.
 """
@@ -13,13 +13,15 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS, ask
 from gateway.vllm_plugin.sender import AnswerSender, TappedSender
-from gateway.vllm_plugin.tap import open_tap
+from gateway.vllm_plugin.tap import Labels, Tap, open_tap
+from spangrad.sampling import is_constrained
 from spangrad.weights import tokenizer_hash
 
 POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
@@ -31,6 +33,8 @@ TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
 """The environment's names of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
 that it needs."""
 
+UNLABELLED = "default"
+"""vLLM's label of the weights that it was started with."""
 ADAPTER_PATH = "/v1/load_lora_adapter"
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """The routes that have the policy generate."""
@@ -53,7 +57,10 @@ class SpangradMiddleware:
     def __init__(self, app: App) -> None:
         self.app = app
         self.policy = os.environ[POLICY_VARIABLE]
-        self.version = int(os.environ[VERSION_VARIABLE])
+        self.first_version = int(os.environ[VERSION_VARIABLE])
+        """Policy version of the weights that vLLM was started with."""
+        self.version = self.first_version
+        """Policy version that is served now."""
         self.model = os.environ[MODEL_VARIABLE]
         """Directory of the weights that vLLM was started with; empty once it has others."""
         self.tokenizer_hash = tokenizer_hash(Path(self.model))
@@ -77,10 +84,10 @@ class SpangradMiddleware:
             return
         match scope["method"], scope["path"]:
             case "GET", "/spangrad/info":
-                await _respond(send, 200, self.info())
+                await _respond(send, 200, self.info(scope))
             case "POST", "/spangrad/warm":
                 self.warm = True
-                await _respond(send, 200, self.info())
+                await _respond(send, 200, self.info(scope))
             case "POST", "/pause" | "/resume" | "/update_weight_version":
                 await self._control(scope, receive, send)
             case "POST", path if path == ADAPTER_PATH and self.lora_rank:
@@ -90,14 +97,46 @@ class SpangradMiddleware:
             case _:
                 await self.app(scope, receive, send)
 
-    def info(self) -> dict[str, Any]:
-        """What is served."""
-        can = {"lora_rank": self.lora_rank, "bare": self.bare, "transfer": self.transfer}
-        return {**self.facts(), "warm": self.warm, "model": self.model, **can}
+    def info(self, scope: Message) -> dict[str, Any]:
+        """Describe what is served, and what the engine can take."""
+        parallel = scope["app"].state.vllm_config.parallel_config
+        return {
+            "policy": self.policy,
+            "version": self.version,
+            "tokenizer_hash": self.tokenizer_hash,
+            "warm": self.warm,
+            "model": self.model,
+            "lora_rank": self.lora_rank,
+            "bare": self.bare,
+            "transfer": self.transfer,
+            "api_servers": parallel._api_process_count,
+            "data_parallel_size": parallel.data_parallel_size,
+        }
 
-    def facts(self) -> dict[str, Any]:
-        """What an answer says of who gave it."""
-        return {"policy": self.policy, "version": self.version, "tokenizer_hash": self.tokenizer_hash}
+    def facts(self, tap: Tap | None, constrained: bool, complete: bool) -> dict[str, Any]:
+        """Describe who gave an answer and, once it is complete, which weights sampled its tokens, and how."""
+        facts: dict[str, Any] = {"policy": self.policy, "tokenizer_hash": self.tokenizer_hash}
+        if complete and tap is not None and tap.sampling is not None:
+            facts["versions"] = [self._versions(labels) for labels in tap.labels]
+            facts["sampling"] = {**tap.sampling, "constrained": constrained or tap.sampling["constrained"]}
+        return facts
+
+    def _versions(self, labels: Labels) -> list[tuple[int, int]]:
+        """Policy versions of a choice's tokens; empty where a label is none of ours."""
+        versions: list[tuple[int, int]] = []
+        for start, label in labels:
+            version = self._version(label)
+            if version is None:
+                return []
+            if not versions or versions[-1][1] != version:
+                versions.append((start, version))
+        return versions
+
+    def _version(self, label: str) -> int | None:
+        """Policy version that vLLM's label of weights stands for. None: somebody else has put the label there."""
+        if label == UNLABELLED:
+            return self.first_version
+        return int(label) if label.isascii() and label.isdigit() else None
 
     async def _control(self, scope: Message, receive: Receive, send: Send) -> None:
         """Learn pauses and versions from the orders that pass by, once vLLM has obeyed."""
@@ -157,10 +196,12 @@ class SpangradMiddleware:
             body = json.dumps(asked).encode()
             headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        if scope["path"] in TAPPED_PATHS:
-            sender = TappedSender(self.facts, send, open_tap(scope["app"].state.engine_client))
-        else:
-            sender = AnswerSender(self.facts, send)
+        tap = None
+        constrained = isinstance(request, dict) and is_constrained(request)
+        if not (isinstance(request, dict) and request.get("use_beam_search")):  # a search has no sampling distribution
+            tap = open_tap(scope["app"].state.engine_client, reads_ids=scope["path"] in TAPPED_PATHS)
+        facts = partial(self.facts, tap, constrained)
+        sender = TappedSender(facts, send, tap) if tap and tap.reads_ids else AnswerSender(facts, send)
         await self.app(scope, _replay(body, receive), sender)
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:

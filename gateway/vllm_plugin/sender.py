@@ -1,12 +1,14 @@
 """Adds our field to answers on their way out of vLLM.
 
 In: the ASGI messages of an answer, whole or a stream. Out: the same with the top-level field `spangrad` {"policy",
-"version_start", "version_end", "tokenizer_hash"}. A stream carries it in its first event (without version_end, which is
-not known yet) and, complete, in the last one that holds data. Of the routes that are tapped, it has "generations" too:
-[{"prompt_token_ids", "token_ids", "logprobs", "finish_reason"}], one for each time that the engine was asked, and a
-stream has it in each event after which there are new tokens, with those alone. Invariant: nothing else of an answer
-changes, and an event leaves as soon as it has come; but one that may be the last waits for the next, which follows at
-once.
+"versions", "tokenizer_hash", "sampling"}. "versions" has a list for each choice, of pairs: the output token at which a
+policy version begins, and the version; the first begins at 0, and an empty list says that they are not known. "sampling"
+holds the parameters in effect, vLLM's defaults applied, and whether tokens were masked ("constrained"). A stream carries
+the field in its first event (without "versions" and "sampling", which are not known yet) and, complete, in the last one
+that holds data. Of the routes that are tapped, it has "generations" too: [{"prompt_token_ids", "token_ids", "logprobs",
+"finish_reason"}], one for each time that the engine was asked, and a stream has it in each event after which there are
+new tokens, with those alone. Invariant: nothing else of an answer changes, and an event leaves as soon as it has come;
+but one that may be the last waits for the next, which follows at once.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ LAST_EVENTS = (b"event: message_stop", b"event: response.completed")
 
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
+Facts = Callable[[bool], dict[str, Any]]
+"""What the field holds: of an answer that is complete (True), or of one that has begun."""
 
 
 class AnswerSender:
     """Adds the field to one answer on its way out."""
 
-    def __init__(self, facts: Callable[[], dict[str, Any]], send: Send) -> None:
+    def __init__(self, facts: Facts, send: Send) -> None:
         self.facts = facts
         self.send = send
-        self.start_version = facts()["version"]
         self.kind = ""
         self.start: Message = {}
         self.buffer = b""
@@ -105,12 +108,7 @@ class AnswerSender:
         return text.rstrip()[:-1] + b"," + self._field(complete=complete) + b"}"
 
     def _field(self, *, complete: bool) -> bytes:
-        now = self.facts()
-        facts: dict[str, Any] = {"policy": now["policy"], "version_start": self.start_version}
-        if complete:
-            facts["version_end"] = now["version"]
-        facts["tokenizer_hash"] = now["tokenizer_hash"]
-        facts |= self._more()
+        facts = self.facts(complete) | self._more()
         return b'"%s":%s' % (ANSWER_FIELD.encode(), json.dumps(facts, separators=(",", ":")).encode())
 
     def _more(self) -> dict[str, Any]:
@@ -121,7 +119,7 @@ class AnswerSender:
 class TappedSender(AnswerSender):
     """Adds the field, and in it what the engine was asked and gave, to one answer on its way out."""
 
-    def __init__(self, facts: Callable[[], dict[str, Any]], send: Send, tap: Tap) -> None:
+    def __init__(self, facts: Facts, send: Send, tap: Tap) -> None:
         super().__init__(facts, send)
         self.tap = tap
 

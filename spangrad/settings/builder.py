@@ -132,6 +132,9 @@ class BuilderSettings(Section):
     """Drop calls of any other tokenizer. None: take every tokenizer's."""
     max_tokens: int | None = None
     """Drop calls of more tokens, prompt and response together. None: of any length."""
+    mixed_versions: Literal["keep", "drop"] = "keep"
+    """Calls during which the engine took new weights. keep: each response token is trained as sampled by its own version. drop: drop them
+    as mixed_versions."""
     retokenized: bool = False
     """Keep calls whose token ids the gateway made from their text: without logprobs, as version 0."""
     reshaped: Literal["drop", "keep"] = "drop"

@@ -145,7 +145,7 @@ ODD_ANSWERS = {
     "ids out of range": WHOLE.replace(b'"token_ids":[', b'"token_ids":[-1,4294967296,', 1),
     "prompt ids out of range": WHOLE.replace(b'"prompt_token_ids":[', b'"prompt_token_ids":[-1,4294967296,', 1),
     "a logprob out of range": WHOLE.replace(b'"logprob":-', b'"logprob":1e39,"x":-', 1),
-    "versions that are none": WHOLE.replace(b'"version_start":3', b'"version_start":"x"', 1),
+    "versions that are none": WHOLE.replace(b'"versions":[[[0,', b'"versions":[[["x",', 1),
 }
 
 

@@ -39,7 +39,7 @@ def send_rollouts(store: StoreSettings, model: Path) -> None:
             root = spans.root(rollout, calls=1, GroupId=group, GroupSize=2)
             response, logprobs = sample(model, list(PROMPT), 1 + at, 1.0, seed=at + 10 * ord(group))
             facts: dict[str, Any] = {"PromptIds": list(PROMPT), "ResponseIds": response, "Logprobs": logprobs, "Temperature": 1.0}
-            facts |= {"VersionStart": 0, "VersionEnd": 0, "TokenizerHash": tokenizer_hash(model)}
+            facts |= {**fakes.versions((0, 0)), "TokenizerHash": tokenizer_hash(model)}
             spans.call(root, rollout=rollout, **facts)
             spans.evaluation(root, reward)
     answer = httpx.post(f"{store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers={"content-type": "application/json"}, timeout=30)

@@ -160,67 +160,17 @@ def test_a_call_carries_what_its_convention_says_of_its_request() -> None:
         "Convention",
         "Model",
         "ResponseId",
-        "Temperature",
-        "TopP",
-        "TopK",
-        "Constrained",
         "FinishReason",
         "ErrorType",
         "HttpStatus",
         "Unfinished",
     ]
     assert dialects.calls(nodes, empty(ANSWERS)).select(columns).rows() == [
-        ("openinference", "", "", 0.5, None, None, True, "", "", 0, False),
-        ("gen_ai", "m", "", None, 0.25, None, False, "stop", "429", 429, False),
-        ("vercel", "", "r", None, None, 7, False, "", "", 0, False),
-        ("gen_ai", "", "", None, None, None, False, "", "APITimeoutError", 0, False),
+        ("openinference", "", "", "", "", 0, False),
+        ("gen_ai", "m", "", "stop", "429", 429, False),
+        ("vercel", "", "r", "", "", 0, False),
+        ("gen_ai", "", "", "", "APITimeoutError", 0, False),
     ]
-
-
-OPENAI = {"openinference.span.kind": "LLM"}
-STRICT_TOOL = {"llm.tools.1.tool.json_schema": '{"type": "function", "function": {"name": "f", "strict": true}}'}
-
-
-@pytest.mark.parametrize(
-    ("asked", "constrained"),
-    [
-        ('{"response_format": {"type": "text"}, "tool_choice": "auto", "temperature": 0.5}', False),
-        ('{"response_format": {"type": "json_object"}}', True),
-        ('{"text": {"format": {"type": "json_schema"}}}', True),
-        ('{"tool_choice": {"type": "function", "function": {"name": "f"}}}', True),
-        ('{"tool_choice": "NOT_GIVEN", "logit_bias": "NOT_GIVEN", "response_format": null}', False),
-        ('{"logit_bias": {"3": -100}}', True),
-        ('{"bad_words": ["x"]}', True),
-        ('{"extra_body": {"structured_outputs": {"choice": ["a"]}}}', True),
-        ('{"extra_body": {"allowed_token_ids": [1, 2]}}', True),
-        ('{"extra_body": {"min_tokens": 4}}', True),
-        ('{"extra_body": {"ignore_eos": true}}', False),
-        ('{"thinking": {"type": "enabled", "budget_tokens": 2048}}', True),
-        ('{"tools": [{"type": "function", "function": {"name": "f", "strict": true}}]}', True),
-        ("[1]", False),
-        ("half of {", False),
-        ("[" * 5000, False),
-    ],
-)
-def test_what_kept_tokens_from_being_sampled_is_seen_wherever_a_span_keeps_the_request(asked: str, constrained: bool) -> None:
-    spans = frame(
-        Made("openinference.instrumentation.openai", "ChatCompletion", {**OPENAI, "llm.invocation_parameters": asked}),
-        Made("openinference.instrumentation.openai", "ChatCompletion", OPENAI),
-        Made("mlflow.tracing.provider", "Completions", {"mlflow.spanType": '"CHAT_MODEL"', "mlflow.spanInputs": asked}),
-        Made("langfuse-sdk", "x", {"langfuse.observation.type": "generation", "langfuse.observation.model.parameters": asked}),
-    )
-    found = dialects.calls(dialects.describe(spans), empty(ANSWERS))["Constrained"].to_list()
-    assert found == [constrained, False, constrained, constrained]
-
-
-def test_a_strict_tool_that_may_be_called_constrains_though_it_stands_beside_the_request() -> None:
-    scope, name = "openinference.instrumentation.openai", "ChatCompletion"
-    spans = frame(
-        Made(scope, name, {**OPENAI, **STRICT_TOOL}),
-        Made(scope, name, {**OPENAI, **STRICT_TOOL, "llm.invocation_parameters": '{"tool_choice": "none"}'}),
-        Made(scope, name, {**OPENAI, "llm.tools.0.tool.json_schema": '{"type": "function", "function": {"name": "f"}}'}),
-    )
-    assert dialects.calls(dialects.describe(spans), empty(ANSWERS))["Constrained"].to_list() == [True, False, False]
 
 
 def test_which_tool_calls_an_answer_asked_for() -> None:

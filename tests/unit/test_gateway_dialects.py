@@ -90,7 +90,7 @@ def test_a_stream_in_small_pieces_is_the_same_stream(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_IDS)
 def test_every_choice_has_the_ids_and_logprobs_of_its_tokens(name: str) -> None:
-    answer = hear(name).answer
+    given, answer = golden(name), hear(name).answer
     usage = answer.usage
     choices = answer.ordered()
     assert all(len(choice.token_ids) == len(choice.logprobs) > 0 for choice in choices)
@@ -100,7 +100,12 @@ def test_every_choice_has_the_ids_and_logprobs_of_its_tokens(name: str) -> None:
         said = (usage.get("prompt_tokens", usage.get("input_tokens")), usage.get("completion_tokens", usage.get("output_tokens")))
         assert said == (sum(map(len, answer.prompts)), sum(len(choice.token_ids) for choice in choices))
     assert answer.engine
-    assert (answer.engine.policy, answer.engine.version_start, answer.engine.version_end) == ("policy", 0, 0)
+    assert (answer.engine.policy, answer.engine.versions) == ("policy", [[(0, 0)]] * len(choices))
+    assert answer.engine.sampling
+    assert answer.engine.sampling.temperature == given["request"]["temperature"]
+    assert answer.engine.sampling.constrained == any(
+        name in given["request"] for name in ("tools", "response_format", "text", "output_config")
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_IDS if not name.endswith("-stream")])
@@ -176,7 +181,7 @@ def test_a_cut_stream_leaves_the_tokens_so_far(name: str) -> None:
     assert 0 < len(cut.token_ids) < len(full.token_ids)
     assert full.token_ids[: len(cut.token_ids)] == cut.token_ids
     assert reader.answer.engine
-    assert (cut.finish_reason, reader.answer.engine.version_end) == (None, None)
+    assert (cut.finish_reason, reader.answer.engine.versions) == (None, None)
     assert reader.answer.response_json()
 
 
@@ -282,7 +287,7 @@ async def test_each_dialect_is_answered_and_recorded(name: str) -> None:
         return
     ids = span.attributes.get(semconv.RESPONSE_TOKEN_IDS)
     assert (uint32s(ids) if isinstance(ids, bytes) else []) == [one for choice in heard.answer.ordered() for one in choice.token_ids]
-    assert (span.attributes.get(semconv.VERSION_START), span.attributes.get(semconv.VERSION_END)) == (0, 0)
+    assert json.loads(str(span.attributes.get(semconv.POLICY_VERSIONS))) == [[[0, 0]]] * len(heard.answer.choices)
     assert span.attributes[semconv.GEN_AI_OPERATION] == ("text_completion" if name.startswith("completions") else "chat")
     assert semconv.ERROR_TYPE not in span.attributes
 

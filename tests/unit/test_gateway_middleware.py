@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, event
+from fake_engine import SAMPLING, FakeEngine, event
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ask
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
@@ -21,11 +23,41 @@ ADAPTERS = {"policy": SimpleNamespace(load_inplace=True)}
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 
 
+@dataclass
+class Sampling:
+    """vLLM's sampling parameters."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class EngineClient:
+    """vLLM's engine client: all choices of three tokens at once, the last of which has the label of the weights at that time."""
+
+    first = label = "default"
+
+    async def generate(self, prompt: object, sampling_params: Sampling) -> AsyncGenerator[Any, None]:
+        spans = [SimpleNamespace(version=self.first, start=0, end=2), SimpleNamespace(version=self.label, start=2, end=3)]
+        completions = [SimpleNamespace(index=i, finish_reason="stop", weight_versions=spans) for i in range(sampling_params.n)]
+        yield SimpleNamespace(outputs=completions)
+
+
 class Vllm:
     """An ASGI application: what it was asked, and answers from the fake engine, without our field."""
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
+        self.state = SimpleNamespace(
+            engine_client=EngineClient(),
+            openai_serving_models=SimpleNamespace(lora_requests=ADAPTERS),
+            vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1, data_parallel_size=1)),
+        )
         self.asked: list[Any] = []
         self.refuses = False
         self.before_last = asyncio.Event()
@@ -34,6 +66,8 @@ class Vllm:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         message = await receive()
         assert dict(scope["headers"]).get(b"content-length", b"0") == str(len(message["body"])).encode()
+        if scope["path"] == "/update_weight_version" and not self.refuses:
+            self.state.engine_client.label = json.loads(message["body"])["new_version"]
         if scope["path"] not in (CHAT_PATH, COMPLETIONS_PATH):
             await self._send(send, 500 if self.refuses else 200, b"application/json", [b"{}"])
             return
@@ -55,6 +89,9 @@ class Vllm:
         for part in parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await self.before_last.wait()
+        if self.asked and not self.refuses:
+            async for _ in self.state.engine_client.generate("prompt", Sampling(n=json.loads(self.asked[-1]).get("n", 1))):
+                pass
         await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
 
 
@@ -89,20 +126,21 @@ async def call(
         "path": path,
         "query_string": query.encode(),
         "headers": [(b"content-length", str(len(raw)).encode())],
-        "app": SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests=ADAPTERS))),
+        "app": middleware.app,
     }
     await middleware(scope, receive, send)
     return sent[0]["status"], dict(sent[0]["headers"]), [message["body"] for message in sent[1:]]
 
 
-def field(middleware: SpangradMiddleware, start: int, end: int | None = None) -> dict[str, Any]:
-    complete = {} if end is None else {"version_end": end}
-    return {"policy": "policy", "version_start": start, **complete, "tokenizer_hash": middleware.tokenizer_hash}
+def field(middleware: SpangradMiddleware, *versions: tuple[int, int], choices: int = 1) -> dict[str, Any]:
+    """Our field: of an answer whose choices have these versions; without any, of one that has begun."""
+    complete = {"versions": [[list(pair) for pair in versions]] * choices, "sampling": SAMPLING} if versions else {}
+    return {"policy": "policy", "tokenizer_hash": middleware.tokenizer_hash, **complete}
 
 
 async def test_a_whole_answer_gets_ids_unasked_and_our_field(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     status, headers, parts = await call(middleware, CHAT_PATH, ASKED)
-    expected = vllm.engine.whole({**ASKED, "return_token_ids": True, "logprobs": True}) | {"spangrad": field(middleware, 3, 3)}
+    expected = vllm.engine.whole({**ASKED, "return_token_ids": True, "logprobs": True}) | {"spangrad": field(middleware, (0, 3))}
     assert (status, json.loads(parts[0])) == (200, expected)
     assert headers[b"content-length"] == str(len(parts[0])).encode()
 
@@ -114,8 +152,8 @@ async def test_a_stream_tells_in_its_first_chunk_and_completely_in_its_last(
     asked = {**ASKED, **extra, "stream": True}
     _, _, parts = await call(middleware, CHAT_PATH, asked)
     chunks = vllm.engine.chunks({**asked, "return_token_ids": True, "logprobs": True})
-    chunks[0]["spangrad"] = field(middleware, 3)
-    chunks[-1]["spangrad"] = field(middleware, 3, 3)
+    chunks[0]["spangrad"] = field(middleware)
+    chunks[-1]["spangrad"] = field(middleware, (0, 3), choices=extra.get("n", 1))
     assert b"".join(parts) == b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
 
 
@@ -141,7 +179,7 @@ async def call_into(middleware: SpangradMiddleware, body: object, sent: list[byt
         if message["type"] == "http.response.body":
             sent.append(message["body"])
 
-    await middleware({"type": "http", "method": "POST", "path": CHAT_PATH, "headers": []}, receive, send)
+    await middleware({"type": "http", "method": "POST", "path": CHAT_PATH, "headers": [], "app": middleware.app}, receive, send)
 
 
 async def test_a_stream_of_one_chunk_tells_once_and_completely(
@@ -150,7 +188,7 @@ async def test_a_stream_of_one_chunk_tells_once_and_completely(
     error = {"error": {"message": "broke"}}
     monkeypatch.setattr(vllm.engine, "chunks", lambda asked: [error])
     _, _, parts = await call(middleware, CHAT_PATH, {**ASKED, "stream": True})
-    assert b"".join(parts) == event({**error, "spangrad": field(middleware, 3, 3)}) + b"data: [DONE]\n\n"
+    assert b"".join(parts) == event({**error, "spangrad": field(middleware, (0, 3))}) + b"data: [DONE]\n\n"
 
 
 async def test_errors_and_other_paths_pass_as_they_are(vllm: Vllm, middleware: SpangradMiddleware) -> None:
@@ -202,13 +240,15 @@ async def test_the_version_is_learned_once_vllm_has_obeyed(vllm: Vllm, middlewar
         "lora_rank": 0,
         "bare": "",
         "transfer": "",
+        "api_servers": 1,
+        "data_parallel_size": 1,
     }
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
     await call(middleware, "/spangrad/warm", {})
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == {**expected, "warm": True}
 
 
-async def test_an_answer_that_a_reload_fell_into_names_both_versions(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_an_answer_across_a_reload_names_each_version_and_where_it_begins(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.before_last.clear()
     asked = {**ASKED, "stream": True}
     answering = asyncio.create_task(call(middleware, CHAT_PATH, asked))
@@ -218,7 +258,7 @@ async def test_an_answer_that_a_reload_fell_into_names_both_versions(vllm: Vllm,
     await call(middleware, "/update_weight_version", {"new_version": "4"})
     vllm_wait.set()
     _, _, parts = await answering
-    assert json.loads(b"".join(parts).split(b"\n\n")[-3][6:])["spangrad"] == field(middleware, 3, 4)
+    assert json.loads(b"".join(parts).split(b"\n\n")[-3][6:])["spangrad"] == field(middleware, (0, 3), (2, 4))
 
 
 async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middleware: SpangradMiddleware) -> None:
@@ -227,9 +267,10 @@ async def test_a_call_that_arrives_in_a_pause_starts_after_it(vllm: Vllm, middle
     await asyncio.wait({answering}, timeout=0.05)
     assert vllm.asked == []
     await call(middleware, "/update_weight_version", {"new_version": "4"})
+    vllm.state.engine_client.first = "4"
     await call(middleware, "/resume", {})
     _, _, parts = await answering
-    assert json.loads(parts[0])["spangrad"] == field(middleware, 4, 4)
+    assert json.loads(parts[0])["spangrad"] == field(middleware, (0, 4))
 
 
 async def test_a_pause_that_ends_calls_ends_those_that_wait_and_refuses_more_until_vllm_is_resumed(

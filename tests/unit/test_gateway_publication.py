@@ -53,7 +53,7 @@ async def test_the_steps_come_in_order_and_the_version_is_served(weights: Path) 
         assert await state(stage) == {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}
         await stage.chat()
         (span,) = await stage.spans()
-        assert span.attributes["spangrad.policy.version.start"] == 1
+        assert span.attributes["spangrad.policy.versions"] == "[[[0,1]]]"
 
 
 async def test_the_version_that_is_served_is_not_published_again(weights: Path) -> None:
@@ -175,7 +175,7 @@ async def test_new_calls_wait_while_weights_are_published_and_calls_in_flight_go
         assert (await publishing)[0] == 200
         assert (await new)[0] == 200
         assert stage.engine.orders == ["chat", *STEPS, "chat"]
-        assert [span.attributes["spangrad.policy.version.start"] for span in await stage.spans(2)] == [0, 1]
+        assert [span.attributes["spangrad.policy.versions"] for span in await stage.spans(2)] == ["[[[0,0]]]", "[[[0,1]]]"]
 
 
 async def test_a_trainer_that_leaves_does_not_leave_the_engine_half_way(weights: Path) -> None:

@@ -218,7 +218,7 @@ async def test_clients_do_not_wait_and_every_call_is_marked(tiny_model: Path, mo
         assert judged.attributes[semconv.TOKENIZER_HASH] == tokenizer_hash(tiny_model)
         assert len(uint32s(judged.attributes[semconv.RESPONSE_TOKEN_IDS])) == 2  # type: ignore[arg-type]
         assert semconv.RESPONSE_LOGPROBS not in judged.attributes
-        assert semconv.VERSION_START not in judged.attributes
+        assert semconv.POLICY_VERSIONS not in judged.attributes
     assert uint32s(second.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9, 12, 2]  # type: ignore[arg-type]
     assert semconv.IDS_SOURCE not in second.attributes
 

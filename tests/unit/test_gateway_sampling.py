@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_engine import SAMPLING, FakeEngine
 from unit_gateway import staged
 
 from spangrad import semconv
@@ -20,6 +21,18 @@ NEUTRAL = {
     semconv.SAMPLING_CONSTRAINED: False,
 }
 UNREAD: dict[str, Any] = {semconv.SAMPLING_CONSTRAINED: True}
+
+
+async def test_the_engines_word_on_how_it_sampled_wins_over_the_requests() -> None:
+    """As with --generation-config auto, where the model's directory says how to sample what the client leaves out."""
+    reported = {**SAMPLING, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    async with staged(FakeEngine(sampling=reported)) as stage:
+        await stage.chat(temperature=None)
+        await stage.chat(tool_choice="required")
+        first, second = await stage.spans(2)
+    in_effect = {semconv.SAMPLING_TEMPERATURE: 0.6, semconv.SAMPLING_TOP_P: 0.95, semconv.SAMPLING_TOP_K: 20}
+    assert {key: first.attributes.get(key) for key in NEUTRAL} == {**NEUTRAL, **in_effect}
+    assert second.attributes[semconv.SAMPLING_CONSTRAINED] is True
 
 
 @pytest.mark.parametrize(

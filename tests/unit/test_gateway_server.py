@@ -85,8 +85,7 @@ async def test_a_call_is_a_span_with_everything_that_training_needs(stage: Stage
         "spangrad.rollout.attempt": 2,
         "spangrad.seq": 0,
         "spangrad.policy.name": "policy",
-        "spangrad.policy.version.start": 0,
-        "spangrad.policy.version.end": 0,
+        "spangrad.policy.versions": "[[[0,0]]]",
         "spangrad.tokenizer.hash": "cafe",
         "spangrad.sampling.temperature": 0.5,
         "spangrad.sampling.top_p": 1.0,
@@ -155,7 +154,7 @@ async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_the_ids
     (span,) = await stage.spans()
     assert span.attributes[semconv.ABORTED] is True
     assert semconv.ERROR_TYPE not in span.attributes
-    assert (span.attributes[semconv.VERSION_START], semconv.VERSION_END in span.attributes) == (0, False)
+    assert (span.attributes[semconv.POLICY_NAME], semconv.POLICY_VERSIONS in span.attributes) == ("policy", False)
     assert uint32s(span.attributes[semconv.RESPONSE_TOKEN_IDS]) == [9]  # type: ignore[arg-type]
     assert await stage.count("/rollout/r1/attempt/2") == (200, {"calls": 1, "overflowed": False})
 

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.vllm_plugin.asking import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from gateway.vllm_plugin.middleware import SpangradMiddleware
-from gateway.vllm_plugin.tap import open_tap
+from gateway.vllm_plugin.tap import SAMPLING_PARAMETERS, Tap, open_tap
 
 ASKED = b'{ "model": "policy", "input": "say rome" }'
 PROMPTS = [[1, 4, 7], [1, 4, 7, 9, 8]]
@@ -26,12 +26,27 @@ class Sampling:
     """vLLM's sampling parameters, as far as the tap knows them."""
 
     logprobs: int | None = None
+    n: int = 1
+    temperature: float = 0.5
+    top_p: float = 0.9
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    thinking_token_budget: int | None = None
+
+
+REPORTED = {name: getattr(Sampling(), name) for name in SAMPLING_PARAMETERS} | {"constrained": False}
+LABELLED = [SimpleNamespace(version="default", start=0, end=2), SimpleNamespace(version="7", start=2, end=3)]
 
 
 def output(prompt: list[int] | None, tokens: list[int], finish_reason: str | None = None) -> SimpleNamespace:
     """What vLLM's engine yields: a dictionary of logprobs for each token, in which others may stand before the sampled one."""
     logprobs = [{99: SimpleNamespace(logprob=-0.1), token: SimpleNamespace(logprob=SAMPLED[token])} for token in tokens]
-    completion = SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=finish_reason)
+    labels = LABELLED if finish_reason else None
+    completion = SimpleNamespace(index=0, token_ids=tuple(tokens), logprobs=logprobs, finish_reason=finish_reason, weight_versions=labels)
     return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
 
 
@@ -123,9 +138,9 @@ async def test_a_whole_answer_tells_what_the_engine_was_asked_and_gave(vllm: Vll
         "id": "x",
         "spangrad": {
             "policy": "policy",
-            "version_start": 3,
-            "version_end": 3,
             "tokenizer_hash": middleware.tokenizer_hash,
+            "versions": [[[0, 3], [2, 7]]],
+            "sampling": REPORTED,
             "generations": [
                 {
                     "prompt_token_ids": [1, 4, 7],
@@ -146,7 +161,7 @@ async def test_a_stream_tells_in_each_event_what_is_new_and_completely_in_its_la
     events = await call(middleware, vllm)
     names = [event.partition(b"\n")[0] for event in events]
     assert names == [b"event: " + name for name in (b"first", b"delta", b"delta", b"done", last)]
-    first = {"policy": "policy", "version_start": 3, "tokenizer_hash": middleware.tokenizer_hash}
+    first = {"policy": "policy", "tokenizer_hash": middleware.tokenizer_hash}
     two = [{"prompt_token_ids": [1, 4, 7], "token_ids": [8, 13], "logprobs": [-1.0, -9999.0]}]
     three = [{"token_ids": [16], "logprobs": [-2.0], "finish_reason": "stop"}]
     assert [told(event) for event in events] == [
@@ -154,7 +169,7 @@ async def test_a_stream_tells_in_each_event_what_is_new_and_completely_in_its_la
         {**first, "generations": two},
         {**first, "generations": three},
         None,
-        {**first, "version_end": 3},
+        {**first, "versions": [[[0, 3], [2, 7]]], "sampling": REPORTED},
     ]
 
 
@@ -162,8 +177,9 @@ async def test_each_time_that_the_engine_is_asked_is_a_generation_of_its_own(vll
     """As where vLLM runs a tool itself, and asks again."""
     vllm.whole, vllm.generations = True, 2
     (body,) = await call(middleware, vllm)
-    generations = json.loads(body)["spangrad"]["generations"]
-    assert [one["prompt_token_ids"] for one in generations] == PROMPTS
+    field = json.loads(body)["spangrad"]
+    assert [one["prompt_token_ids"] for one in field["generations"]] == PROMPTS
+    assert field["versions"] == [[[0, 3], [2, 7]]] * 2
     vllm.whole = False
     second = next(told(event) for event in await call(middleware, vllm) if b'"generations": [{}' in event or b'"generations":[{},' in event)
     assert second["generations"] == [{}, {"prompt_token_ids": PROMPTS[1], "token_ids": [8, 13], "logprobs": [-1.0, -9999.0]}]
@@ -185,13 +201,61 @@ async def test_the_request_passes_byte_for_byte(vllm: Vllm, middleware: Spangrad
     assert vllm.bodies == [ASKED]
 
 
-async def test_other_routes_get_the_engines_own_generator(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+async def test_a_route_that_gives_ids_itself_is_asked_nothing_more_and_tells_versions_and_sampling(
+    vllm: Vllm, middleware: SpangradMiddleware
+) -> None:
     await call(middleware, vllm)
     vllm.state.engine_client.asked.clear()
-    events = await call(middleware, vllm, CHAT_PATH)
-    assert not any(b"generations" in event for event in events)
-    assert vllm.state.engine_client.asked == [Sampling(None)]
+    vllm.whole = True
+    (body,) = await call(middleware, vllm, CHAT_PATH)
+    field = json.loads(body)["spangrad"]
+    assert (field["versions"], field["sampling"], "generations" in field) == ([[[0, 3], [2, 7]]], REPORTED, False)
     assert vllm.state.engine_client.asked[0] is vllm.kept
+
+
+async def test_other_routes_get_the_engines_own_generator(vllm: Vllm, middleware: SpangradMiddleware) -> None:
+    await call(middleware, vllm)
+    await call(middleware, vllm, "/tokenize")
+    assert vllm.state.engine_client.asked[-1] is vllm.kept
+
+
+@pytest.mark.parametrize(
+    ("labels", "versions"),
+    [
+        (None, []),
+        ([], []),
+        ([("7", 0, 3)], [(0, 7)]),
+        ([("default", 0, 1), ("3", 1, 3)], [(0, 3)]),
+        ([("default", 0, 1), ("4", 1, 2), ("12", 2, 3)], [(0, 3), (1, 4), (2, 12)]),
+        # A stop string has cut off the last token, and its span with it.
+        ([("7", 0, 2), ("8", 2, 2)], [(0, 7)]),
+        # Somebody else's label: nobody knows which weights these are.
+        ([("7", 0, 2), ("night build", 2, 3)], []),
+        ([("-1", 0, 3)], []),
+    ],
+    ids=str,
+)
+def test_versions_are_those_of_the_labels_that_the_engine_core_put_on_tokens(
+    middleware: SpangradMiddleware, labels: list[tuple[str, int, int]] | None, versions: list[tuple[int, int]]
+) -> None:
+    tap = Tap(reads_ids=False)
+    spans = labels and [SimpleNamespace(version=version, start=start, end=end) for version, start, end in labels]
+    place = tap.begin(Sampling(n=2))
+    tap.end(place, SimpleNamespace(index=1, weight_versions=spans))
+    assert middleware.facts(tap, False, True)["versions"] == [[], versions]
+
+
+@pytest.mark.parametrize(
+    ("changes", "constrained"),
+    [({}, False), ({"min_tokens": 4}, True), ({"thinking_token_budget": 8}, True), ({"thinking_token_budget": -1}, False)],
+    ids=str,
+)
+def test_sampling_is_reported_as_vllm_will_sample(middleware: SpangradMiddleware, changes: dict[str, Any], constrained: bool) -> None:
+    tap = Tap(reads_ids=False)
+    tap.begin(Sampling(**changes))
+    assert middleware.facts(tap, False, True)["sampling"] == {**REPORTED, "constrained": constrained}
+    assert middleware.facts(tap, True, True)["sampling"]["constrained"], "a request may say what the parameters do not show"
+    assert "sampling" not in middleware.facts(tap, False, False)
 
 
 async def test_two_requests_at_once_are_told_apart(vllm: Vllm, middleware: SpangradMiddleware) -> None:
@@ -204,7 +268,7 @@ async def test_a_route_that_gives_up_ends_the_engines_generation(vllm: Vllm) -> 
     client = vllm.state.engine_client
 
     async def leave() -> None:
-        open_tap(client)
+        open_tap(client, reads_ids=True)
         generator = client.generate([1], Sampling(), "left")
         await anext(generator)
         await generator.aclose()

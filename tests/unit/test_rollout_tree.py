@@ -23,7 +23,7 @@ def test_a_whole_rollout() -> None:
 rollout rollout-1
 run run-1 · mode train · task paris · group g7 of 8 · 2 attempts · 1.52 s · 9 spans · 2 calls 1212→150 tokens
 agents researcher (2 calls) · tools search (1 failed)
-built: 1 transition, 2 dropped as mixed_versions (from 3 to 4), 1 dropped as superseded_attempt (attempt 1 counts)
+built: 1 transition, 2 dropped as mixed_versions (versions 3, 4), 1 dropped as superseded_attempt (attempt 1 counts)
 ├── rollout · attempt 0 · tried again · 20 ms · error: crash: exit code 1
 ├── rollout · attempt 1 · final · 1.5 s · ok · reward = 1 (event)
 │   ├── agent · researcher · 1.4 s
@@ -33,7 +33,7 @@ reward = 1 (evaluation_event), tool = -0.1 (air)
 │   │   ├── search · tool · 40 µs · error: ValueError('no such page') · tool_error = -0.1 (air)
 │   │   └── ChatCompletion · 300 ms
 │   │       └── chat policy · gateway · 200 ms · 700→50 tokens · 2 choices · policy v3→v4 · length · stop · \
-→ dropped as mixed_versions (from 3 to 4) x2
+→ dropped as mixed_versions (versions 3, 4) x2
 │   └── lost · 5 ms · parent span is not here
 ├── of the whole rollout · brevity = 0.2 (sql)
 ├── of no span here · style = 0.5 (log)
@@ -56,8 +56,7 @@ def test_nothing_but_a_trace_of_its_own() -> None:
             prompt_tokens=0,
             response_tokens=0,
             policy="",
-            version_start=None,
-            version_end=None,
+            versions=(),
             finish_reason="",
         )
     ]

@@ -19,7 +19,7 @@ ENDED = root("b0", final=True, attributes={"spangrad.rollout.calls": "2"}, **SEC
 FAILED_FIRST = replace(FAILED, attributes={**FAILED.attributes, "spangrad.rollout.calls": "0"})
 GIVEN = [("reward", 1.0, "evaluation_event", ""), ("tool", -0.1, "air", "")]
 KEPT_CALL = Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, GIVEN)
-CUT = Conclusion(1, "t1", "b6", 1, "", "policy", reason="mixed_versions", detail="from 3 to 4", convention="gateway")
+CUT = Conclusion(1, "t1", "b6", 1, "", "policy", reason="mixed_versions", detail="versions 3, 4", convention="gateway")
 BUILD = Build(
     SETTINGS.builder.spec,
     [KEPT_CALL, CUT],
@@ -62,8 +62,8 @@ It is built (dataset default@1, specification {BUILD.spec}, revision 1) at 2026-
 2 calls: 1 transition, 1 drop.
 - Attempt 1, span b3 (chat policy) by researcher: transition, turn 0, sampled by policy policy version 3; \
 reward = 1 (evaluation_event), tool = -0.1 (air).
-- Attempt 1, span b6 (chat policy, choice 1): dropped as mixed_versions (from 3 to 4), told by gateway.
-mixed_versions: Nothing need be done: a few calls are cut by each publication of new weights.
+- Attempt 1, span b6 (chat policy, choice 1): dropped as mixed_versions (versions 3, 4), told by gateway.
+mixed_versions: Set builder.mixed_versions = keep: each token is then trained as sampled by its own version.
 It is not trained: its group g7 has 7 of 8 rollouts built so far.
 """
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -17,7 +16,7 @@ from spangrad.settings import AirRule, BuilderSettings, Selection
 from spangrad.types import call_id, transition_id
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
-from transition_builder.schemas import BUILT, DROPS, REWARDS, TRANSITIONS
+from transition_builder.schemas import BUILT, DROPS, REWARDS, SAMPLING, TRANSITIONS
 from transition_builder.sink import revise
 
 SPEC = BuilderSettings()
@@ -98,14 +97,17 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         ({"Redacted": True, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ("redacted", "")),
         ({"PromptIds": []}, ("no_token_ids", "")),
         (
-            {"IdsSource": "retokenized", "VersionStart": None, "VersionEnd": None, "Logprobs": []},
+            {"IdsSource": "retokenized", **fakes.versions(), "Logprobs": []},
             ("retokenized", "by tokenizer tok"),
         ),
         ({"ResponseIds": [], "Logprobs": []}, ("empty_response", "")),
         ({"Logprobs": [-1.0]}, ("no_logprobs", "1 logprobs for 2 tokens")),
         ({"TokenizerHash": "other"}, ("other_tokenizer", "other")),
-        ({"VersionEnd": 4}, ("mixed_versions", "from 3 to 4")),
-        ({"VersionStart": None, "VersionEnd": None}, ("unknown_version", "")),
+        (fakes.versions((0, 3), (1, 4)), ("mixed_versions", "versions 3, 4")),
+        (fakes.versions(), ("unknown_version", "")),
+        (fakes.versions((1, 3)), ("unknown_version", "")),
+        (fakes.versions((0, 3), (0, 4)), ("unknown_version", "")),
+        (fakes.versions((0, 3), (2, 4)), ("unknown_version", "")),
         ({"TopP": 0.9}, ("other_distribution", "sampled with top_p=0.9")),
         ({"TopK": 5}, ("other_distribution", "sampled with top_k=5")),
         ({"MinP": 0.1}, ("other_distribution", "sampled with min_p=0.1")),
@@ -113,7 +115,8 @@ def test_a_transition_holds_everything_that_a_trainer_needs() -> None:
         ({"FrequencyPenalty": 0.5}, ("other_distribution", "sampled with frequency_penalty=0.5")),
         ({"RepetitionPenalty": 1.1}, ("other_distribution", "sampled with repetition_penalty=1.1")),
         ({"Constrained": True, "TopP": 0.5}, ("other_distribution", "sampled with top_p=0.5, masked tokens")),
-        ({"Temperature": None}, ("other_distribution", "sampled with an unknown temperature")),
+        ({"Temperature": None}, ("unknown_sampling", "")),
+        ({"TopP": None}, ("unknown_sampling", "")),
         ({"Policy": "judge"}, ("not_selected", "policy judge")),
         ({"Policy": "", "Model": "judge", "HttpStatus": 500}, ("not_selected", "policy judge")),
     ],
@@ -123,13 +126,13 @@ def test_what_befell_a_call_is_its_reason(facts: dict[str, Any], expected: tuple
     root = spans.root(calls=2)
     spans.evaluation(root)
     faulty, good = linked_call(spans, root, **facts), linked_call(spans, root)
-    built = build(spans.frames(), BuilderSettings(selection=Selection(policies="policy"), tokenizer_hash="tok"))
+    built = build(spans.frames(), BuilderSettings(selection=Selection(policies="policy"), tokenizer_hash="tok", mixed_versions="drop"))
     assert reasons(built) == {faulty: expected}
     turn = (
         1
         if expected[0]
         in {"redacted", "no_token_ids", "retokenized", "empty_response", "no_logprobs"}
-        | {"other_tokenizer", "mixed_versions", "unknown_version", "other_distribution"}
+        | {"other_tokenizer", "mixed_versions", "unknown_version", "unknown_sampling", "other_distribution"}
         else 0
     )
     assert kept(built) == [(good, 0, turn, "agent", [1.0])]
@@ -139,7 +142,7 @@ def test_retokenised_calls_are_kept_when_they_are_asked_for() -> None:
     spans = fakes.SpanFactory()
     root = spans.root(calls=1)
     spans.evaluation(root)
-    linked_call(spans, root, IdsSource="retokenized", VersionStart=None, VersionEnd=None, Logprobs=[])
+    linked_call(spans, root, IdsSource="retokenized", Temperature=None, Logprobs=[], **fakes.versions())
     built = build(spans.frames(), BuilderSettings(retokenized=True))
     assert built.drops.rows() == []
     assert built.transitions.select("PromptIds", "ResponseIds", "Logprobs", "Version", "TokenizerHash").rows() == [
@@ -147,36 +150,51 @@ def test_retokenised_calls_are_kept_when_they_are_asked_for() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "facts", [{"TopK": -1}, dict.fromkeys(("TopP", "TopK", "MinP", "PresencePenalty", "FrequencyPenalty", "RepetitionPenalty"))]
-)
-def test_parameters_that_reshape_nothing_drop_nothing(facts: dict[str, Any]) -> None:
+def test_a_call_of_several_versions_is_kept_with_a_version_for_each_token() -> None:
+    spans = fakes.SpanFactory()
+    spans.evaluation(root := spans.root(calls=2))
+    linked_call(spans, root, choices=1, ResponseIds=[4, 5, 6], Logprobs=[-1.0, -2.0, -3.0], **fakes.versions((0, 3), (1, 4), (2, 9)))
+    linked_call(spans, root)
+    built = build(spans.frames(), SPEC)
+    assert reasons(built) == {}
+    assert built.transitions.select("Turn", "Version", "Versions.Start", "Versions.Version").rows() == [
+        (0, 3, [0, 1, 2], [3, 4, 9]),
+        (1, 3, [0], [3]),
+    ]
+
+
+def test_parameters_that_reshape_nothing_drop_nothing() -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root(calls=1))
-    call = linked_call(spans, root, **facts)
+    call = linked_call(spans, root, TopK=-1)
     built = build(spans.frames(), SPEC)
     assert (kept(built), reasons(built)) == ([(call, 0, 0, "agent", [1.0])], {})
 
 
 @pytest.mark.parametrize(
-    ("asked", "dropped"),
+    ("reported", "dropped"),
     [
-        ({"top_p": 0.9}, "sampled with top_p=0.9"),
-        ({"response_format": {"type": "json_object"}}, "sampled with masked tokens"),
-        ({"tool_choice": "required"}, "sampled with masked tokens"),
-        ({"top_p": 1, "tool_choice": "auto", "response_format": {"type": "text"}}, ""),
+        ({"TopP": 0.9}, ("other_distribution", "sampled with top_p=0.9")),
+        ({"Constrained": True}, ("other_distribution", "sampled with masked tokens")),
+        (dict.fromkeys(SAMPLING), ("unknown_sampling", "")),
+        ({"Temperature": None}, ("unknown_sampling", "")),
+        ({"Temperature": 0.3}, None),
     ],
+    ids=str,
 )
-def test_the_plain_roads_request_says_what_reshaped_its_answer(asked: dict[str, Any], dropped: str) -> None:
+def test_direct_mode_takes_the_engines_word_for_the_sampling_never_the_spans(
+    reported: dict[str, Any], dropped: tuple[str, str] | None
+) -> None:
     spans = fakes.SpanFactory()
     spans.evaluation(root := spans.root())
-    call = spans.client(root, Attributes={"llm.invocation_parameters": json.dumps(asked)})
-    spans.answer(call)
+    call = spans.client(root, Attributes={"llm.invocation_parameters": '{"temperature": 0.7, "top_p": 1}'})
+    spans.answer(call, **reported)
     built = build(spans.frames(), SPEC)
     if dropped:
-        assert (kept(built), reasons(built)) == ([], {call: ("other_distribution", dropped)})
+        assert (kept(built), reasons(built)) == ([], {call: dropped})
     else:
         assert (kept(built), reasons(built)) == ([(call, 0, 0, "agent", [1.0])], {})
+        assert built.transitions["Temperature"].to_list() == [0.3]
 
 
 def test_a_redacted_call_that_kept_its_ids_is_trained() -> None:
@@ -309,7 +327,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "aborted": {"Aborted": True},
     "no_token_ids": {"PromptIds": []},
     "no_logprobs": {"Logprobs": []},
-    "mixed_versions": {"VersionStart": 2},
+    "unknown_version": fakes.versions(),
     "not_selected": {"Policy": "judge"},
 }
 CALLS = st.tuples(

@@ -36,8 +36,7 @@ CALLS = {
     "langchain_streaming": (2, {}),
     "langgraph_tool_error": (2, {}),
     "litellm": (3, {}),
-    # The Agents SDK makes its tools strict.
-    "openai_agents": (4, {"other_distribution": 4}),
+    "openai_agents": (4, {}),
     "openai_agents+gateway": (4, {}),
     "openai_agents_responses": (4, {"no_token_ids": 4}),
     "openai_client": (11, {"call_failed": 3, "no_token_ids": 1}),

@@ -68,12 +68,12 @@ def test_without_a_gateway_a_clients_error_is_a_failed_call() -> None:
     assert built.drops.select("SpanId", "Reason", "Detail").rows() == [(failed, "call_failed", "APITimeoutError")]
 
 
-def test_a_plain_call_carries_what_its_answer_and_its_request_say() -> None:
+def test_a_direct_call_carries_what_its_answer_says() -> None:
     spans = fakes.SpanFactory()
-    client = spans.client(spans.root(), Attributes={"llm.invocation_parameters": '{"model": "m", "temperature": 0.25}'})
+    client = spans.client(spans.root(), Attributes={"llm.invocation_parameters": '{"model": "m", "temperature": 0.5}'})
     other = spans.client(str(spans.roots[0]["SpanId"]))
     spans.evaluation(str(spans.roots[0]["SpanId"]))
-    spans.answer(client, Policy="p", VersionStart=8, VersionEnd=8, Model="", TokenizerHash="h", FinishReason="length")
+    spans.answer(client, Policy="p", Model="", TokenizerHash="h", FinishReason="length", Temperature=0.25, **fakes.versions((0, 8)))
     spans.answer(other, Choice=0)
     spans.answer(other, Choice=1, ResponseIds=[9])
     built = build(spans.frames(), BuilderSettings())

@@ -65,7 +65,9 @@ FAULTS: list[dict[str, Any]] = [
     {"Aborted": True, "ErrorType": "aborted"},
     {"PromptIds": []},
     {"Logprobs": []},
-    {"VersionEnd": 4},
+    fakes.versions((0, 3), (1, 4)),
+    fakes.versions(),
+    {"Temperature": None},
 ]
 
 

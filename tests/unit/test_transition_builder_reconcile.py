@@ -71,8 +71,8 @@ FAULTS: list[tuple[str, dict[str, object], str]] = [
     ("retokenized", {"IdsSource": "retokenized", "TokenizerHash": "h"}, "by tokenizer h"),
     ("empty_response", {"ResponseIds": [], "Logprobs": []}, ""),
     ("no_logprobs", {"Logprobs": [-0.5]}, "1 logprobs for 2 tokens"),
-    ("unknown_version", {"VersionEnd": None}, ""),
-    ("mixed_versions", {"VersionEnd": 4}, "from 3 to 4"),
+    ("unknown_version", fakes.versions(), ""),
+    ("unknown_sampling", {"MinP": None}, ""),
     ("other_distribution", {"TopP": 0.5}, "sampled with top_p=0.5"),
     ("unfinished", {"HttpStatus": 0, "FinishReason": "", "ResponseIds": [], "Logprobs": []}, ""),
     ("unfinished", {"Unfinished": True, "ByGateway": False, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ""),
@@ -134,9 +134,10 @@ def test_the_order_is_the_documented_one() -> None:
         DropReason.NO_REWARD: {"fault": "none"},
         DropReason.OVER_LENGTH: {"PromptIds": [1] * 10},
         DropReason.OTHER_DISTRIBUTION: {"TopP": 0.5},
-        DropReason.MIXED_VERSIONS: {"VersionEnd": 4},
+        DropReason.MIXED_VERSIONS: fakes.versions((0, 3), (1, 4)),
         DropReason.OTHER_TOKENIZER: {"TokenizerHash": "another"},
-        DropReason.UNKNOWN_VERSION: {"VersionEnd": None},
+        DropReason.UNKNOWN_SAMPLING: {"Temperature": None},
+        DropReason.UNKNOWN_VERSION: fakes.versions(),
         DropReason.NO_LOGPROBS: {"Logprobs": []},
         DropReason.EMPTY_RESPONSE: {"ResponseIds": [], "Logprobs": []},
         DropReason.RETOKENIZED: {"IdsSource": "retokenized"},
@@ -158,13 +159,20 @@ def test_the_order_is_the_documented_one() -> None:
     }
     assert [*of_call] == order[::-1]
     # Ids of ours cannot be wrong in the ways in which no ids can, and those of a text are of no version.
-    spec = BuilderSettings(max_tokens=9, tokenizer_hash="tok", selection=Selection(agents="agent"))
+    spec = BuilderSettings(max_tokens=9, tokenizer_hash="tok", selection=Selection(agents="agent"), mixed_versions="drop")
     facts: dict[str, object] = {}
     found = list[str]()
     for one in of_call.values():
         facts |= one
         found.append(concluded(spec, **facts)["Reason"][0])  # type: ignore[arg-type]
     assert found == [name.value for name in of_call]
+
+
+def test_calls_of_several_versions_are_kept_unless_they_are_to_be_dropped() -> None:
+    facts = fakes.versions((0, 3), (1, 4))
+    assert reason(**facts) == ("", "")
+    assert reason(BuilderSettings(mixed_versions="drop"), **facts) == ("mixed_versions", "versions 3, 4")
+    assert reason(BuilderSettings(mixed_versions="drop")) == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,6 @@ def read(said: Said) -> Reading:
         model=pl.coalesce(said.first(f"{OPERATION}output.model", f"{OPERATION}input.model"), base.model),
         response_id=pl.coalesce(base.response_id, said.first(f"{OPERATION}output.id")),
         finish=pl.coalesce(base.finish, said.first(f"{OPERATION}output.choices.0.finish_reason")),
-        asked=dict(base.asked)
-        | {
-            "Temperature": pl.coalesce(base.asked["Temperature"], said.first(f"{OPERATION}input.temperature")),
-            "TopP": pl.coalesce(base.asked["TopP"], said.first(f"{OPERATION}input.top_p")),
-        },
     )
 
 

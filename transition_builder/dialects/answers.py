@@ -32,10 +32,16 @@ _CHOICE = (
     " provider_specific_fields Tuple(token_ids Array(UInt32)))"
 )
 _GENERATION = "Tuple(prompt_token_ids Array(UInt32), token_ids Array(UInt32), logprobs Array(Float32), finish_reason String)"
+_SAMPLING = (
+    "temperature Nullable(Float64), top_p Nullable(Float64), top_k Nullable(Int64), min_p Nullable(Float64),"
+    " presence_penalty Nullable(Float64), frequency_penalty Nullable(Float64), repetition_penalty Nullable(Float64),"
+    " constrained Nullable(Bool)"
+)
 _ANSWER = f"""Tuple(
     id String, model String, prompt_token_ids Array(UInt32), choices Array({_CHOICE}),
     {semconv.ANSWER_FIELD} Tuple(
-        policy String, version_start Nullable(UInt64), version_end Nullable(UInt64), tokenizer_hash String, generations Array({_GENERATION})
+        policy String, versions Array(Array(Tuple(UInt32, UInt64))), tokenizer_hash String, sampling Tuple({_SAMPLING}),
+        generations Array({_GENERATION})
     )
 )"""
 _WEAVE = "agentlightning.operation.output"
@@ -89,6 +95,8 @@ WITH
     arrayMap(token -> token.1, JSONExtract({_said("logprobs.content")}, 'Array(Tuple(logprob Float32))')) AS logprobs,
     JSONExtract({_said(semconv.GEN_AI_FINISH_REASONS)}, 'Array(String)')[1] AS finish_reason,
     length(answer.{semconv.ANSWER_FIELD}.generations) AS generations,
+    answer.{semconv.ANSWER_FIELD}.versions AS versions,
+    answer.{semconv.ANSWER_FIELD}.sampling AS sampling,
     multiIf(
         -- More than an engine gives, or more than may be held: no answer.
         length(answer.choices) + generations > 1024 OR (length(answer.choices) + generations) * length(value) > 268435456, [],
@@ -109,8 +117,8 @@ SELECT
     TraceId, SpanId,
     choice.1 AS Choice,
     answer.{semconv.ANSWER_FIELD}.policy AS Policy,
-    answer.{semconv.ANSWER_FIELD}.version_start AS VersionStart,
-    answer.{semconv.ANSWER_FIELD}.version_end AS VersionEnd,
+    tupleElement(versions[choice.1 + 1], 1) AS `Versions.Start`,
+    tupleElement(versions[choice.1 + 1], 2) AS `Versions.Version`,
     if(answer.model = '', {_first(semconv.GEN_AI_RESPONSE_MODEL, f"{_WEAVE}.model")}, answer.model) AS Model,
     if(answer.id = '', {_first(semconv.GEN_AI_RESPONSE_ID, f"{_WEAVE}.id")}, answer.id) AS ResponseId,
     answer.{semconv.ANSWER_FIELD}.tokenizer_hash AS TokenizerHash,
@@ -118,6 +126,9 @@ SELECT
     choice.3 AS ResponseIds,
     choice.4 AS Logprobs,
     choice.5 AS FinishReason,
+    sampling.temperature AS Temperature, sampling.top_p AS TopP, sampling.top_k AS TopK, sampling.min_p AS MinP,
+    sampling.presence_penalty AS PresencePenalty, sampling.frequency_penalty AS FrequencyPenalty,
+    sampling.repetition_penalty AS RepetitionPenalty, sampling.constrained AS Constrained,
     arrayStringConcat(
         arraySort(arrayDistinct(arrayFilter(kind -> kind != '', arrayMap(type -> {_transformed("type")}, part_types)))), ','
     ) AS Modality

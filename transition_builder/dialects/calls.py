@@ -13,8 +13,8 @@ from spangrad import semconv
 from spangrad.types import call_id
 from transition_builder.dialects.answers import TEXTS_WITH_TOOL_CALLS
 from transition_builder.dialects.describe import READERS
-from transition_builder.dialects.reading import NONE, OF_CLIENT, Said
-from transition_builder.schemas import SAMPLING
+from transition_builder.dialects.reading import NONE, Said
+from transition_builder.schemas import VERSIONS
 
 _ASKED_TOOL = (
     r"^(llm\.output_messages\.\d+\.message\.(tool_calls\.\d+|contents\.\d+)\.tool_call\.id|gen_ai\.completion\.\d+\.tool_calls\.\d+\.id)$"
@@ -44,7 +44,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         .with_columns(
             pl.col("Choice").fill_null(0),
             pl.col("Policy", "TokenizerHash", "Modality").fill_null(""),
-            pl.col("PromptIds", "ResponseIds", "Logprobs").fill_null([]),
+            pl.col("PromptIds", "ResponseIds", "Logprobs", *VERSIONS).fill_null([]),
             Model=pl.coalesce(pl.col("Model").replace("", None), "told_model", pl.lit("")),
             ResponseId=pl.coalesce(pl.col("ResponseId").replace("", None), "told_id", pl.lit("")),
             FinishReason=pl.coalesce(pl.col("FinishReason").replace("", None), "told_finish", pl.lit("")),
@@ -78,7 +78,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
 
 
 def _told(spans: pl.DataFrame) -> pl.DataFrame:
-    """What the spans say of their calls, each by its own dialect: told_*, the columns of SAMPLING, HttpStatus."""
+    """What the spans say of their calls, each by its own dialect: told_*, HttpStatus."""
     said = Said(spans)
     beside = spans.select("ScopeName", "SpanName", "StatusCode", "StatusMessage", OfClient=pl.lit(False), SpeaksOfModels=pl.lit(False))
     parts, order = list[pl.DataFrame](), [np.zeros(0, dtype=np.int64)]
@@ -97,22 +97,12 @@ def _told(spans: pl.DataFrame) -> pl.DataFrame:
                 told_error=reading.error,
                 told_tokens=reading.output_tokens,
                 HttpStatus=status.cast(pl.UInt16, strict=False).fill_null(0),
-                Constrained=reading.constrained.fill_null(False),
-                **{
-                    column: reading.asked.get(column, NONE).cast(dtype, strict=False)
-                    for column, dtype in SAMPLING.items()
-                    if column != "Constrained"
-                },
             )
         )
         order.append(rows)
     if not parts:
-        nothing = READERS[""](said)
-        return beside.select(
-            **{f"told_{name}": NONE for name in ("model", "id", "finish", "error", "tokens")},
-            HttpStatus=pl.lit(0, pl.UInt16),
-            Constrained=nothing.constrained & OF_CLIENT,
-            **{column: NONE.cast(dtype) for column, dtype in SAMPLING.items() if column != "Constrained"},
+        return pl.DataFrame(
+            schema={f"told_{name}": pl.String for name in ("model", "id", "finish", "error", "tokens")} | {"HttpStatus": pl.UInt16}
         )
     place = np.empty(spans.height, dtype=np.int64)
     place[np.concatenate(order)] = np.arange(spans.height)

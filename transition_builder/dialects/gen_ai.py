@@ -25,22 +25,6 @@ OTHERS = r"embed|tool|agent|workflow|retriev|rerank|guard|memory|plan|evaluat|mo
 TOOL_NAMES = (semconv.GEN_AI_TOOL_NAME,)
 ARGUMENTS = ("gen_ai.tool.call.arguments", "gcp.vertex.agent.tool_call_args", "gen_ai.tool.args", "gen_ai.tool.arguments", "tool_arguments")
 RESULTS = ("gen_ai.tool.call.result", "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
-_SAMPLING = {
-    "Temperature": ("gen_ai.request.temperature",),
-    "TopP": ("gen_ai.request.top_p",),
-    "TopK": ("gen_ai.request.top_k", "llm.top_k"),
-    "MinP": ("gen_ai.request.min_p",),
-    "PresencePenalty": ("gen_ai.request.presence_penalty", "llm.presence_penalty"),
-    "FrequencyPenalty": ("gen_ai.request.frequency_penalty", "llm.frequency_penalty"),
-    "RepetitionPenalty": ("gen_ai.request.repetition_penalty", "llm.request.repetition_penalty"),
-}
-_FORMS = (
-    "gen_ai.output.type",
-    "gen_ai.openai.request.response_format",
-    "gen_ai.request.structured_output_schema",
-    "gen_ai.request.response_format",
-)
-_FREE = r'(?i)^\s*"?(text)?"?\s*$'
 
 
 def read(said: Said) -> Reading:
@@ -81,6 +65,4 @@ def read(said: Said) -> Reading:
                 "llm.response.stop_reason",
             )
         ),
-        asked={name: said.first(*keys) for name, keys in _SAMPLING.items()},
-        constrained=~said.first(*_FORMS).fill_null("").str.contains(_FREE),
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from transition_builder.dialects import gen_ai, openinference
+from transition_builder.dialects import gen_ai
 from transition_builder.dialects.reading import OF_CLIENT, Reading, Said, of_json, unquoted
 
 OBSERVATION_TYPE = "langfuse.observation.type"
@@ -23,7 +23,6 @@ def read(said: Said) -> Reading:
     """Read spans by the types of their observations."""
     base = gen_ai.read(said)
     kind = unquoted(said(OBSERVATION_TYPE)).str.to_lowercase()
-    parameters = said("langfuse.observation.model.parameters")
     usage = said("langfuse.observation.usage_details")
     return replace(
         base,
@@ -39,6 +38,4 @@ def read(said: Said) -> Reading:
         model=pl.coalesce(said.first("langfuse.observation.model.name"), base.model),
         input_tokens=pl.coalesce(of_json(usage, "input", "prompt_tokens", "input_tokens"), base.input_tokens),
         output_tokens=pl.coalesce(of_json(usage, "output", "completion_tokens", "output_tokens"), base.output_tokens),
-        asked={name: pl.coalesce(of_json(parameters, *fields), base.asked[name]) for name, fields in openinference.SAMPLING_FIELDS.items()},
-        constrained=openinference.constrained(parameters) | base.constrained,
     )

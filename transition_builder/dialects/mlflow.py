@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from transition_builder.dialects import gen_ai, openinference
+from transition_builder.dialects import gen_ai
 from transition_builder.dialects.reading import Reading, Said, of_json, unquoted
 
 SPAN_TYPE = "mlflow.spanType"
@@ -43,6 +43,4 @@ def read(said: Said) -> Reading:
         input_tokens=pl.coalesce(of_json(usage, "input_tokens"), base.input_tokens),
         output_tokens=pl.coalesce(of_json(usage, "output_tokens"), base.output_tokens),
         finish=pl.coalesce(of_json(outputs, "choices[0].finish_reason"), base.finish),
-        asked={name: pl.coalesce(of_json(inputs, *fields), base.asked[name]) for name, fields in openinference.SAMPLING_FIELDS.items()},
-        constrained=openinference.constrained(inputs) | base.constrained,
     )

@@ -10,13 +10,10 @@ The client-level span (scope `openinference.instrumentation.openai` and its like
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
 
-import msgspec
 import polars as pl
 
 from spangrad import semconv
-from spangrad.sampling import is_constrained
 from transition_builder.dialects import gen_ai
 from transition_builder.dialects.reading import Reading, Said, of_json
 
@@ -24,25 +21,10 @@ OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
 TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", gen_ai.TOOL_CALL_ID)
 """Where a tool's span may say which tool call it answers."""
-SAMPLING_FIELDS = {
-    "Temperature": ("temperature",),
-    "TopP": ("top_p",),
-    "TopK": ("top_k", "extra_body.top_k"),
-    "MinP": ("min_p", "extra_body.min_p"),
-    "PresencePenalty": ("presence_penalty",),
-    "FrequencyPenalty": ("frequency_penalty",),
-    "RepetitionPenalty": ("repetition_penalty", "extra_body.repetition_penalty"),
-}
-"""The fields of a request to an OpenAI-compatible server that say how to sample, by the columns of SAMPLING."""
 _MODELS = (
     *("llm.response.model_name", "llm.model_name", "llm.request.model_name"),
     *(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL),
 )
-_UNSAID = ("NOT_GIVEN", "null")
-"""How instrumentations write the parameters that a client left out."""
-_TOOLS = r"^llm\.tools\.\d+\.tool\.json_schema$"
-"""Where a client's span keeps the tools that it offered, and no longer among the request's parameters."""
-_STRICT = r'"strict"\s*:\s*true'
 _ID = r'^\s*\{\s*"id"\s*:\s*"([^"]+)"'
 _TOOL_MESSAGE_ID = r'"tool_call_id"\s*:\s*"([^"]+)"'
 _TOOL_MESSAGE_FAILED = r'"tool_call_id".*"status"\s*:\s*"error"'
@@ -58,7 +40,6 @@ def read(said: Said) -> Reading:
     message = pl.when((kind == "TOOL") & output.str.contains('"tool_call_id"', literal=True)).then(output)
     node = pl.when(~pl.col("ScopeName").str.contains("langchain", literal=True)).then(said.first(semconv.OPENINFERENCE_GRAPH_NODE))
     asked, model = said(INVOCATION_PARAMETERS), said.first(*_MODELS)
-    choice = of_json(asked, "tool_choice")
     return replace(
         base,
         call=kind == "LLM",
@@ -80,27 +61,4 @@ def read(said: Said) -> Reading:
         input_tokens=pl.coalesce(said.first("llm.token_count.prompt"), base.input_tokens),
         output_tokens=pl.coalesce(said.first("llm.token_count.completion"), base.output_tokens),
         finish=pl.coalesce(said.first("llm.finish_reason"), base.finish),
-        asked={name: pl.coalesce(of_json(asked, *fields), base.asked[name]) for name, fields in SAMPLING_FIELDS.items()},
-        constrained=constrained(asked) | (said.any_holds(_TOOLS, _STRICT) & (choice.fill_null("auto") != "none")) | base.constrained,
     )
-
-
-def constrained(asked: pl.Expr) -> pl.Expr:
-    """Whether a request, as JSON, kept tokens from being sampled; false where that cannot be read."""
-    return asked.map_batches(_constrained, return_dtype=pl.Boolean, is_elementwise=True)
-
-
-def _constrained(asked: pl.Series) -> pl.Series:
-    # Many spans say the same of how to sample.
-    said = {text: _is_constrained(text) for text in asked.unique()}
-    return pl.Series([said[text] for text in asked], dtype=pl.Boolean)
-
-
-def _is_constrained(asked: str | None) -> bool:
-    try:
-        request = msgspec.json.decode(asked or "{}", type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return False
-    beside = request.get("extra_body")
-    fields = {**request, **(cast("dict[str, Any]", beside) if isinstance(beside, dict) else {})}
-    return is_constrained({name: value for name, value in fields.items() if value not in _UNSAID})

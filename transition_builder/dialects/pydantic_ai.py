@@ -31,12 +31,4 @@ def read(said: Said) -> Reading:
         agent=pl.coalesce(said.first("agent_name", semconv.GEN_AI_AGENT_NAME), base.agent),
         arguments=said.any_of("tool_arguments", *gen_ai.ARGUMENTS),
         result=said.any_of("tool_response", *gen_ai.RESULTS),
-        constrained=base.constrained | of_required_output(said),
     )
-
-
-def of_required_output(said: Said) -> pl.Expr:
-    """Whether the model had to answer in a schema, by the request's parameters."""
-    return said("model_request_parameters").str.json_path_match("$.output_mode").is_in(["native", "tool"]).fill_null(False) & (
-        said("model_request_parameters").str.json_path_match("$.allow_text_output") == "false"
-    ).fill_null(False)

@@ -11,7 +11,7 @@ of the maps, all keys being compared once, as numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -98,19 +98,6 @@ class Said:
             found[self._rows[wanted[self._codes]]] = True
         return pl.Series(found)
 
-    def any_holds(self, pattern: str, text: str) -> pl.Expr:
-        """Whether any of a span's attributes has a name that matches a pattern, and a value that matches another."""
-        name = f"{pattern}={text}"
-        if name not in self._columns:
-            entries = self.entries(pattern)
-            if entries.is_empty():
-                return NO
-            found = np.zeros(self.height, dtype=np.bool_)
-            found[entries.filter(pl.col("value").str.contains(text))["row"].to_numpy()] = True
-            self._columns[name] = pl.Series(name, found)
-        self._asked.add(name)
-        return pl.col(name)
-
     def entries(self, pattern: str) -> pl.DataFrame:
         """Attributes whose names match a pattern: row (of the spans), key, value."""
         wanted = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
@@ -175,10 +162,6 @@ class Reading:
     output_tokens: pl.Expr = NONE
     finish: pl.Expr = NONE
     """Why the answer ended: of its first choice."""
-    asked: Mapping[str, pl.Expr] = field(default_factory=dict[str, pl.Expr])
-    """How the call was to be sampled, by the columns of SAMPLING."""
-    constrained: pl.Expr = NO
-    """Whether the request kept tokens from being sampled, or put some in (`spangrad.sampling`)."""
 
     def of(self, frame: pl.DataFrame, request: pl.Expr = NO) -> pl.DataFrame:
         """The columns that `describe` adds, without Convention and Scores.

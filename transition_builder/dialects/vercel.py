@@ -24,9 +24,6 @@ def read(said: Said) -> Reading:
     base = gen_ai.read(said)
     operation = said(OPERATION)
     client = operation.str.contains(_CLIENT)
-    setting = {"Temperature": "temperature", "TopP": "topP", "TopK": "topK", "PresencePenalty": "presencePenalty"} | {
-        "FrequencyPenalty": "frequencyPenalty"
-    }
     return replace(
         base,
         call=client | operation.str.contains(_FUNCTION),
@@ -44,6 +41,4 @@ def read(said: Said) -> Reading:
         input_tokens=pl.coalesce(base.input_tokens, said.first("ai.usage.promptTokens", "ai.usage.inputTokens")),
         output_tokens=pl.coalesce(base.output_tokens, said.first("ai.usage.completionTokens", "ai.usage.outputTokens")),
         finish=pl.coalesce(said.first("ai.response.finishReason"), base.finish),
-        asked=dict(base.asked) | {name: pl.coalesce(base.asked[name], said.first(f"ai.settings.{key}")) for name, key in setting.items()},
-        constrained=operation.str.contains("Object", literal=True) | base.constrained,
     )

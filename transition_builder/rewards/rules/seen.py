@@ -49,7 +49,7 @@ class Seen:
         taken = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
         return self.placed.filter(answered & taken).select(
             *_ATTEMPT, *_SPAN, "Choice", "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
-            "PromptTokens", "ResponseTokens", Version="VersionStart", Seconds=pl.col("Duration") / 1e9,
+            "PromptTokens", "ResponseTokens", Version=pl.col("Versions.Version").list.first(), Seconds=pl.col("Duration") / 1e9,
         )  # fmt: skip
 
     @cached_property
