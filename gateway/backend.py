@@ -45,6 +45,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Directory of the adapter that changes nothing; empty: it takes none."""
     transfer: str = ""
     """Over what it takes weights from a trainer; empty: it does not."""
+    api_servers: int = 1
+    data_parallel_size: int = 1
 
 
 class _Results(msgspec.Struct):

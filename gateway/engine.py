@@ -26,6 +26,7 @@ from types import FrameType
 from typing import IO
 
 from gateway.bare_adapter import bare_adapter, write_bare_adapter
+from gateway.engine_arguments import require_one_server
 from gateway.vllm_plugin.asking import CHAT_PATH
 from gateway.vllm_plugin.middleware import (
     BARE_VARIABLE,
@@ -165,6 +166,7 @@ def _check(engine: EngineSettings) -> Path:
     if not (model / "config.json").exists():
         raise EngineError(f"engine.model = {str(engine.model)!r} holds no config.json. Set it to a Hugging Face model directory.")
     tokenizer_hash(model)
+    require_one_server(engine.extra_args)
     if engine.lora_rank and engine.transfer:
         raise EngineError(
             f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: "

@@ -82,6 +82,14 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
             broken=True,
         )
         return
+    if info.api_servers > 1 or info.data_parallel_size > 1:
+        backend.take_down(
+            f"the engine at {backend.url} runs {info.api_servers} API servers and {info.data_parallel_size} data-parallel ranks: "
+            "orders reach one of them, and the others would answer with weights that nobody has compared. "
+            "Start one `spangrad engine` for each replica.",
+            broken=True,
+        )
+        return
     if not info.warm:
         backend.reason = f"the engine at {backend.url} is warming up"
         return

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-FIELD: dict[str, Any] = {"policy": "p", "version_start": 3, "version_end": 4, "tokenizer_hash": "tok"}
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 1.0,
+    "top_k": 3,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "constrained": True,
+}
+FIELD: dict[str, Any] = {"policy": "p", "versions": [[[0, 3], [1, 4]], [[0, 4]]], "tokenizer_hash": "tok", "sampling": SAMPLING}
 CHOICE: dict[str, Any] = {
     "index": 0,
     "finish_reason": "stop",

@@ -45,19 +45,19 @@ def stored(store: StoreSettings, body: bytes, trace: bytes, columns: str) -> lis
 def test_an_answer_is_a_row_a_choice(store: StoreSettings) -> None:
     trace = uuid.uuid4().bytes
     other = {**CHOICE, "index": 1, "token_ids": [7], "finish_reason": None, "logprobs": None}
-    asked = json.dumps({"model": "m", "temperature": 0.5, "top_k": 3, "tool_choice": "required"})
+    asked = json.dumps({"model": "m", "temperature": 0.9, "top_p": 0.5})  # of what the client asks nothing is read
     of_rollout = {"spangrad.rollout.id": "plain-view", "spangrad.rollout.attempt": "2", "spangrad.run.id": "r", "spangrad.seq": "9"}
     body = span(trace, json.dumps({**ANSWER, "choices": [CHOICE, other]}), **{"llm.invocation_parameters": asked}, **of_rollout)
     columns = (
-        "RunId, RolloutKey, RolloutKeySource, Attempt, Seq, Choice, Policy, VersionStart, VersionEnd, TokenizerHash, Model, ResponseId,"
-        " IdsSource, PromptIds, ResponseIds, Logprobs, Temperature, TopK, TopP, Constrained, FinishReason, Aborted"
+        "RunId, RolloutKey, RolloutKeySource, Attempt, Seq, Choice, Policy, `Versions.Start`, `Versions.Version`, TokenizerHash,"
+        " Model, ResponseId, IdsSource, PromptIds, ResponseIds, Logprobs, Temperature, TopK, TopP, Constrained, FinishReason, Aborted"
     )
     call = ("r", "plain-view", "rollout", 2, 9)
-    of_answer = ("p", 3, 4, "tok", "m", "c", "agent", [1, 70000])
-    of_request = (0.5, 3, None, True)
+    of_answer = ("tok", "m", "c", "agent", [1, 70000])
+    sampling = (0.5, 3, 1.0, True)
     assert stored(store, body, trace, columns) == [
-        (*call, 0, *of_answer, [4, 2**32 - 1], [-0.5, -1.25], *of_request, "stop", False),
-        (*call, 1, *of_answer, [7], [], *of_request, "", True),
+        (*call, 0, "p", [0, 1], [3, 4], *of_answer, [4, 2**32 - 1], [-0.5, -1.25], *sampling, "stop", False),
+        (*call, 1, "p", [0], [4], *of_answer, [7], [], *sampling, "", True),
     ]
 
 
@@ -84,10 +84,13 @@ def test_completions_and_responses_are_rows_as_well(store: StoreSettings, answer
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        (json.dumps(ANSWER), [([1, 70000], [4, 2**32 - 1], 3, 4)]),
-        (json.dumps({**ANSWER, "spangrad": {"policy": "p", "version_start": 3}}), [([1, 70000], [4, 2**32 - 1], 3, None)]),
-        (json.dumps({**ANSWER, "spangrad": "text"}), [([1, 70000], [4, 2**32 - 1], None, None)]),
-        (json.dumps({**ANSWER, "prompt_token_ids": None}), [([], [4, 2**32 - 1], 3, 4)]),
+        (json.dumps(ANSWER), [([1, 70000], [4, 2**32 - 1], [0, 1], [3, 4], 0.5)]),
+        (json.dumps({**ANSWER, "spangrad": {"policy": "p"}}), [([1, 70000], [4, 2**32 - 1], [], [], None)]),
+        (json.dumps({**ANSWER, "spangrad": "text"}), [([1, 70000], [4, 2**32 - 1], [], [], None)]),
+        (json.dumps({**ANSWER, "spangrad": {**FIELD, "versions": {"x": 1}}}), [([1, 70000], [4, 2**32 - 1], [], [], 0.5)]),
+        (json.dumps({**ANSWER, "spangrad": {**FIELD, "versions": [[]]}}), [([1, 70000], [4, 2**32 - 1], [], [], 0.5)]),
+        (json.dumps({**ANSWER, "spangrad": {**FIELD, "sampling": "hot"}}), [([1, 70000], [4, 2**32 - 1], [0, 1], [3, 4], None)]),
+        (json.dumps({**ANSWER, "prompt_token_ids": None}), [([], [4, 2**32 - 1], [0, 1], [3, 4], 0.5)]),
         (json.dumps({**ANSWER, "choices": [{}] * 1024}), NO_CALLS),
         (json.dumps({**ANSWER, "choices": [CHOICE] * 1025}), NO_CALLS),
         (json.dumps({**ANSWER, "choices": [CHOICE] * 100, "prompt_token_ids": [1] * 2**20}), NO_CALLS),
@@ -101,6 +104,9 @@ def test_completions_and_responses_are_rows_as_well(store: StoreSettings, answer
         "sound",
         "a cut stream",
         "a strange field",
+        "strange versions",
+        "no versions",
+        "strange sampling",
         "no prompt",
         "empty choices",
         "too many choices",
@@ -114,7 +120,7 @@ def test_completions_and_responses_are_rows_as_well(store: StoreSettings, answer
 )
 def test_whatever_a_span_says_the_insert_does_not_fail(store: StoreSettings, output: str, expected: list[Any]) -> None:
     trace = uuid.uuid4().bytes
-    found = stored(store, span(trace, output), trace, "PromptIds, ResponseIds, VersionStart, VersionEnd")
+    found = stored(store, span(trace, output), trace, "PromptIds, ResponseIds, `Versions.Start`, `Versions.Version`, Temperature")
     assert found == expected
 
 

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
-from raw_answers import CHOICE, COMPLETION, FIELD, GENERATIONS
+from raw_answers import CHOICE, COMPLETION, FIELD, GENERATIONS, SAMPLING
 from registry_spans import REGISTRY
 
 from spangrad.clickhouse import connect
@@ -23,8 +23,9 @@ from spangrad.settings import StoreSettings
 from transition_builder import dialects
 
 START = 1_767_225_600_000_000_000
-OF_FIELD = ("p", 3, 4, "tok")
-NOBODYS = ("", None, None, "")
+OF_FIELD = ("p", [0, 1], [3, 4], "tok")
+SECOND_OF_FIELD = ("p", [0], [4], "tok")
+NOBODYS = ("", [], [], "")
 ANSWER = {"id": "c", "model": "m", "prompt_token_ids": [1, 70000], "choices": [CHOICE], "spangrad": FIELD}
 WEAVE = "agentlightning.operation.output"
 LIGHTNING = {
@@ -67,7 +68,7 @@ def sent(store: StoreSettings, trace: str, spans: list[tuple[str, str, dict[str,
             {"output.value": json.dumps({"id": "resp_1", "model": "m", "output": [], "spangrad": {**FIELD, "generations": GENERATIONS}})},
             [
                 (0, *OF_FIELD, "m", "resp_1", [1, 2], [3], [-0.5], "stop"),
-                (1, *OF_FIELD, "m", "resp_1", [1, 2, 3], [9], [-0.25], ""),
+                (1, *SECOND_OF_FIELD, "m", "resp_1", [1, 2, 3], [9], [-0.25], ""),
             ],
         ),
         (LIGHTNING, [(0, *NOBODYS, "m", "c-1", [1, 2], [3, 4], [-0.5, -1.0], "stop")]),
@@ -107,7 +108,11 @@ def test_ids_are_read_from_whichever_dialect_keeps_them(store: StoreSettings, at
     (own,) = sent(store, trace, [("a", "answered", attributes)])
     parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
     rows = connect(store).query(dialects.ANSWER_SQL, parameters).result_rows
-    assert sorted((tuple(row[:2]), tuple(row[2:])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
+    told = len(NOTHING)
+    assert sorted((tuple(row[:2]), tuple(row[2 : 2 + told])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
+    sampling = tuple(SAMPLING.values())
+    unknown = (None,) * len(sampling)
+    assert {tuple(row[2 + told : 2 + told + len(sampling)]) for row in rows} == {sampling if row[1] else unknown for row in expected}
 
 
 def _placed(row: Row) -> Row:

@@ -44,8 +44,8 @@ FACTS = (
     "PromptIds",
     "ResponseIds",
     "IdsSource",
-    "VersionStart",
-    "VersionEnd",
+    "Versions.Start",
+    "Versions.Version",
     "TokenizerHash",
     "Temperature",
     "HttpStatus",
@@ -91,4 +91,5 @@ def expected(answer: dict[str, Any]) -> tuple[Any, ...]:
     """What `calls` must hold of an answer that vLLM gave directly."""
     said = answer["spangrad"]
     ids = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
-    return (*ids, "engine", said["version_start"], said["version_end"], said["tokenizer_hash"], 0.0, 200, False)
+    (((start, version),),) = said["versions"]
+    return (*ids, "engine", [start], [version], said["tokenizer_hash"], 0.0, 200, False)

@@ -133,7 +133,7 @@ def test_the_client_sees_vllms_own_answer_and_the_store_has_its_ids(
         assert len(row["Logprobs"]) == len(row["ResponseIds"])
         assert row["IdsSource"] == ("none" if name == "completions-echo" else "engine")
         assert (row["Attempt"], row["Model"], row["Policy"], row["ErrorType"], row["Aborted"]) == (1, "policy", "policy", "", False)
-        assert row["VersionStart"] == row["VersionEnd"]
+        assert (row["Versions.Start"], len(row["Versions.Version"])) == ([0], 1)
         assert row["FinishReason"] in ("stop", "length")
 
 

@@ -134,16 +134,12 @@ def test_every_token_was_sampled_by_the_version_that_its_span_names(pair: Settin
     assert len(found) == len(answers)
     spanning = 0
     for row in found:
-        start_version, end_version = row["VersionStart"], row["VersionEnd"]
-        assert before <= start_version <= end_version <= before + 1
-        old, new = (reference.agrees(row, version) for version in (start_version, end_version))
-        if start_version == end_version:
-            assert old.all(), (row["Seq"], start_version)
-        else:
-            spanning += 1
-            # Tokens of the old version, then tokens of the new one.
-            assert any(old[:place].all() and new[place:].all() for place in range(len(old) + 1)), row["Seq"]
-    assert {row["VersionEnd"] for row in found} == {before, before + 1}
+        starts, versions = row["Versions.Start"], row["Versions.Version"]
+        assert versions in ([before], [before, before + 1], [before + 1])
+        spanning += len(versions) > 1
+        for begin, end, version in zip(starts, [*starts[1:], None], versions, strict=True):
+            assert reference.agrees(row, version)[begin:end].all(), (row["Seq"], begin, version)
+    assert {row["Versions.Version"][-1] for row in found} == {before, before + 1}
     assert spanning
     assert all(one["calls"] for one in backends(pair))
 
@@ -151,7 +147,7 @@ def test_every_token_was_sampled_by_the_version_that_its_span_names(pair: Settin
     back = order(pair, "policies/policy/rollback")
     assert (back["version"], back["checksum"]) == (before, checksum_directory(tiny_model))
     (row,) = [fetch(f"{pair.gateway.url}/rollout/{how}-back/attempt/0{CHAT}", SAMPLED) and rows(pair, f"{how}-back", 1)[0]]
-    assert row["VersionStart"] == row["VersionEnd"] == before
+    assert row["Versions.Version"] == [before]
     assert reference.agrees(row, before).all()
     assert publish(pair, tiny_model, before + 2)["version"] == before + 2
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from clickhouse_connect.driver.client import Client
+from fake_engine import SAMPLING
 from running_engine import ROOT, VLLM_PYTHON, fetch
 
 from spangrad.clickhouse import connect
@@ -64,7 +65,8 @@ def same(answer: dict[str, Any]) -> dict[str, Any]:
 def test_vllm_answers_with_ids_unasked_on_the_plain_road(engine: Settings, tiny_model: Path) -> None:
     answer = fetch(engine.gateway.engine_url + CHAT, GREEDY)
     version = fetch(f"{engine.gateway.engine_url}/spangrad/info")["version"]
-    facts = {"policy": "policy", "version_start": version, "version_end": version, "tokenizer_hash": tokenizer_hash(tiny_model)}
+    incomplete = {"policy": "policy", "tokenizer_hash": tokenizer_hash(tiny_model)}
+    facts = {**incomplete, "versions": [[[0, version]]], "sampling": {**SAMPLING, "temperature": 0.0}}
     (choice,) = answer["choices"]
     assert answer["spangrad"] == facts
     assert answer["prompt_token_ids"] == [1, 4, 7, 12, 2, 1, 5]
@@ -72,11 +74,10 @@ def test_vllm_answers_with_ids_unasked_on_the_plain_road(engine: Settings, tiny_
     stream = chunks(post(engine.gateway.engine_url + CHAT, {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}))
     assert stream[0]["prompt_token_ids"] == answer["prompt_token_ids"]
     assert [one for chunk in stream for part in chunk["choices"] for one in part.get("token_ids") or []] == choice["token_ids"]
-    incomplete = {name: value for name, value in facts.items() if name != "version_end"}
     assert [chunk.get("spangrad") for chunk in stream] == [incomplete, *[None] * (len(stream) - 2), facts]
     completion = fetch(f"{engine.gateway.engine_url}/v1/completions", {"model": "policy", "prompt": "say rome", "max_tokens": 2})
     (choice,) = completion["choices"]
-    assert (choice["prompt_token_ids"], completion["spangrad"]) == ([7, 12], facts)
+    assert (choice["prompt_token_ids"], completion["spangrad"]) == ([7, 12], {**facts, "sampling": SAMPLING})
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
 
 
@@ -159,8 +160,8 @@ def test_calls_lie_in_the_store_with_the_engines_tokens(gateway: Settings, engin
         "ResponseIds": choice["token_ids"],
         "IdsSource": "engine",
         "Policy": "policy",
-        "VersionStart": direct["spangrad"]["version_start"],
-        "VersionEnd": direct["spangrad"]["version_end"],
+        "Versions.Start": [0],
+        "Versions.Version": [direct["spangrad"]["versions"][0][0][1]],
         "TokenizerHash": direct["spangrad"]["tokenizer_hash"],
         "Temperature": 0.0,
         "TopK": 0,
@@ -233,7 +234,7 @@ def test_new_weights_are_served_and_wrong_ones_refused(
     assert logprobs(new) != pytest.approx(logprobs(old), abs=1e-3)
     assert logprobs(new) == pytest.approx(reference_logprobs(other, new), abs=1e-4)
     (row,) = rows("reload-1", 1)
-    assert (row["VersionStart"], row["VersionEnd"]) == (version + 1, version + 1)
+    assert (row["Versions.Start"], row["Versions.Version"]) == ([0], [version + 1])
 
     assert publish(policy, other, version + 1)["seconds"] == 0
     assert "not newer" in publish(policy, tiny_model, version + 1)["error"]["message"]
@@ -256,11 +257,7 @@ def test_calls_in_flight_survive_a_publication(gateway: Settings, tiny_model: Pa
         caller.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [110] * 12
     found = rows("flight-1", 12)
-    assert {(row["VersionStart"], row["VersionEnd"]) for row in found} <= {
-        (version, version),
-        (version, version + 1),
-        (version + 1, version + 1),
-    }
+    assert {tuple(row["Versions.Version"]) for row in found} <= {(version,), (version, version + 1), (version + 1,)}
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
 
 

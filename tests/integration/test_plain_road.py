@@ -121,11 +121,20 @@ def test_stock_instrumentation_alone_brings_vllms_ids_to_calls_and_into_transiti
     ids = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in direct]
     logprobs = [[one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]] for answer in direct]
     calls = road.ask(f"SELECT * FROM otel.v_calls WHERE toUnixTimestamp64Nano(Timestamp) >= {began} ORDER BY Timestamp")
-    facts = ("IdsSource", "Policy", "VersionStart", "VersionEnd", "TokenizerHash", "Temperature", "FinishReason", "RolloutKeySource")
-    version = said["version_start"]
+    facts = (
+        "IdsSource",
+        "Policy",
+        "Versions.Start",
+        "Versions.Version",
+        "TokenizerHash",
+        "Temperature",
+        "FinishReason",
+        "RolloutKeySource",
+    )
+    (((_, version),),) = said["versions"]
     assert [(row["PromptIds"], row["ResponseIds"]) for row in calls] == ids
     assert [tuple(row[name] for name in facts) for row in calls] == [
-        ("agent", "policy", version, version, said["tokenizer_hash"], 0.0, "stop", "trace")
+        ("agent", "policy", [0], [version], said["tokenizer_hash"], 0.0, "stop", "trace")
     ] * 2
     assert [row["Logprobs"] for row in calls] == [pytest.approx(one, abs=1e-5) for one in logprobs]
 
@@ -171,7 +180,7 @@ def table_row(road: Road, framework: str, step: str) -> str:
         step,
         yes([row.get("ResponseIds") for row in whole] == [choice["token_ids"] for choice in tokens]),
         yes([row.get("Logprobs") for row in whole] == [pytest.approx(one, abs=1e-5) for one in logprobs]),
-        yes([row.get("Version") for row in whole] == [answer["spangrad"]["version_start"] for answer in answers.values()]),
+        yes([row.get("Version") for row in whole] == [answer["spangrad"]["versions"][0][0][1] for answer in answers.values()]),
         left_stream(road, calls, concluded),
         {0: "not seen", 1: "the last try"}.get(tries, f"{tries} tries"),
         ", ".join(f"`{name}`" for name in names) or "none",

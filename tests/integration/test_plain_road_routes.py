@@ -84,10 +84,11 @@ def test_what_arrives_by_route(store: StoreSettings, spans: InMemorySpanExporter
         assert span.context is not None
         trace = f"TraceId = '{span.context.trace_id:032x}'"
         told = rows(
-            store, f"SELECT length(PromptIds) > 0, length(ResponseIds), length(Logprobs), VersionEnd FROM otel.v_calls WHERE {trace}"
+            store,
+            f"SELECT length(PromptIds) > 0, length(ResponseIds), length(Logprobs), `Versions.Version` FROM otel.v_calls WHERE {trace}",
         )
         sampled = SAMPLED[ROUTES[route]]
-        assert told in ([], [(1, sampled, sampled, 0)])
+        assert told in ([], [(1, sampled, sampled, [0])])
         # Nobody rewarded it: a call of which the ids are known lacks nothing else.
         (reason,) = rows(store, f"SELECT Reason FROM otel.v_drops WHERE {trace} AND BuildSpec = '{settings.builder.spec}'")[0]
         assert reason in {"no_reward", "no_token_ids"}

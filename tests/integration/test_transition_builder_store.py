@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import fake_engine
 import pytest
 from building import outcome, post, revisions, rows, settings_of
 from running_store import running_store, store_settings
@@ -246,7 +247,7 @@ def test_calls_of_a_reshaped_distribution_are_kept_with_what_reshaped_it(store: 
 def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSettings) -> None:
     """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
     body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())
-    said = {"policy": "policy", "version_start": 7, "version_end": 7, "tokenizer_hash": "tok"}
+    said = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
     spans = fakes.SpanFactory(run="plain")
     root = spans.root("plain-1", trace="plain")
     spans.evaluation(root, 1.0)
@@ -274,7 +275,7 @@ def test_a_plain_road_rollout_builds_from_the_agents_own_spans(store: StoreSetti
     assert drops == []
     same = "SELECT CallId, PromptIds, ResponseIds, Logprobs, {}, Policy FROM otel.{} WHERE {} ORDER BY CallId"
     built = rows(store, same.format("Version", "v_transitions", "RunId = 'plain'"))
-    assert rows(store, same.format("VersionEnd", "v_calls", f"TraceId = '{spans.trace('plain')}'")) == built
+    assert rows(store, same.format("`Versions.Version`[1]", "v_calls", f"TraceId = '{spans.trace('plain')}'")) == built
     first, second = rows(
         store,
         "SELECT AgentName, Policy, TokenizerHash, FinishReason, Logprobs, Rewards.Name, Rewards.Value, Rewards.Source "
@@ -291,7 +292,7 @@ def test_a_call_of_the_plain_road_that_comes_late_makes_a_new_revision(store: St
     root = spans.root("tardy-1")
     spans.evaluation(root)
     choice = {"index": 0, "finish_reason": "stop", "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}
-    field = {"policy": "policy", "version_start": 7, "version_end": 7, "tokenizer_hash": "tok"}
+    field = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
     answer = {"model": "policy", "prompt_token_ids": [1, 2], "choices": [choice], "spangrad": field}
     in_time, late = (
         spans.client(root, rollout="tardy-1", Attributes={"output.value": json.dumps({"id": name} | answer)}) for name in ("a", "b")

@@ -84,8 +84,8 @@ def test_each_agent_has_a_span_of_its_own_and_its_policy_answered() -> None:
         ("chat planner", "planner"),
         ("chat writer", "writer"),
     ]
-    versions = [{one.key: one.value.int_value for one in span.attributes}["spangrad.policy.version.start"] for span in answers]
-    assert versions == [3, 4, 3, 4]
+    versions = [{one.key: one.value.string_value for one in span.attributes}["spangrad.policy.versions"] for span in answers]
+    assert versions == ["[[[0,3]]]", "[[[0,4]]]"] * 2
     assert [(span.name, span.status.code) for span in spans if span.name in TOOLS] == [("refund", 2)]
     assert {by_id[agent.parent_span_id].name for agent in above} == {"rollout"}
 

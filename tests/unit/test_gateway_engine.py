@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from gateway.bare_adapter import write_bare_adapter
 from gateway.engine import command, environment, serve
+from gateway.engine_arguments import require_one_server
 from spangrad.errors import CheckpointError, EngineError, SpangradError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import Settings
@@ -179,3 +181,51 @@ def script(directory: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+SEVERAL = [
+    (["--api-server-count", "2"], "--api-server-count 2"),
+    (["--api-server-count=2"], "--api-server-count 2"),
+    (["--api_server_count=4"], "--api-server-count 4"),
+    (["--api-server-c", "2"], "--api-server-c 2"),
+    (["-asc", "2"], "--api-server-count 2"),
+    (["--seed", "3", "--data-parallel-size", "2"], "--data-parallel-size 2"),
+    (["--data-parallel-size=2"], "--data-parallel-size 2"),
+    (["-dp", "2"], "--data-parallel-size 2"),
+    (["-dp=2"], "--data-parallel-size 2"),
+    (["-dpl", "2"], "--data-parallel-size-local 2"),
+    (["--data-parallel-rank", "0"], "--data-parallel-rank 0"),
+    (["--data_parallel_address", "10.0.0.1"], "--data-parallel-address 10.0.0.1"),
+    (["--data-parallel-hybrid-lb", "--seed", "3"], "--data-parallel-hybrid-lb"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "shown"), SEVERAL, ids=[" ".join(arguments) for arguments, _ in SEVERAL])
+def test_require_one_server_several_servers_or_ranks_refuses(model: Path, tmp_path: Path, arguments: list[str], shown: str) -> None:
+    with pytest.raises(EngineError, match=f"engine.extra_args has {re.escape(shown)}: .* one `spangrad engine` for each replica"):
+        serve(settings(model, tmp_path, extra_args=arguments))
+
+
+@pytest.mark.parametrize(
+    "line", ["api-server-count: 2", "data_parallel_size: 2", "'data-parallel-size' : '2'  # two", "data-parallel-hybrid-lb: true"]
+)
+def test_require_one_server_several_in_the_configuration_file_refuses(model: Path, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"seed: 3\n{line}\n")
+    for arguments in (["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(EngineError, match=f"{file}, which engine.extra_args names, has --"):
+            serve(settings(model, tmp_path, extra_args=arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-server-count", "1", "-dp", "1", "--data-parallel-size-local=1"],
+        ["--api-key", "2"],
+        ["--tensor-parallel-size", "2", "--dtype", "half"],
+        ["--config", "nowhere.yaml"],
+    ],
+    ids=str,
+)
+def test_require_one_server_one_server_passes(arguments: list[str]) -> None:
+    require_one_server(arguments)

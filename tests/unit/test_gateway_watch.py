@@ -50,6 +50,21 @@ async def test_weights_that_cannot_be_read_keep_out_the_engine_that_needs_them_a
         assert (status, "File name too long" in answer["error"]["message"]) == (409, True)
 
 
+@pytest.mark.parametrize("counts", [{"api_servers": 2}, {"data_parallel_size": 2}, {"api_servers": 2, "data_parallel_size": 2}], ids=str)
+async def test_admission_of_an_engine_with_several_servers_or_ranks_refuses(counts: dict[str, int]) -> None:
+    """A second API server has a middleware of its own, which no order reaches: it would go on with the label of the old version."""
+    engines = [FakeEngine(), FakeEngine()]
+    async with several(*engines) as stage:
+        # What a restart of it with other arguments does.
+        for name, value in {**counts, "version": 3}.items():
+            setattr(engines[1], name, value)
+        reason = await second_is_down(stage)
+        servers, ranks = counts.get("api_servers", 1), counts.get("data_parallel_size", 1)
+        assert f"runs {servers} API servers and {ranks} data-parallel ranks" in reason
+        assert (await stage.chat())[0] == 200
+        assert not engines[1].requests
+
+
 async def test_a_fault_of_ours_at_one_engine_takes_that_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [FakeEngine(), FakeEngine()]
     admit = watch._try_to_admit

@@ -13,7 +13,7 @@ from spangrad import semconv
 from spangrad.types import call_id
 from transition_builder.dialects.answers import TEXTS_WITH_TOOL_CALLS
 from transition_builder.dialects.describe import READERS
-from transition_builder.dialects.reading import NONE, Said
+from transition_builder.dialects.reading import Said
 from transition_builder.schemas import VERSIONS
 
 _ASKED_TOOL = (

@@ -40,6 +40,7 @@ SPOKEN = (
     DropReason.OTHER_MODALITY,
     DropReason.MIXED_VERSIONS,
     DropReason.UNKNOWN_VERSION,
+    DropReason.UNKNOWN_SAMPLING,
     DropReason.OVER_LENGTH,
 )
 """Reasons of calls whose text is a whole answer that the agent used: they may be exported as text."""
