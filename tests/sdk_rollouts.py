@@ -20,6 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from gateway.record import SAMPLING_DEFAULTS
 from spangrad import semconv
 from spangrad.settings import StoreSettings
 
@@ -65,9 +66,9 @@ class SdkRollout:
         facts: dict[str, str | int | float] = {
             **self._facts,
             semconv.POLICY_NAME: "policy",
-            semconv.VERSION_START: 3,
-            semconv.VERSION_END: 3,
-            semconv.SAMPLING_TEMPERATURE: 1.0,
+            semconv.POLICY_VERSIONS: "[[[0,3]]]",
+            **dict(SAMPLING_DEFAULTS.values()),
+            semconv.SAMPLING_CONSTRAINED: False,
             semconv.HTTP_STATUS: 200,
             **{name: base64.b64encode(value).decode() for name, value in arrays.items()},
         }

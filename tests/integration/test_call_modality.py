@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from building import outcome, post, rows, settings_of
+from fake_engine import SAMPLING
 
 import fakes
 from spangrad.settings import StoreSettings
@@ -17,7 +18,7 @@ ANSWER: dict[str, Any] = {
     "model": "policy",
     "prompt_token_ids": [1, 2],
     "choices": [{"index": 0, "finish_reason": "stop", "token_ids": [4], "logprobs": {"content": [{"logprob": -0.5}]}}],
-    "spangrad": {"policy": "policy", "version_start": 7, "version_end": 7, "tokenizer_hash": "tok"},
+    "spangrad": {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": SAMPLING},
 }
 SPOKEN = 'of {"type": "image_url"} and "file"'
 PART = "llm.input_messages.1.message.contents.0.message_content.type"
