@@ -104,7 +104,7 @@ def test_what_befell_the_rollout(expected: str, root: dict[str, object], fault: 
     ("facts", "reshaping"),
     [
         ({}, ""),
-        ({"TopP": 1.0, "TopK": -1, "RepetitionPenalty": None}, ""),
+        ({"TopP": 1.0, "TopK": -1}, ""),
         ({"TopP": 0.9, "TopK": 20, "MinP": 0.05}, "top_p=0.9, top_k=20, min_p=0.05"),
         ({"PresencePenalty": -0.5, "Constrained": True}, "presence_penalty=-0.5, masked tokens"),
     ],
