@@ -277,8 +277,8 @@ def test_the_same_weights_under_another_number_leave_calls_in_flight_alone(
     caller.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [110] * 3
     found = rows("label-1", 3)
-    assert {row["VersionStart"] for row in found} <= {version + 1, version + 2}
-    assert found[-1]["VersionEnd"] == version + 2
+    assert {row["Versions.Version"][0] for row in found} <= {version + 1, version + 2}
+    assert found[-1]["Versions.Version"][-1] == version + 2
     assert fetch(f"{gateway.gateway.engine_url}/spangrad/info")["version"] == version + 2
 
 

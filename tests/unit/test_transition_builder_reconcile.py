@@ -122,7 +122,7 @@ def test_reshaped_calls_are_kept_where_the_settings_say_so_or_nothing_is_trained
 
 
 def test_a_call_of_an_unknown_temperature_drops_whatever_the_settings_say() -> None:
-    assert reason(BuilderSettings(reshaped="keep"), Temperature=None) == ("other_distribution", "sampled with an unknown temperature")
+    assert reason(BuilderSettings(reshaped="keep"), Temperature=None) == ("unknown_sampling", "")
 
 
 def test_the_order_is_the_documented_one() -> None:
