@@ -27,6 +27,7 @@ from trainer.batch import Batch, parts, split, take
 from trainer.estimators import over_tokens
 from trainer.learning import check
 from trainer.losses import correct, correction_metrics
+from trainer.process import dtype_of
 from trainer.reshaped import corrected as reshaped_corrected
 from trainer.rollout_losses import by_rollout, needs_logprobs, several_rows
 from trainer.row_check import RowCheck, blame_gradient
@@ -68,7 +69,7 @@ class Engine:
 
         self._order = torch.Generator()  # of mini-batches; it begins with the same state every time
         self._has_critic = settings.estimator == "gae"
-        self._check = RowCheck(settings, logprob_check.engine_dtype(engine_dtype))
+        self._check = RowCheck(settings, logprob_check.engine_dtype(engine_dtype), dtype_of(settings, self.device))
         held = settings.logprob_alarm.held_versions
         self._versions_to_hold = settings.max_staleness if held is None else held
         self._held_versions = 0

@@ -13,6 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Literal
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
@@ -59,6 +60,11 @@ def check_device(settings: TrainerSettings, device: str) -> None:
         raise SettingsError("trainer.packing = true needs a GPU, and there is none. Set trainer.packing = false.")
     if settings.packing and importlib.util.find_spec("flash_attn") is None:
         raise SettingsError("trainer.packing = true needs the package flash-attn. Install it, or set trainer.packing = false.")
+
+
+def dtype_of(settings: TrainerSettings, device: str) -> Literal["fp32", "bf16"]:
+    """Return what a model is computed in (trainer.dtype)."""
+    return settings.dtype or ("fp32" if device == "cpu" else "bf16")
 
 
 def is_packed(settings: TrainerSettings, device: str) -> bool:

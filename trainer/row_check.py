@@ -28,15 +28,16 @@ EarlierLogprobs = Callable[[NDArray[np.bool_], int], Logprobs | None]
 class RowCheck:
     """The checks that a trainer's settings ask for."""
 
-    def __init__(self, settings: TrainerSettings, engine: Dtype) -> None:
+    def __init__(self, settings: TrainerSettings, engine: Dtype, trainer: Dtype) -> None:
         """Set the limits that suit the dtypes.
 
         Args:
             settings: the trainer's.
             engine: dtype of the engine that samples.
+            trainer: dtype of the trainer's computation.
         """
         self._alarm = settings.logprob_alarm
-        self._limits = logprob_check.limits_of(settings.logprob_alarm, engine, settings.dtype)
+        self._limits = logprob_check.limits_of(settings.logprob_alarm, engine, trainer)
         low, high = settings.clip_ratio_low, settings.clip_ratio_high
         self._clip = (settings.clip_ratio if low is None else low, settings.clip_ratio if high is None else high)
 

@@ -18,7 +18,7 @@ from trainer.float32_head import compute_head_in_float32
 from trainer.losses import policy_loss_of, value_loss_of
 from trainer.micro_batches import bound_padded_micro_batches
 from trainer.objective import Objective
-from trainer.process import is_packed
+from trainer.process import dtype_of, is_packed
 from trainer.tuning_losses import loss_of
 
 _NO_END = 1 << 62
@@ -82,7 +82,7 @@ def training_worker(
                 use_torch_compile=False,
                 # Gradients that wait for their sync lie unsharded on each rank, 4 bytes a parameter, where zero_grad does not clear them.
                 use_no_sync_for_gradient_accumulation=False,
-                mixed_precision={"param_dtype": settings.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                mixed_precision={"param_dtype": dtype_of(settings, device), "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             ),
             optimizer_config=optimizer,
             checkpoint_config=CheckpointConfig(),

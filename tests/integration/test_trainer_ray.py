@@ -26,7 +26,7 @@ from trainer import checkpoint
 from trainer.batch import Batch, layout
 from trainer.engine import Engine
 from trainer.merge import separate
-from trainer.process import is_packed
+from trainer.process import dtype_of, is_packed
 from trainer.ray_cluster import Cluster
 
 ROWS = 23
@@ -208,6 +208,11 @@ def test_is_packed_by_default_where_a_gpu_and_flash_attention_are(monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else None)
     assert [is_packed(asked, device) for device in ("cpu", "cuda")] == [False, True]
     assert not is_packed(TrainerSettings(packing=False), "cuda")
+
+
+def test_dtype_by_default_is_bfloat16_where_a_gpu_is() -> None:
+    assert [dtype_of(TrainerSettings(), device) for device in ("cpu", "cuda")] == ["fp32", "bf16"]
+    assert dtype_of(TrainerSettings(dtype="bf16"), "cpu") == "bf16"
 
 
 def test_packing_on_a_cpu_is_refused(tiny_model: Path) -> None:

@@ -151,7 +151,7 @@ def test_reshaped_rows_are_not_checked_and_never_merged_with_others(how: type[ob
     reshaped = {"call-b-0", "call-b-1", "call-c-1"}
     assert held == {call: call in reshaped for call in held}
     assert len(sequences) == (4 if how is merge else 6)  # type: ignore[arg-type]
-    check, wrong = RowCheck(TrainerSettings(), "fp32"), batch.logprobs - np.float32(5) * batch.reshaped[:, None]
+    check, wrong = RowCheck(TrainerSettings(), "fp32", "fp32"), batch.logprobs - np.float32(5) * batch.reshaped[:, None]
     assert check.compare(batch, wrong, lambda chosen, behind: None)["logprob_gap_max"] == 0
     with pytest.raises(BadRowsError, match="were sampled with differ"):
         check.compare(replace(batch, reshaped=np.zeros_like(batch.reshaped)), wrong, lambda chosen, behind: None)
