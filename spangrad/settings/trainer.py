@@ -220,8 +220,7 @@ class TrainerSettings(Section):
     keep_checkpoints: int = 3
     poll_seconds: float = 0.2
     dtype: Literal["fp32", "bf16"] | None = None
-    """Type of the computation; weights and moments are kept in float32, and gradients summed in it (mixed precision). None: bf16 where there
-    is a GPU."""
+    """Type of the computation; weights, moments and sums of gradients are float32 (mixed precision). None: bf16 where there is a GPU."""
     packing: bool | None = None
     """Pass rows through the model end to end, without padding. None: where there are a GPU and the package flash-attn, which it needs."""
     gradient_checkpointing: bool | None = None
