@@ -40,7 +40,7 @@ WHERE {_MINE} AND Mode = '{Mode.VALIDATE.value}' AND otel.builds.IngestedAt >= f
 _OVERLAP = 120_000_000
 """Microseconds: longer than any insert takes to become visible after its rows were dated."""
 _ROLLOUTS = """
-SELECT groupUniqArrayIf(Version, Policy = %(policy)s) AS Versions,
+SELECT groupUniqArrayArrayIf(if(empty(`Versions.Version`), [Version], `Versions.Version`), Policy = %(policy)s) AS Versions,
     groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`), groupArrayArray(`Rewards.Role`)
 FROM {rows} AS t
 WHERE Mode = '{mode}'

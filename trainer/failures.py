@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import polars as pl
 
 from trainer.source import Loaded
+from trainer.token_versions import versions_of_calls
 
 SHARE = "failed_share"
 
@@ -61,7 +62,11 @@ def describe(version: int, metrics: Mapping[str, float], alarm: float) -> str:
 
 def _by_staleness(loaded: Loaded, policy: str, lineage: Sequence[int]) -> dict[str, float]:
     place = {version: at for at, version in enumerate(lineage)}
-    newest = loaded.transitions.filter(pl.col("Policy") == policy).group_by("RunId", "RolloutId", "Attempt").agg(pl.col("Version").max())
+    newest = (
+        loaded.transitions.filter(pl.col("Policy") == policy)
+        .group_by("RunId", "RolloutId", "Attempt")
+        .agg(versions_of_calls().list.max().max())
+    )
     versions = {(run, rollout, attempt): version for run, rollout, attempt, version in newest.rows()}
     failed, rollouts = Counter[int](), Counter[int]()
     for rollout in loaded.rollouts:

@@ -19,6 +19,7 @@ from trainer.learning import ESTIMATORS
 from trainer.masks import masks
 from trainer.skips import MASKS, Skip, SkipReason
 from trainer.source import GROUP_COLUMNS, BatchRollout, Group, Loaded
+from trainer.token_versions import versions_of_calls
 
 _IDS = ("PromptIds", "ResponseIds", "Logprobs")
 
@@ -109,7 +110,7 @@ def _not_finite(loaded: Loaded, trained: pl.Series) -> dict[Group, Skip]:
 def _facts(groups: Sequence[Group], calls: pl.DataFrame, masked: pl.Series) -> Iterator[tuple[Group, dict[str, int]]]:
     """Of each group the number of rollouts with calls of the policy, of such calls, and of those that are masked, by reason."""
     counts = (
-        calls.select(*GROUP_COLUMNS, "RolloutId", "Version")
+        calls.select(*GROUP_COLUMNS, "RolloutId", Version=versions_of_calls().list.min())
         .with_columns(masked)
         .group_by(*GROUP_COLUMNS)
         .agg(
@@ -148,7 +149,8 @@ def _with_baseline(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[
     if loaded.greedy is None:
         return list(groups)
     fresh = lineage[-1 - settings.max_staleness :]
-    sound = (pl.col("Temperature") <= 0) & pl.col("Version").is_in(list(fresh))
+    older = versions_of_calls().list.set_difference(pl.lit(list(fresh), pl.List(pl.UInt64)))
+    sound = (pl.col("Temperature") <= 0) & (older.list.len() == 0)
     greedy = loaded.greedy.filter(pl.col("Policy") == settings.policy).group_by("RunId", "GroupId").agg(sound.all().alias("Sound"))
     names = set(greedy.filter("Sound").select("RunId", "GroupId").rows())
     return [group for group in groups if (group.run_id, group.group_id) in names]

@@ -15,6 +15,7 @@ from spangrad.selection import expression
 from spangrad.settings import TrainerSettings
 from trainer.credit import KEY
 from trainer.skips import SkipReason
+from trainer.token_versions import versions_of_calls
 
 _CUT = ("length", "max_tokens", "max_output_tokens")
 """Finish reasons of a response that was cut, in the words of chat completions, messages and responses."""
@@ -35,11 +36,11 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
         Strings, a value of `SkipReason` each; null where the call is not masked.
     """
     fresh = lineage[-1 - settings.max_staleness :]
-    listed, tokenizer = pl.col("Versions.Version"), pl.col("TokenizerHash")
+    tokenizer = pl.col("TokenizerHash")
     versions = (
         transitions.select(
             pl.int_range(pl.len()).alias("Row"),
-            pl.when(listed.list.len() > 0).then(listed).otherwise(pl.concat_list(pl.col("Version"))).alias("Version"),
+            versions_of_calls().alias("Version"),
         )
         .explode("Version")
         .with_columns(pl.col("Version").cast(pl.Int64))

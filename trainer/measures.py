@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import polars as pl
 
 from spangrad.semconv import REWARD_NAME
@@ -17,6 +18,7 @@ from trainer.failures import failed_shares
 from trainer.masks import is_truncated
 from trainer.roles import role_metrics
 from trainer.source import Loaded
+from trainer.token_versions import staleness, token_versions
 
 
 def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
@@ -28,10 +30,10 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         lineage: committed versions, oldest first; the last one is about to be trained.
 
     Returns:
-        success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the calls that
-        may be trained: how many committed versions lie between a call's and the one about to be trained; 0 is on policy. truncated_share,
-        response_tokens_mean and response_tokens_p95, over the same calls: share of responses that were cut at their limit of tokens, and
-        tokens of a response.
+        success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the sampled
+        tokens of the calls that may be trained: how many committed versions lie between a token's and the one about to be trained; 0 is on
+        policy. truncated_share, response_tokens_mean and response_tokens_p95, over those calls: share of responses that were cut at their
+        limit of tokens, and tokens of a response.
         And what `failed_shares` and `role_metrics` return.
     """
     rewards = (
@@ -42,14 +44,13 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
     )
     named = [sums((one["Name"], one["Value"]) for one in row) for row in rewards["Rewards"].to_list()]
     won = [succeeded(one, settings) for one in named]
-    place = {version: at for at, version in enumerate(lineage)}
     calls = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))
-    versions = calls["Version"].to_list()
-    behind = [len(lineage) - 1 - place[version] for version in versions if version in place]
+    behind = staleness(token_versions(calls), lineage) if lineage else np.zeros(0, np.int16)
+    behind = behind[behind >= 0]
     return {
         "success": sum(won) / len(won) if won else 0.0,
-        "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
-        "staleness_max": float(max(behind, default=0)),
+        "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
+        "staleness_max": float(behind.max(initial=0)),
         **failed_shares(loaded, settings.policy, lineage, settings.failed_share_alarm),
         **role_metrics(loaded.transitions, settings.reward_weights),
         **_responses(calls),

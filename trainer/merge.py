@@ -25,9 +25,9 @@ from spangrad.errors import TrainerError
 from trainer.credit import GROUP, KEY
 from trainer.token_versions import UNKNOWN, token_versions
 
-_ALIKE = ("Policy", "Version", "TokenizerHash", "Temperature", "Reshaping")
-"""What calls must share, beside their rollout's attempt, to be one sequence: it has one temperature and one version, and its logprobs are
-of one kind of distribution."""
+_ALIKE = ("Policy", "TokenizerHash", "Temperature", "Reshaping")
+"""What calls must share, beside their rollout's attempt, to be one sequence: it has one temperature, and its logprobs are of one kind of
+distribution. Policy versions are the tokens' own: a sequence may hold several."""
 _TAIL = 64
 """Bytes at the end of a sequence that are compared before the rest: prompts of a rollout begin alike, and differ there."""
 

@@ -16,6 +16,12 @@ UNKNOWN = -1
 """Version of a token that was not sampled; staleness of one whose version is not in the lineage."""
 
 
+def versions_of_calls() -> pl.Expr:
+    """Return the policy versions that sampled a call, in order (lists), of transitions with Version and `Versions.Version`."""
+    listed = pl.col("Versions.Version")
+    return pl.when(listed.list.len() > 0).then(listed).otherwise(pl.concat_list("Version"))
+
+
 def token_versions(transitions: pl.DataFrame) -> NDArray[np.int64]:
     """Return the version of every response token, call after call.
 
@@ -30,7 +36,7 @@ def token_versions(transitions: pl.DataFrame) -> NDArray[np.int64]:
     segments = (
         transitions.select(
             Start=pl.when(several).then("Versions.Start").otherwise(pl.concat_list(pl.lit(0, pl.UInt32))),
-            Version=pl.when(several).then("Versions.Version").otherwise(pl.concat_list("Version")),
+            Version=versions_of_calls(),
             First=pl.Series(np.cumsum(lengths) - lengths),
         )
         .explode("Start", "Version")

@@ -90,11 +90,19 @@ def test_the_longest_end_is_continued():
 
 @pytest.mark.parametrize(
     "other",
-    [{"Version": 1}, {"Temperature": 0.5}, {"Policy": "q"}, {"TokenizerHash": "t"}, {"RolloutId": "b"}, {"Attempt": 1}, {"GroupId": "h"}],
+    [{"Temperature": 0.5}, {"Policy": "q"}, {"TokenizerHash": "t"}, {"RolloutId": "b"}, {"Attempt": 1}, {"GroupId": "h"}],
 )
-def test_only_calls_of_one_rollout_policy_version_tokenizer_and_temperature_are_one_sequence(other: dict[str, Any]):
+def test_only_calls_of_one_rollout_policy_tokenizer_and_temperature_are_one_sequence(other: dict[str, Any]):
     rows = [call(0, [1], [2]), {**call(1, [1, 2, 3], [4]), **other}]
     assert sorted(told(merge(frame(rows), pl.Series([1.0, 1.0])))) == [(["a-0"], "1 | [2]"), (["a-1"], "1 2 3 | [4]")]
+
+
+def test_merge_calls_of_several_versions_are_one_sequence_with_each_tokens_own_version():
+    first = {**call(0, [1], [2, 2, 2]), "Versions.Start": [0, 1], "Versions.Version": [3, 4], "Version": 3}
+    second = {**call(1, [1, 2, 2, 2, 5], [6, 6]), "Versions.Start": [0, 1], "Versions.Version": [4, 7], "Version": 4}
+    found = merge(frame([first, second]), pl.Series([1.0, 2.0]))
+    assert told(found) == [(["a-0", "a-1"], "1 | [2] [2] [2] 5 [6] [6]")]
+    assert found.versions.tolist() == [-1, 3, 4, 4, -1, 4, 7]
 
 
 def test_ids_are_compared_whole_not_by_their_bytes():
@@ -127,6 +135,12 @@ def test_rows_that_cannot_be_trained_are_named(changes: dict[str, Any], says: st
             make(rows, pl.Series([1.0, 1.0]))
 
 
+def versions_by_token(row: dict[str, Any]) -> tuple[int, ...]:
+    """The version of each response token of a row."""
+    spans = list(zip(row["Versions.Start"], row["Versions.Version"], strict=True))
+    return tuple(max(span for span in spans if span[0] <= at)[1] for at in range(len(row["ResponseIds"])))
+
+
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
 
 
@@ -139,23 +153,31 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(data: st.DataObj
         for turn in range(data.draw(st.integers(0, 6))):
             prompt = [*data.draw(st.sampled_from(ends)), *data.draw(TOKENS if ends == [[]] else st.one_of(st.just([]), TOKENS))] or [1]
             response = data.draw(TOKENS)
-            rows.append(call(turn, prompt, response, rollout, Version=data.draw(st.sampled_from([0, 0, 0, 1]))))
+            first = data.draw(st.sampled_from([0, 0, 0, 1]))
+            spans = {0: first, **({data.draw(st.integers(1, len(response) - 1)): first + 1} if len(response) > 1 else {})}
+            labels = {"Version": first, "Versions.Start": [*spans], "Versions.Version": [*spans.values()]}
+            rows.append(call(turn, prompt, response, rollout, **labels))
             ends.append(prompt + response)
     advantages = pl.Series([float(i + 1) for i in range(len(rows))], dtype=pl.Float64)
     whole = frame(rows) if rows else frame([call(0, [1], [1])]).clear()
     found = merge(whole, advantages)
 
-    contexts = sorted((tuple(row["PromptIds"]), tuple(row["ResponseIds"]), i + 1.0) for i, row in enumerate(rows))  # type: ignore[arg-type]
+    contexts = sorted(
+        (tuple(row["PromptIds"]), tuple(row["ResponseIds"]), i + 1.0, versions_by_token(row))  # type: ignore[arg-type]
+        for i, row in enumerate(rows)
+    )
     seen = []
     for i in range(len(found)):
-        ids, mask, worth = (
-            values[found.offsets[i] : found.offsets[i + 1]].tolist() for values in (found.ids, found.mask, found.advantages)
+        ids, mask, worth, versions = (
+            values[found.offsets[i] : found.offsets[i + 1]].tolist() for values in (found.ids, found.mask, found.advantages, found.versions)
         )
+        assert [version < 0 for version in versions] == [not on for on in mask]
         assert not any(mask[: found.prompts[i]])
         for value in sorted({one for one, on in zip(worth, mask, strict=True) if on}):
             places = [place for place, one in enumerate(worth) if one == value]
             assert places == list(range(places[0], places[-1] + 1)), "a response is in one piece"
-            seen.append((tuple(ids[: places[0]]), tuple(ids[places[0] : places[-1] + 1]), value))
+            response = slice(places[0], places[-1] + 1)
+            seen.append((tuple(ids[: places[0]]), tuple(ids[response]), value, tuple(versions[response])))
     assert sorted(seen) == contexts
     alone = separate(whole, advantages)
     assert (found.trained_tokens, found.separate_tokens) == (alone.trained_tokens, alone.tokens)
