@@ -116,3 +116,22 @@ def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Pa
             engine.step(wrong_at(bad, row))
     assert engine.step(good) == expected
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
+
+
+def test_a_gradient_that_is_not_finite_in_a_later_optimizer_step_undoes_the_earlier_ones(
+    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path
+):
+    settings = TrainerSettings(**SETTINGS, epochs=2, mini_batches=4)
+    alone, engine = Engine(tiny_model, settings), Engine(tiny_model, settings)
+    for either in (alone, engine):
+        either.step(replace(other, staleness=np.full_like(other.staleness, -1)))
+    before = facts(engine, tmp_path)
+    advantages = sound.advantages.copy()
+    advantages[5] *= np.inf
+    with pytest.raises(BadRowsError, match="gradient's norm is nan") as raised:
+        engine.step(replace(sound, staleness=np.full_like(sound.staleness, -1), advantages=advantages))
+    assert raised.value.rows == {5: "not_finite"}
+    require_same(facts(engine, tmp_path), before)
+    later = replace(sound, staleness=np.full_like(sound.staleness, -1))
+    assert engine.step(later) == alone.step(later)
+    require_same(facts(engine, tmp_path), facts(alone, tmp_path))

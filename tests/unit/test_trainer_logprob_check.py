@@ -1,0 +1,120 @@
+"""Statistics of logprobs, their limits, and the rows that are named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spangrad.settings.trainer import LogprobAlarm
+from trainer.logprob_check import DEFAULTS, Limits, bad_rows, beyond, engine_dtype, limits_of, metrics, statistics
+
+LIMITS = Limits(mean=0.05, p99=0.5, pearson=0.98, k3=0.005)
+
+
+def noisy(rows: int, tokens: int, seed: int = 0) -> tuple[Any, Any, Any]:
+    """Recorded logprobs, the trainer's with a little rounding, and a mask that is true everywhere."""
+    dice = np.random.default_rng(seed)
+    recorded = np.log(dice.uniform(0.05, 0.95, (rows, tokens)))
+    return recorded, recorded + dice.normal(0, 0.01, recorded.shape), np.ones((rows, tokens), bool)
+
+
+def test_statistics_of_two_tokens_are_the_formulas():
+    found = statistics(np.log([0.5, 0.25]), np.log([0.5, 0.5]), (0.2, 0.2))
+    gap = math.log(2)
+    assert found["logprob_gap_mean"] == pytest.approx(gap / 2)
+    assert found["logprob_gap_max"] == pytest.approx(gap)
+    assert found["logprob_gap_p99"] == pytest.approx(0.99 * gap)
+    assert found["rollout_kl_k3"] == pytest.approx((2 - 1 - gap) / 2)
+    assert found["outside_clip"] == 0.5
+    assert found["probs_pearson"] == 1, "constant probabilities have no correlation to lose"
+
+
+def test_pearson_is_verls():
+    from trainer.process import choose_platform
+
+    choose_platform()  # verl reads it when it is first imported
+    import torch
+    from verl.utils.debug.metrics import pearson_correlation_coefficient
+
+    recorded, computed, mask = noisy(4, 50)
+    of_verl = pearson_correlation_coefficient(torch.tensor(np.exp(recorded)), torch.tensor(np.exp(computed)), torch.tensor(mask))
+    assert statistics(recorded.ravel(), computed.ravel(), (0.2, 0.2))["probs_pearson"] == pytest.approx(of_verl, abs=1e-9)
+
+
+def test_k3_is_capped_and_stays_finite_where_one_token_is_far_off():
+    assert statistics(np.array([-800.0]), np.array([-0.1]), (0.2, 0.2))["rollout_kl_k3"] == 10
+
+
+def test_metrics_stand_by_staleness_and_omit_empty_classes():
+    recorded, staleness = np.zeros(4), np.array([0, 0, 1, 3], np.int16)
+    found = metrics(recorded, np.array([0.1, 0.3, 1.0, 2.0]), staleness, (0.2, 0.2))
+    means = {name.removeprefix("logprob_gap_mean"): value for name, value in found.items() if name.startswith("logprob_gap_mean")}
+    assert means == pytest.approx({"": 0.85, "_staleness_0": 0.2, "_staleness_1": 1.0, "_staleness_2plus": 2.0})
+    assert "logprob_gap_mean_staleness_1" not in metrics(recorded[:2], recorded[:2], staleness[:2], (0.2, 0.2))
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 1000))
+def test_rows_that_differ_by_rounding_are_never_named(rows: int, tokens: int, seed: int):
+    assert len(bad_rows(*noisy(rows, tokens, seed), LIMITS)) == 0
+
+
+@given(st.integers(3, 40), st.integers(1, 60), st.integers(0, 1000))
+def test_one_row_far_off_is_named_alone(rows: int, tokens: int, seed: int):
+    recorded, computed, mask = noisy(rows, tokens, seed)
+    row = seed % rows
+    computed[row] -= 3
+    assert bad_rows(recorded, computed, mask, LIMITS).tolist() == [row]
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 1000))
+def test_a_difference_of_all_rows_names_every_row_that_has_tokens(rows: int, tokens: int, seed: int):
+    recorded, computed, mask = noisy(rows, tokens, seed)
+    mask[0] = rows == 1
+    assert bad_rows(recorded, computed - 0.2, mask, LIMITS).tolist() == list(range(0 if rows == 1 else 1, rows))
+
+
+def test_a_few_rows_that_pull_the_mean_are_named_and_the_others_are_not():
+    recorded, computed, mask = noisy(20, 50)
+    computed[3:6] -= 0.33
+    assert not beyond(recorded, computed, np.arange(20)[:, None] * np.ones(50) > 5, LIMITS)
+    assert bad_rows(recorded, computed, mask, LIMITS).tolist() == [3, 4, 5]
+
+
+def test_tokens_that_are_not_compared_name_nobody():
+    recorded, computed, mask = noisy(4, 4)
+    assert len(bad_rows(recorded, computed - 5, mask & False, LIMITS)) == 0
+
+
+def test_correlation_of_a_policy_that_is_sure_is_no_fault():
+    recorded = np.full((10, 50), np.log(0.999))
+    computed = recorded + np.random.default_rng(0).normal(0, 1e-4, recorded.shape)
+    assert len(bad_rows(recorded, computed, np.ones((10, 50), bool), LIMITS)) == 0
+
+
+def test_limits_are_the_settings_and_else_the_dtypes_own():
+    dtypes: list[tuple[Literal["fp32", "bf16"], Literal["fp32", "bf16"]]] = [
+        ("fp32", "fp32"),
+        ("fp32", "bf16"),
+        ("bf16", "fp32"),
+        ("bf16", "bf16"),
+    ]
+    assert [limits_of(LogprobAlarm(), *pair) for pair in dtypes] == [DEFAULTS[pair] for pair in dtypes]
+    assert limits_of(LogprobAlarm(mean=7, pearson=-1), "fp32", "fp32") == Limits(
+        7, DEFAULTS["fp32", "fp32"].p99, -1, DEFAULTS["fp32", "fp32"].k3
+    )
+    assert [engine_dtype(name) for name in ("float32", "float", "auto", "bfloat16", "half")] == ["fp32", "fp32", "bf16", "bf16", "bf16"]
+
+
+def test_limits_after_a_drift_let_its_gaussian_pass():
+    drift = 0.05
+    gap = np.random.default_rng(0).normal(-drift, math.sqrt(2 * drift), (100, 50))
+    recorded = np.full_like(gap, -2.0)
+    mask = np.ones(gap.shape, bool)
+    assert len(bad_rows(recorded, recorded + gap, mask, DEFAULTS["fp32", "fp32"])) == 100
+    assert len(bad_rows(recorded, recorded + gap, mask, DEFAULTS["fp32", "fp32"].after(1.2 * drift))) == 0
+    assert DEFAULTS["fp32", "fp32"].after(0) == DEFAULTS["fp32", "fp32"]
