@@ -64,11 +64,7 @@ class BadRowsError(TrainerError):
     """Rows of a batch failed a check before anything was changed: weights, moments and gradients are as they were."""
 
     def __init__(self, message: str, rows: Mapping[int, str]) -> None:
-        """Name the rows of the batch that failed, each with the reason that its group is skipped for (`trainer.skips.SkipReason`).
-
-        No row at all says that the batch failed as a whole, such as by its gradient: then earlier optimizer steps of it may have changed
-        the weights, and they are to be loaded anew.
-        """
+        """Name the rows of the batch that failed, each with the reason that its group is skipped for (`trainer.skips.SkipReason`)."""
         super().__init__(message)
         self.rows = dict(rows)
 

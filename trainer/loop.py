@@ -187,16 +187,13 @@ class Trainer:
     def _load(self, version: LedgerVersion) -> None:
         """Load what is to be trained, where that is not what the last step of this trainer made."""
         if version.version != self.loaded.version:
-            self._load_anew(version)
+            self.optimiser.close()
+            # What it held is forgotten before as much again is loaded.
+            self.optimiser = Deferred(lambda: self.load_optimiser(version))
+            self.optimiser = self.load_optimiser(version)
+            self.loaded = version
             self.mirror.catch_up()
             logger.info("version %d is loaded: branch %s was moved there by somebody else", version.version, version.branch)
-
-    def _load_anew(self, version: LedgerVersion) -> None:
-        self.optimiser.close()
-        # What it held is forgotten before as much again is loaded.
-        self.optimiser = Deferred(lambda: self.load_optimiser(version))
-        self.optimiser = self.load_optimiser(version)
-        self.loaded = version
 
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
@@ -223,11 +220,8 @@ class Trainer:
             facts |= alarms.gaming([*history, facts], rule)
         try:
             made = self._commit(loaded, batch, facts, parent)
-        except BadRowsError as error:
+        except (BadRowsError, AlreadyTrainedError) as error:
             self._refuse(error, loaded, batch, parent)
-            return True
-        except AlreadyTrainedError as error:
-            self.batches.skip_claimed(error.groups, parent)
             return True
         except BaseException:
             self.shutdown.end()
@@ -258,16 +252,20 @@ class Trainer:
         self.clock.end()
         return True
 
-    def _refuse(self, error: BadRowsError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
+    def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
-        groups = batch_groups(loaded, self.settings.trainer, lineage=self.ledger.lineage(), tokenizer_hash=parent.tokenizer_hash)
         try:
             with self.shutdown.shielded():
-                self.batches.refuse(error, loaded, groups, batch.group.tolist(), parent)
+                if isinstance(error, AlreadyTrainedError):
+                    self.batches.skip_claimed(error.groups, parent)
+                else:
+                    groups = batch_groups(
+                        loaded, self.settings.trainer, lineage=self.ledger.lineage(), tokenizer_hash=parent.tokenizer_hash
+                    )
+                    self.batches.refuse(error, groups, batch.group.tolist(), parent)
         finally:
-            undo_leases(self.ledger, self.settings)
-        if not error.rows:  # such as a gradient: earlier optimiser steps of the batch may have moved the weights
-            self._load_anew(parent)
+            for version in undo_leases(self.ledger, self.settings):
+                self.mirror.write(self.ledger.version(version))
         self.clock.end()
 
     def _hand_over(self, made: LedgerVersion) -> LedgerVersion:

@@ -80,12 +80,18 @@ def existing_ledger(settings: Settings) -> Ledger | None:
     return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
 
 
-def undo_leases(ledger: Ledger, settings: Settings) -> None:
-    """Free the rollouts of a lease that nobody will commit, and remove what was written of versions that were never committed."""
-    for version in ledger.recover():
+def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
+    """Free the rollouts of a lease that nobody will commit, and remove what was written of versions that were never committed.
+
+    Returns:
+        The versions that this call orphaned.
+    """
+    orphaned = ledger.recover()
+    for version in orphaned:
         logger.warning("version %d was never committed: its number stays taken, its rollouts are free again", version)
     trainer = settings.trainer
     checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
+    return orphaned
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:

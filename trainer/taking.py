@@ -111,15 +111,11 @@ class BatchQueue:
                 return loaded
         return None
 
-    def refuse(self, error: BadRowsError, loaded: Loaded, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
-        """Skip the groups of the rows that failed in a step.
-
-        Where nothing names a row, such as a gradient whose norm is not finite, every group of the batch is skipped as `not_finite`: to find
-        the row would take a step for each half of the batch.
+    def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
+        """Skip the groups of the rows that failed in a step; where none is named, all of the batch, as `not_finite`.
 
         Args:
             error: names the rows, and why.
-            loaded: what the batch was made of.
             groups: those that have rows in the batch, by the numbers in `rows`.
             rows: of each row of the batch, the number of its group; -1: of none.
             head: the version that was to be trained.
@@ -131,8 +127,7 @@ class BatchQueue:
         for row, reason in error.rows.items():
             if rows[row] >= 0:
                 skips.setdefault(groups[rows[row]], Skip(SkipReason(reason), str(error)))
-        everything = dict.fromkeys((rollout.group for rollout in loaded.rollouts), Skip(SkipReason.NOT_FINITE, str(error)))
-        self._skip(skips or everything, head)
+        self._skip(skips or dict.fromkeys(groups, Skip(SkipReason.NOT_FINITE, str(error))), head)
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
         """Skip groups of which a rollout is in a batch already.

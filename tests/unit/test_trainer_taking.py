@@ -110,20 +110,21 @@ def test_a_refilled_batch_is_the_one_that_a_fresh_start_would_take(tmp_path: Pat
     assert (batch.group.tolist(), batch.advantages[:, 0].tolist()) == ([0, 0, 1, 1] if refilled else [1, 1, 0, 0], [1.0, -1.0, 1.0, -1.0])
 
 
-def test_step_that_fails_as_a_whole_skips_the_batch_and_loads_the_weights_anew(tmp_path: Path, base: Path):
+@pytest.mark.parametrize("named", [True, False])
+def test_step_that_fails_as_a_whole_skips_the_batch(tmp_path: Path, base: Path, named: bool):
+    """A gradient is not finite, and no row is to blame more than the others."""
+
     class Exploding(FakeOptimiser):
         def step(self, batch: Batch) -> dict[str, float]:
             if (batch.prompts == BAD).any():
-                self.weight = float("nan")
-                raise BadRowsError("the gradient's norm is nan.", {})
+                raise BadRowsError("the gradient's norm is nan.", dict.fromkeys(range(batch.real_rows), "not_finite") if named else {})
             return super().step(batch)
 
     trainer = wired(settings(base, tmp_path), Counted([*"abcd"], changes=bad("b")), Exploding())
     trainer.run(follow=False)
     assert trainer.ledger.skipped() == {group("a"): SkipReason.NOT_FINITE, group("b"): SkipReason.NOT_FINITE}
     assert committed(trainer) == {0: [], 2: ["c-0", "c-1", "d-0", "d-1"]}
-    newest = loop.newest_version(trainer.ledger)
-    assert (Path(newest.policy_version.path) / "optimizer.pt").read_text() == "1.0", "from the weights of version 0, not from nan"
+    assert [version.status for version in trainer.mirror.written if version.version == 1] == [VersionStatus.ORPHANED]  # type: ignore[attr-defined]
 
 
 def test_rounds_of_a_filter_load_each_group_once(tmp_path: Path, base: Path):
