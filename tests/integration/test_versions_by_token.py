@@ -1,0 +1,220 @@
+"""Calls longer than the time between two publications: each token has the version that sampled it, and all are trained.
+
+A real vLLM and a real gateway publish a version after the other while calls of several routes go on; then every recorded logprob is
+computed again with the weights that its label names, and the trainer takes the rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from reference import Reference, perturbed
+from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
+from running_store import running_store, store_settings
+
+import fakes
+from spangrad.clickhouse import connect
+from spangrad.processes import wait_until
+from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
+from spangrad.weights import checksum_directory, tokenizer_hash
+from trainer.ledger import Ledger
+from trainer.loop import train
+from trainer.source import BatchRollout, Group
+from transition_builder.loop import build_once
+
+pytestmark = pytest.mark.vllm
+
+RUN = "crossing"
+NEWEST = 5
+GAP_SECONDS = 0.25
+"""Between the end of a publication and the next."""
+TOKENS = 1400
+EXACT = 5e-4
+"""Nats: vLLM's logprobs in float32 agree with transformers' within this; those of the next version rarely do."""
+TALK = [{"role": "user", "content": "say rome"}]
+LONG = {"model": "policy", "temperature": 1.0, "ignore_eos": True}
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {**LONG, "messages": TALK, "max_tokens": TOKENS}),
+    ("/v1/chat/completions", {**LONG, "messages": TALK, "max_tokens": TOKENS, "stream": True}),
+    ("/v1/chat/completions", {**LONG, "messages": TALK, "max_tokens": TOKENS, "stream": True, "n": 2}),
+    ("/v1/completions", {**LONG, "prompt": "say rome", "max_tokens": TOKENS, "n": 2}),
+    ("/v1/completions", {**LONG, "prompt": ["say rome", "say lima"], "max_tokens": TOKENS, "stream": True}),
+    ("/v1/responses", {**LONG, "input": "say rome", "max_output_tokens": TOKENS}),
+    ("/v1/responses", {**LONG, "input": "say rome", "max_output_tokens": TOKENS, "stream": True}),
+    ("/v1/messages", {"model": "policy", "temperature": 1.0, "messages": TALK, "max_tokens": TOKENS}),
+]
+"""A rollout each. Messages know no `ignore_eos`: such calls are short, and there are many."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Directories of the versions, and who serves and stores."""
+
+    settings: Settings
+    models: dict[int, Path]
+    store: StoreSettings
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        client = connect(self.store)
+        try:
+            return list(client.query(query).named_results())
+        finally:
+            client.close()
+
+
+@dataclass
+class Times:
+    """When something began and ended."""
+
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    publications: list[float] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def world(tiny_model: Path, vllm_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """An engine that serves version 0, a gateway and a store of their own; versions 1 to NEWEST wait on disk."""
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"vLLM's environment {VLLM_PYTHON} is not there")
+    directory = tmp_path_factory.mktemp("crossing")
+    models = {version: perturbed(tiny_model, directory / f"v{version}", 1 + 0.01 * version) for version in range(1, NEWEST + 1)}
+    store = store_settings(directory / "store")
+    engine = engine_settings(tiny_model, vllm_cache, max_model_len=TOKENS + 40)
+    with running_store(store, directory / "store.log"), running_engine(engine, directory / "engine.log"):
+        settings = gateway_settings(engine, store, spill_path=directory / "spill")
+        with running_gateway(settings, directory / "gateway.log"):
+            yield World(settings, {0: tiny_model, **models}, store)
+
+
+def call(url: str, body: dict[str, Any]) -> None:
+    """Ask, and read the answer to its end."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.status == 200
+        answer.read()
+
+
+def roll_out(world: World, number: int, over: threading.Event, times: Times, calls: dict[str, int]) -> None:
+    """Make the calls of a rollout: one, or many short ones until all versions are out."""
+    path, body = ROUTES[number]
+    prefix = f"{world.settings.gateway.url}/rollout/{rollout(number)}/attempt/0"
+    httpx.put(prefix, json={"run_id": RUN, "mode": "train"}, timeout=30).raise_for_status()
+    while not calls.get(rollout(number)) or (path == "/v1/messages" and not over.is_set()):
+        began = time.monotonic()
+        call(prefix + path, body)
+        calls[rollout(number)] = calls.get(rollout(number), 0) + 1
+        if path != "/v1/messages":
+            times.calls.append((began, time.monotonic()))
+
+
+def rollout(number: int) -> str:
+    return f"crossing-{number}"
+
+
+def publish_all(world: World, times: Times) -> None:
+    """Publish each version, as soon as the one before has been served for a while."""
+    for version in range(1, NEWEST + 1):
+        time.sleep(GAP_SECONDS)
+        path = world.models[version]
+        body = {"version": version, "path": str(path), "checksum": checksum_directory(path)}
+        assert fetch(f"{world.settings.gateway.url}/admin/policies/policy/versions", body)["version"] == version
+        times.publications.append(time.monotonic())
+
+
+def reward(world: World, calls: dict[str, int]) -> None:
+    """End the rollouts: a root and a reward each, in two groups."""
+    spans = fakes.SpanFactory(run=RUN)
+    for number in range(len(ROUTES)):
+        facts = {"GroupId": f"g{number % 2}", "GroupSize": len(ROUTES) // 2}
+        root = spans.root(rollout(number), calls=calls[rollout(number)], **facts)
+        spans.evaluation(root, float(number % 4 < 2))
+    headers = {"content-type": "application/json"}
+    httpx.post(f"{world.store.otlp_endpoint}/v1/traces", content=spans.otlp(), headers=headers, timeout=30).raise_for_status()
+
+
+def commit_versions(world: World, settings: TrainerSettings) -> None:
+    """Enter the versions that were published as the trainer's own past."""
+    ledger = Ledger(settings.directory, settings.policy, settings.branch)
+    facts = {name: {"checksum": checksum_directory(path), "path": str(path)} for name, path in world.models.items()}
+    tokenizer = tokenizer_hash(world.models[0])
+    try:
+        ledger.register_initial(**facts[0], tokenizer_hash=tokenizer, run_id=RUN)
+        for version in range(1, NEWEST + 1):
+            lease = ledger.begin([BatchRollout(Group("earlier", "train", "spec", "g"), f"earlier-{version}", 0, 0)])
+            assert lease is not None
+            assert lease.version == version
+            ledger.commit(lease, **facts[version], tokenizer_hash=tokenizer, metrics={})
+    finally:
+        ledger.close()
+
+
+def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_and_trained(world: World, tmp_path: Path) -> None:
+    times, calls, over = Times(), dict[str, int](), threading.Event()
+    callers = [threading.Thread(target=roll_out, args=(world, number, over, times, calls)) for number in range(len(ROUTES))]
+    for caller in callers:
+        caller.start()
+    publish_all(world, times)
+    over.set()
+    for caller in callers:
+        caller.join()
+    between = statistics.median(np.diff(times.publications))
+    assert len(times.calls) == len(ROUTES) - 1
+    assert min(end - began for began, end in times.calls) > 2 * between, (times.calls, between)
+
+    choices = sum(body.get("n", 1) * (2 if isinstance(body.get("prompt"), list) else 1) - 1 for _, body in ROUTES) + sum(calls.values())
+    query = f"SELECT * FROM otel.v_calls WHERE RolloutKey LIKE 'crossing-%' AND {choices} > 0"
+    wait_until(lambda: len(world.rows(query)) == choices, 30, "the calls' rows")
+    rows = world.rows(query)
+    assert {row["ErrorType"] for row in rows} == {""}
+    require_exact(Reference(world.models), rows)
+    long = [row for row in rows if len(row["ResponseIds"]) == TOKENS]
+    assert len(long) == 10, "each choice of the long calls, of every route, whole and streamed"
+    assert min(len(row["Versions.Version"]) for row in long) >= 3, [row["Versions.Version"] for row in long]
+
+    reward(world, calls)
+    trainer = TrainerSettings(
+        run_id=RUN, model=world.models[0], directory=tmp_path / "policies", groups_per_batch=2, max_staleness=NEWEST, publish=False
+    )
+    settings = Settings(store=world.store, builder=BuilderSettings(quiet_seconds=0), trainer=trainer)
+    build_once(settings)
+    assert world.rows(f"SELECT Reason, Detail, count() FROM otel.v_drops WHERE RunId = '{RUN}' GROUP BY ALL") == []
+    columns = "CallId, `Versions.Start`, `Versions.Version`"
+    transitions = world.rows(f"SELECT {columns} FROM otel.v_transitions WHERE RunId = '{RUN}' ORDER BY CallId")
+    assert transitions == world.rows(f"SELECT {columns} FROM otel.v_calls WHERE RolloutKey LIKE 'crossing-%' ORDER BY CallId")
+
+    commit_versions(world, trainer)
+    train(settings, follow=False)
+    ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
+    try:
+        newest = ledger.versions()[-1]
+        assert newest.policy_version.version == NEWEST + 1, ledger.skips
+        tokens = sum(len(row["ResponseIds"]) for row in rows)
+        assert (newest.metrics["transitions"], newest.metrics["trained_tokens"]) == (len(rows), tokens)
+        assert newest.metrics["staleness_max"] >= 2
+    finally:
+        ledger.close()
+
+
+def require_exact(reference: Reference, rows: list[dict[str, Any]]) -> None:
+    """Compute each token's logprob again with the version of its label, and with the version on the other side of each boundary."""
+    others: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+    for row in rows:
+        starts, versions = row["Versions.Start"], row["Versions.Version"]
+        assert starts[0] == 0
+        gaps = {version: reference.gaps(row, version) for version in versions}
+        for start, end, version in zip(starts, [*starts[1:], None], versions, strict=True):
+            largest = gaps[version][start:end].max()
+            assert largest < EXACT, (row["RolloutKey"], row["Choice"], start, version, largest)
+        for start, before, after in zip(starts[1:], versions, versions[1:], strict=False):
+            others += [gaps[after][start - 3 : start], gaps[before][start : start + 3]]
+    assert (np.concatenate(others) < EXACT).mean() < 0.2, "versions that cannot be told apart prove nothing of the boundary"
