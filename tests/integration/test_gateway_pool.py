@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from reference import Reference, perturbed
 from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
 
 from spangrad.clickhouse import connect
@@ -67,42 +66,12 @@ def publish(settings: Settings, path: Path, version: int, **more: object) -> dic
     return order(settings, "policies/policy/versions", version=version, path=str(path), checksum=checksum_directory(path), **more)
 
 
-def perturbed(model: Path, directory: Path) -> Path:
-    """A copy of a model with other weights."""
-    from safetensors.numpy import load_file, save_file
-
-    shutil.copytree(model, directory)
-    weights = load_file(model / "model.safetensors")
-    save_file({name: value * 1.25 for name, value in weights.items()}, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
 def rows(settings: Settings, rollouts: str, expected: int) -> list[dict[str, Any]]:
     """The calls of some rollouts, once they have arrived."""
     client = connect(settings.store)
     query = f"SELECT * FROM otel.v_calls WHERE RolloutKey LIKE '{rollouts}' ORDER BY Seq"
     wait_until(lambda: len(list(client.query(query).named_results())) >= expected, 20, "the calls' rows")
     return list(client.query(query).named_results())
-
-
-class Reference:
-    """What transformers says of the tokens that versions of the policy sampled."""
-
-    def __init__(self, versions: dict[int, Path]) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self.models = {version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for version, path in versions.items()}
-
-    def agrees(self, row: dict[str, Any], version: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """For each token of a call, whether its logprob is that of a version."""
-        import torch
-
-        prompt, response = list(row["PromptIds"]), list(row["ResponseIds"])
-        with torch.inference_mode():
-            logits = self.models[version](torch.tensor([prompt + response])).logits[0]
-        at = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)[torch.arange(len(response)), torch.tensor(response)]
-        return np.isclose(np.array(row["Logprobs"]), at.numpy(), atol=1e-3)
 
 
 @pytest.mark.parametrize("how", ["rolling", "all_at_once"])

@@ -143,8 +143,8 @@ def reward(world: World, calls: dict[str, int]) -> None:
 
 
 def commit_versions(world: World, settings: TrainerSettings) -> None:
-    """Enter the versions that were published as the trainer's own past."""
-    ledger = Ledger(settings.directory, settings.policy, settings.branch)
+    """Enter the versions that were published as another branch's, which the trainer's goes on from."""
+    ledger = Ledger(settings.directory, settings.policy, "published")
     facts = {name: {"checksum": checksum_directory(path), "path": str(path)} for name, path in world.models.items()}
     tokenizer = tokenizer_hash(world.models[0])
     try:
@@ -182,9 +182,8 @@ def test_calls_longer_than_the_time_between_publications_are_labelled_exactly_an
     assert min(len(row["Versions.Version"]) for row in long) >= 3, [row["Versions.Version"] for row in long]
 
     reward(world, calls)
-    trainer = TrainerSettings(
-        run_id=RUN, model=world.models[0], directory=tmp_path / "policies", groups_per_batch=2, max_staleness=NEWEST, publish=False
-    )
+    model, directory = world.models[NEWEST], tmp_path / "policies"
+    trainer = TrainerSettings(run_id=RUN, model=model, directory=directory, groups_per_batch=2, max_staleness=NEWEST, publish=False)
     settings = Settings(store=world.store, builder=BuilderSettings(quiet_seconds=0), trainer=trainer)
     build_once(settings)
     assert world.rows(f"SELECT Reason, Detail, count() FROM otel.v_drops WHERE RunId = '{RUN}' GROUP BY ALL") == []
