@@ -13,7 +13,7 @@ What is PyTorch's and verl's stands in `worker`, `verl_worker`, `rows`, `losses`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +78,24 @@ class Engine:
     def data_parallel_size(self) -> int:
         """The number that a batch's rows must be divisible by."""
         return self._workers.size
+
+    @property
+    def versions_to_hold(self) -> int:
+        """Number of earlier versions whose weights late calls are compared with."""
+        return 0 if self.settings.lora_rank else self._versions_to_hold
+
+    def hold(self, checkpoints: Sequence[Path]) -> None:
+        """Hold the weights of the versions before the loaded one, as steps of this process would have left them.
+
+        Args:
+            checkpoints: their directories, oldest first, without a gap; `versions_to_hold` at most.
+
+        Raises:
+            CheckpointError: one of them cannot be loaded into the model.
+        """
+        for directory in checkpoints:
+            self._workers.everywhere("hold_weights", directory.absolute(), self._versions_to_hold)
+            self._held_versions += 1
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Train on a batch: trainer.epochs x trainer.mini_batches optimizer steps, without those whose gradient is 0.

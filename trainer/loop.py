@@ -45,7 +45,7 @@ from trainer.patient_store import make_patient, patient_client
 from trainer.planning import plan_of
 from trainer.publisher import Publisher, publisher_of
 from trainer.publishing import HeadPublisher
-from trainer.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
 from trainer.shutdown import Shutdown, Stopped
 from trainer.source import Loaded, Source
 from trainer.taking import BatchQueue, GroupSource
@@ -363,6 +363,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             try:
                 if has_trainers_state(ledger.database, version) or model_of(model) != model:
                     engine.load_state(model)
+                engine.hold(earlier_checkpoints(ledger, version, engine.versions_to_hold))
             except BaseException:
                 engine.close()
                 raise

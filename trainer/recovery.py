@@ -7,10 +7,12 @@ what it has not committed goes, and may go at any time.
 from __future__ import annotations
 
 import logging
+from itertools import takewhile
 from pathlib import Path
 
 from spangrad.errors import LedgerError, SettingsError
 from spangrad.settings import Settings
+from spangrad.types import VersionStatus
 from spangrad.weights import checksum_directory, tokenizer_hash
 from trainer import checkpoint
 from trainer.evaluate import best
@@ -92,6 +94,15 @@ def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
     trainer = settings.trainer
     checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
     return orphaned
+
+
+def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> list[Path]:
+    """Return the directories of the versions that led to one, oldest first: `count` at most, up to the first that is not there any more."""
+    paths = {known.version: Path(known.policy_version.path) for known in ledger.versions() if known.status is VersionStatus.COMMITTED}
+    lineage = ledger.lineage()
+    before = lineage[: lineage.index(version.version)] if version.version in lineage else []
+    directories = [paths.get(number) for number in reversed(before)]
+    return [path for path in takewhile(lambda path: path is not None and path.is_dir(), directories[:count]) if path][::-1]
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -110,6 +111,32 @@ class Rank(Worker):
         if Role.POLICY in self._before and self._earlier:
             self._earlier.hold(self._before[Role.POLICY].weights)
         self._before = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hold_weights(self, directory: Path, held_versions: int) -> None:
+        """Hold a checkpoint's weights as those of the version before the trained one; those that are held already are older; collective.
+
+        Args:
+            directory: of the checkpoint.
+            held_versions: as in `begin_step`.
+
+        Raises:
+            CheckpointError: the directory lacks a trained parameter.
+        """
+        if self._earlier is None:
+            self._earlier = EarlierWeights(held_versions)
+        engine = self._engine(Role.POLICY)
+        own = snapshots.take(engine, moments=False)
+        state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        tied = getattr(engine.module, "all_tied_weights_keys", None) or {}
+        lacking = [name for name, one in engine.module.named_parameters() if one.requires_grad and name not in state and name not in tied]
+        if lacking:
+            raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
+        try:
+            _load_module(engine.module, state, strict=False)
+            self._earlier.hold(snapshots.take(engine, moments=False).weights)
+        finally:
+            snapshots.restore(engine, own)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def undo_step(self) -> None:

@@ -100,7 +100,7 @@ class LogprobAlarm(Section):
     """Earlier versions whose weights the trainer holds in main memory, so that late calls are compared with the weights that sampled them.
     None: trainer.max_staleness."""
     drift: float = Field(default=0.1, ge=0)
-    """KL divergence (nats) that each version of lag may explain where those weights are not held, as after a start."""
+    """KL divergence (nats) that each version of lag may explain where those weights are not held, their checkpoints being gone."""
 
 
 class TrainerSettings(Section):

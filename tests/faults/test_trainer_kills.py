@@ -40,9 +40,9 @@ def test_kills_at_random_points(
 
     def settings(name: str) -> Settings:
         own = {"run_id": run, "branch": f"{run}-{name}", "model": tiny_model, "directory": tmp_path / name, "publish": False}
-        # A trainer that starts anew holds no older weights to compare old rows with: small steps let sound rows pass all the same.
-        learning = {"groups_per_batch": GROUPS, "learning_rate": 1e-4, "max_staleness": 99, "credit": "identical", "max_failed_share": 1.0}
-        return Settings(store=store, trainer=TrainerSettings(**own, **learning))  # type: ignore[arg-type]
+        learning = {"groups_per_batch": GROUPS, "learning_rate": 1e-3, "max_staleness": 99, "credit": "identical", "max_failed_share": 1.0}
+        # A trainer that starts anew compares old rows with the weights of their versions, which it reads from their checkpoints.
+        return Settings(store=store, trainer=TrainerSettings(**own, **learning, keep_checkpoints=99))  # type: ignore[arg-type]
 
     world = World(settings("world"), tiny_model)
     poisoned = {reason: spoil for reason, spoil in POISON.items() if reason is not SkipReason.ALREADY_TRAINED}  # which needs a trained one

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lagging_policy import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_prompts
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
+from trainer.engine import Engine
 
 LEARNING_RATE = 1e-3
 """The demo's, at which one step moves logprobs by more than a wrong temperature does."""
@@ -60,6 +63,27 @@ def test_lagging_rollouts_train_and_faulty_ones_are_refused_at_staleness_0_and_1
     held = [metrics["held_gap_mean_behind_1"] for metrics in [*moved, *late] if "held_gap_mean_behind_1" in metrics]
     assert len(held) > EARLY / 2
     assert max(held) < (1e-4 if (trainer, engine) == ("fp32", torch.float32) else 0.05)
+
+
+def test_weights_of_earlier_checkpoints_are_held_after_a_start_as_if_it_had_never_stopped(tiny_model: Path, tmp_path: Path):
+    settings = TrainerSettings(learning_rate=LEARNING_RATE, max_staleness=2)
+    policy = LaggingPolicy(tiny_model, settings, torch.float32)
+    checkpoints = [tiny_model]
+    for number in range(1, EARLY):
+        policy.step(behind=1)
+        checkpoints.append(tmp_path / f"v{number}")
+        shutil.copytree(tiny_model, checkpoints[-1], ignore=shutil.ignore_patterns("*.safetensors"))
+        policy.engine.save_weights(checkpoints[-1])
+    policy.engine.close()
+    policy.engine = again = Engine(checkpoints[-1], settings, engine_dtype="float32")
+    before = {name: value.copy() for name, value in again.weights()}
+    again.hold(checkpoints[-3:-1])
+    assert all(np.array_equal(value, before[name]) for name, value in again.weights()), "its own weights stay"
+    for behind in (1, 2):
+        with pytest.raises(BadRowsError):
+            again.step(policy.batch(at_another_temperature(policy, behind), behind))
+    metrics = again.step(policy.batch(policy.sample(policy.versions[-3]), behind=2))
+    assert metrics["held_gap_mean_behind_2"] < 1e-4, "sound calls pass, though the policy has moved"
 
 
 def test_a_fault_after_a_start_is_refused_beyond_what_drift_explains(tiny_model: Path):
