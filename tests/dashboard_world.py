@@ -27,12 +27,13 @@ ELSEWHERE = """
 INSERT INTO otel.policy_versions
 SELECT * REPLACE (
     mapUpdate(
-        map('seconds_publish', 0.25, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625, 'validate_success', 1.),
+        map('seconds_publish', 0.25, 'seconds_idle', 0.5, 'seconds_load', 0.125, 'seconds_credit', 0.0625, 'validate_success', 1.,
+            'mfu', 0.25),
         Metrics) AS Metrics,
     now64(6) AS IngestedAt)
 FROM otel.policy_versions FINAL WHERE BatchId != ''
 """
-"""What a trainer says that follows, publishes and evaluates; what this one said stays."""
+"""Metrics of a trainer that follows, publishes, evaluates and has a GPU; this one's stay."""
 
 
 @contextmanager

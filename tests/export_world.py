@@ -88,6 +88,8 @@ class World:
             "Components": ["planner"],
             "Tools": [],
             "Version": 3,
+            "Versions.Start": [0],
+            "Versions.Version": [3],
             "TokenizerHash": "tok",
             "PromptIds": ids[0],
             "ResponseIds": ids[1],
@@ -97,6 +99,9 @@ class World:
             "Rewards.Name": [] if reward is None else ["reward"],
             "Rewards.Value": [] if reward is None else [reward],
             "Rewards.Source": [] if reward is None else ["runner"],
+            "Rewards.CallId": [] if reward is None else [""],
+            "Rewards.Role": [] if reward is None else [""],
+            "Rewards.Turn": [] if reward is None else [build["Transitions"]],
         }
         build["Transitions"] += 1
         self.transitions.append({**row, **changes})

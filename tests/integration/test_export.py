@@ -79,9 +79,10 @@ def test_parquet_holds_the_transitions_as_they_are(store: StoreSettings, tmp_pat
             "TransitionId": transition_id(calls[1], world.spec, 0),
             "TraceId": table.column("TraceId")[1].as_py(), "SpanId": f"{2:016x}", "Choice": 0, "Timestamp": START + timedelta(seconds=2),
             "ParentCallId": "", "Branch": 0, "AgentName": "planner", "Components": ["planner"], "Tools": [], "Policy": "policy",
-            "Version": 3, "Model": "policy", "TokenizerHash": "tok",
+            "Version": 3, "Versions.Start": [0], "Versions.Version": [3], "Model": "policy", "TokenizerHash": "tok", "Reshaping": "",
             "PromptIds": [1, 2, 3, 4, 5], "ResponseIds": [6, 7], "Logprobs": [-0.5, -0.5],
-            "Temperature": 1.0, "FinishReason": "stop", "Rewards": [{"Name": "reward", "Value": 1.0, "Source": "runner"}], "Return": 2.0,
+            "Temperature": 1.0, "FinishReason": "stop", "Return": 2.0,
+            "Rewards": [{"Name": "reward", "Value": 1.0, "Source": "runner", "CallId": "", "Role": "", "Turn": 1}],
         }
     ]  # fmt: skip
     assert (done.tally.calls, done.tally.calls_written, dict(done.tally.left_out)) == (5, 4, {"dropped: call_failed": 1})

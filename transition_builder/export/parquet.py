@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 from transition_builder.export.reading import Part, Reader
 from transition_builder.schemas import TRANSITIONS
 
-_REWARD = pa.struct([("Name", pa.string()), ("Value", pa.float64()), ("Source", pa.string())])
 _NOT_WRITTEN = frozenset({"Content"})
 """Columns that say nothing outside the store."""
 
@@ -38,6 +37,13 @@ def _arrow_type(dtype: pl.DataType) -> Any:
     return plain[dtype]
 
 
+_REWARD = pa.struct(
+    [
+        (name.removeprefix("Rewards."), _arrow_type(dtype.inner))  # pyright: ignore[reportArgumentType]  # as above
+        for name, dtype in TRANSITIONS.items()
+        if name.startswith("Rewards.") and isinstance(dtype, pl.List)
+    ]
+)
 SCHEMA = pa.schema(
     [(name, _arrow_type(dtype)) for name, dtype in TRANSITIONS.items() if name not in _NOT_WRITTEN and not name.startswith("Rewards.")]
     + [("Rewards", pa.list_(_REWARD)), ("Return", pa.float64())]
@@ -63,9 +69,9 @@ def tables(reader: Reader) -> Iterator[tuple[Part, Any]]:
 def table(calls: pl.DataFrame) -> Any:
     """Transitions with their Return as a table of SCHEMA."""
     arrow = calls.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
-    names, values, sources = (_list(arrow, f"Rewards.{name}") for name in ("Name", "Value", "Source"))
-    fields = [names.values.cast(pa.string()), values.values, sources.values.cast(pa.string())]
-    rewards = pa.ListArray.from_arrays(names.offsets.cast(pa.int32()), pa.StructArray.from_arrays(fields, fields=list(_REWARD)))
+    lists = [_list(arrow, f"Rewards.{field.name}") for field in _REWARD]
+    fields = [values.values.cast(field.type) for values, field in zip(lists, _REWARD, strict=True)]
+    rewards = pa.ListArray.from_arrays(lists[0].offsets.cast(pa.int32()), pa.StructArray.from_arrays(fields, fields=list(_REWARD)))
     return arrow.append_column("Rewards", rewards).select(SCHEMA.names).cast(SCHEMA)
 
 
