@@ -275,7 +275,7 @@ class TestLeaving:
             counted = await stage.count(attempt)
         assert len({span.span_id for span in spans}) == len(spans) == clients
         assert [recorded(span) for span in spans] == [of_the_first(5, aborted=True)] * clients
-        assert counted == (200, {"calls": clients})
+        assert counted == (200, {"calls": clients, "overflowed": False})
 
 
 def _slow_reader(stage: Stage) -> socket.socket:
