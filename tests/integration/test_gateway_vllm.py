@@ -292,6 +292,7 @@ def test_calls_that_a_publication_aborts_are_recorded_with_what_they_sampled(
     long = {**GREEDY, "max_tokens": 110, "ignore_eos": True, "temperature": 1.0, "stream": True}
     came, published_already = threading.Event(), threading.Event()
     calls: list[int] = []
+    refusals: set[int] = set()
 
     def call_again_and_again() -> None:
         while not published_already.is_set():
@@ -303,7 +304,7 @@ def test_calls_that_a_publication_aborts_are_recorded_with_what_they_sampled(
                     came.set()
                     answer.read()
             except urllib.error.HTTPError as error:
-                assert error.code == 503, "an engine that is paused refuses"
+                refusals.add(error.code)
 
     callers = [threading.Thread(target=call_again_and_again) for _ in range(4)]
     for caller in callers:
@@ -317,6 +318,7 @@ def test_calls_that_a_publication_aborts_are_recorded_with_what_they_sampled(
     found = rows("abort-1", len(calls))
     cut = [row for row in found if row["FinishReason"] == "abort"]
     assert len(found) == len(calls), "each call is a row, cut or not"
+    assert refusals <= {503}, "an engine that is paused refuses"
     assert cut, "no call was in flight"
     assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) < 110 and row["Aborted"] for row in cut)
     assert publish(policy, tiny_model, version + 2)["version"] == version + 2
