@@ -80,11 +80,13 @@ def bound_padded_micro_batches() -> None:
 
     def prepare(data: Any, dp_group: Any = None, **options: Any) -> tuple[list[Any], list[list[int]]]:
         lengths = np.asarray(data["input_ids"].offsets().diff().tolist(), np.int64).tolist()
-        parts = padded_partition(lengths, int(data["max_token_len_per_gpu"]))
+        size = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)  # such as the two rows of a preference
+        units = [row // size for row in range(len(lengths))]
+        parts = padded_partition(lengths, int(data["max_token_len_per_gpu"]), units)
         if dp_group is not None:
             count = torch.tensor(len(parts), device=get_device_name())
             torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=dp_group)
-            parts = split_to(parts, int(count))
+            parts = split_to(parts, int(count), units)
         return [tu.index_select_tensor_dict(data, part) for part in parts], parts
 
     transformer_impl.prepare_micro_batches = prepare

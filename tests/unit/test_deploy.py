@@ -61,7 +61,7 @@ def test_spangrad_takes_the_command(place: str, command: list[str]) -> None:
     executable, *arguments = command
     assert executable == EXECUTABLE
     function, bound, ignored = app.parse_args(arguments, exit_on_error=False, print_error=False)
-    assert (function.__name__, ignored) == ({"queue": "_serve"}.get(arguments[0], arguments[0]), {})
+    assert (function.__name__, ignored) == ({"queue": "_serve", "train": "_train"}.get(arguments[0], arguments[0]), {})
     assert [name for name in bound.arguments if name not in {"follow", "once"}] == []
 
 
