@@ -46,7 +46,7 @@ class InFlight(StrEnum):
 
 
 class CallsInFlight(msgspec.Struct, frozen=True):
-    """How calls in flight are treated."""
+    """Treatment of calls in flight."""
 
     in_flight: InFlight = InFlight.KEEP
     drain_seconds: float | None = None

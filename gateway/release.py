@@ -52,7 +52,7 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def calls(self) -> CallsInFlight:
-        """How calls in flight are treated."""
+        """Treatment of calls in flight."""
         return CallsInFlight(self.in_flight, self.drain_seconds)
 
 

@@ -100,6 +100,20 @@ class FakeOptimiser:
         (directory / "optimizer.pt").write_text(str(self.weight))
 
 
+class Cutting(FakeOptimiser):
+    """Has something happen to the world at its second step."""
+
+    def __init__(self, cut: Callable[[], object]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        metrics = super().step(batch)
+        if self.weight == 2:
+            self.cut()
+        return metrics
+
+
 class FakeMirror(Mirror):
     """Writes to a list what the real one writes to the store."""
 

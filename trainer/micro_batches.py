@@ -13,8 +13,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from spangrad.errors import TrainerError
 
 
@@ -79,7 +77,7 @@ def bound_padded_micro_batches() -> None:
     from verl.workers.engine.fsdp import transformer_impl
 
     def prepare(data: Any, dp_group: Any = None, **options: Any) -> tuple[list[Any], list[list[int]]]:
-        lengths = np.asarray(data["input_ids"].offsets().diff().tolist(), np.int64).tolist()
+        lengths = data["input_ids"].offsets().diff().tolist()
         size = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)  # such as the two rows of a preference
         units = [row // size for row in range(len(lengths))]
         parts = padded_partition(lengths, int(data["max_token_len_per_gpu"]), units)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from running_postgres import running_postgres
 from running_store import answers, running_store, start_store, store_settings
 from small_disks import small_disk
 from store_world import World, trainer_over
-from trainer_world import FakeOptimiser, FakeSource, committed, settings, wired, write_base
+from trainer_world import Cutting, FakeOptimiser, FakeSource, committed, settings, wired, write_base
 
 from spangrad.errors import CheckpointError, LedgerError, SpangradError, StoreError
 from spangrad.processes import wait_until
@@ -75,20 +75,6 @@ def test_a_full_disk_at_the_checkpoint(small_disk: Path, tmp_path: Path, left: i
     newest = Path(loop.newest_version(again.ledger).policy_version.path)
     assert (newest / "optimizer.pt").read_text() == "3.0"
     assert {path.name for path in newest.parent.iterdir()} == {f"v{version}" for version in committed(again) if version}
-
-
-class Cutting(FakeOptimiser):
-    """Does something to the world at its second step."""
-
-    def __init__(self, cut: Callable[[], object]) -> None:
-        super().__init__()
-        self.cut = cut
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
-        if self.weight == 2:
-            self.cut()
-        return metrics
 
 
 def test_a_store_that_goes_away_in_the_middle_of_a_step(tiny_model: Path, tmp_path: Path) -> None:

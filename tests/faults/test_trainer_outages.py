@@ -14,13 +14,12 @@ from pydantic import SecretStr
 from running_postgres import running_postgres
 from running_store import answers, start_store, store_settings
 from store_world import World, trainer_over
-from trainer_world import FakeOptimiser, FakeSource, committed, settings, wired, write_base
+from trainer_world import Cutting, FakeSource, committed, settings, wired, write_base
 
 from spangrad.clickhouse import connect
 from spangrad.errors import StoreError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
-from trainer.batch import Batch
 from trainer.loop import newest_version
 from trainer.mirror import Mirror
 from trainer.outages import Outage
@@ -53,20 +52,6 @@ def later(start: Callable[[], object]) -> Generator[Callable[[], None]]:
         over.set()
         begun.set()
         thread.join()
-
-
-class Cutting(FakeOptimiser):
-    """Has something happen to the world at its second step."""
-
-    def __init__(self, cut: Callable[[], object]) -> None:
-        super().__init__()
-        self.cut = cut
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        metrics = super().step(batch)
-        if self.weight == 2:
-            self.cut()
-        return metrics
 
 
 def test_a_store_that_is_away_for_a_while_is_waited_for(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
