@@ -96,6 +96,7 @@ def export(
         reward_weights=settings.trainer.reward_weights,
         dropped=tuple(_reason(one) for one in dropped or ()),
     )
+    formats.require_place(format_, wanted.dropped)
     # So that a scheduler's stop removes what is half written, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _stopped)
     with answering_store(settings.store) as store, _progress() as progress:

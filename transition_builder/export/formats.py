@@ -6,7 +6,7 @@ name before all of it is written and every call is accounted for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.datasets import Dataset
 from spangrad.errors import BuilderError
+from spangrad.types import DropReason
 from transition_builder.export.files import made_whole
 from transition_builder.export.hugging_face import write_hugging_face
 from transition_builder.export.parquet import write_parquet
@@ -56,6 +57,17 @@ class Exported:
     tally: Tally
 
 
+def require_place(name: str, dropped: Collection[DropReason]) -> None:
+    """Raise unless a format of FORMATS takes calls that were dropped, or none are asked for.
+
+    Raises:
+        BuilderError: it takes none.
+    """
+    if dropped and not FORMATS[name].takes_dropped:
+        able = ", ".join(other for other, about in FORMATS.items() if about.takes_dropped)
+        raise BuilderError(f"{name} has no place for calls that were dropped. Leave --dropped out, or take one of {able}.")
+
+
 def export(
     client: Client,
     url: str,
@@ -83,10 +95,8 @@ def export(
         BuilderError: something stands at `out`, or the format does not take what is wanted.
         StoreError: the store failed, or has no such dataset.
     """
+    require_place(name, wanted.dropped)
     chosen = FORMATS[name]
-    if wanted.dropped and not chosen.takes_dropped:
-        able = ", ".join(one for one, about in FORMATS.items() if about.takes_dropped)
-        raise BuilderError(f"{name} has no place for calls that were dropped. Leave --dropped out, or take one of {able}.")
     write = partial(write_preferences, min_margin=min_margin) if name == "preferences" else chosen.write
     with made_whole(out, force=force, directory=chosen.is_directory) as path:
         reader = Reader(client, url, wanted, progress)
