@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 
 from benchmarks.build_data import COLUMNS, GROUP_SIZE, OTHER_SPANS, SPANS_A_TURN, Rollout, Workload
 from benchmarks.peers import agent_lightning_triplets
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 from spangrad.types import call_id
-from trainer.merge import Sequences, merge
+from trainer.data.merge import Sequences, merge
 
 CALLS_A_ROLLOUT = (8, 32)
 PEERS = {"agent_lightning": agent_lightning_triplets.adapt}

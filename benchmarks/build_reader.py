@@ -18,7 +18,7 @@ from spangrad.settings import BuilderSettings, Settings, StoreSettings
 from transition_builder import loop
 from transition_builder.frames import Built, Frames, concat, empty
 from transition_builder.schemas import BUILDS, DROPS, TRANSITIONS
-from transition_builder.sink import Written
+from transition_builder.source.sink import Written
 
 ROUNDS = 3
 _UNTOUCHED = 10**6

@@ -20,12 +20,12 @@ from benchmarks.credit_sampling import AGENT, Sampled, Sampler, write_model
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import Task
 from benchmarks.in_process import build, clocked, own_store, send, train_step, training
-from spangrad.clickhouse import connect
 from spangrad.errors import TrainerError
-from spangrad.otlp_http import Poster
+from spangrad.http.otlp_http import Poster
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, Settings, StoreSettings, TrainerSettings
+from spangrad.store.clickhouse import connect
+from trainer.ledger.recovery import newest_version
 from trainer.loop import Trainer
-from trainer.recovery import newest_version
 from transition_builder.loop import Builder
 
 GROUPS = 4

@@ -25,7 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 
 from benchmarks.credit_sampling import Call, Sampled
 from benchmarks.credit_tasks import ERROR, RESPELLED, WORDS, Turn
-from gateway.record import PROVIDER, SAMPLING_DEFAULTS, attribute
+from gateway.recorder.record import PROVIDER, SAMPLING_DEFAULTS, attribute
 from spangrad import semconv
 from spangrad.types import Mode
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from benchmarks.gateway_bodies import POLICY, Bodies
 from benchmarks.receivers import SpanStore, embedded
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 START_SECONDS = 60
 ROLLOUT = "/rollout/bench/attempt/0"

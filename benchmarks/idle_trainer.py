@@ -24,18 +24,18 @@ import psutil
 
 from benchmarks.idle_trainer_peer import look_at_all_history
 from benchmarks.meter import tree
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.store.clickhouse import connect
 from trainer import loop
-from trainer.deferred import Deferred, Optimiser
-from trainer.evaluate import Evaluation
-from trainer.ledger import Ledger
-from trainer.ledger_tables import FILE
+from trainer.data.source import BatchRollout, Group, Source
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.tables import FILE
 from trainer.loop import Trainer
-from trainer.mirror import Mirror
+from trainer.monitor.evaluate import Evaluation
+from trainer.optim.deferred_optimizer import Deferred, Optimiser
 from trainer.shutdown import Shutdown
-from trainer.source import BatchRollout, Group, Source
 
 RUN, POLICY = "default", "policy"
 METRICS = json.dumps({f"metric_{number}": number * 0.123456789 for number in range(60)})

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from spangrad.datasets import builds_sql
 from spangrad.settings import Settings
-from trainer.ledger import Ledger
-from trainer.ledger_tables import BATCH_ROLLOUTS, SKIPPED, TUNED_ROLLOUTS, VERSIONS, version_of
+from spangrad.store.datasets import builds_sql
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, TUNED_ROLLOUTS, VERSIONS, version_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -15,20 +15,20 @@ from clickhouse_connect.driver.client import Client
 
 from benchmarks.credit_sampling import Sampler
 from spangrad.errors import SpangradError, TrainerError
-from spangrad.otlp_http import Poster
+from spangrad.http.otlp_http import Poster
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import Settings, StoreSettings
 from spangrad.types import PolicyVersion
-from trainer.engine import Engine
-from trainer.estimators import estimator
-from trainer.ledger import Ledger
-from trainer.ledger_tables import LedgerVersion
+from trainer.credit.estimators import estimator
+from trainer.data.source import Source
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import newest_version, prepare
+from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
-from trainer.mirror import Mirror
-from trainer.publisher import Publisher
-from trainer.recovery import newest_version, prepare
+from trainer.optim.optimizer import Engine
+from trainer.publish.publisher import Publisher
 from trainer.shutdown import Shutdown
-from trainer.source import Source
 from transition_builder.loop import Builder
 
 _LOOKS = 100

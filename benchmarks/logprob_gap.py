@@ -27,11 +27,11 @@ import numpy as np
 from gateway.engine import command, environment
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, TrainerSettings
+from spangrad.settings.sources import load_settings
 from spangrad.settings.trainer import LogprobAlarm
-from spangrad.settings_sources import load_settings
-from trainer import logprob_check
-from trainer.batch import Batch
-from trainer.engine import Engine
+from trainer.data.batch import Batch
+from trainer.monitor import logprob_check
+from trainer.optim.optimizer import Engine
 
 ROOT = Path(__file__).parents[1]
 Head = Literal["float32", "model"]
@@ -122,7 +122,7 @@ def sample(model: Path, dtype: str, head: Head, directory: Path) -> Batch:
 def compare(model: Path, batch: Batch, dtype: logprob_check.Dtype, head: Head) -> dict[str, float]:
     """Return the statistics that a step of a trainer of some dtypes reports of a batch."""
     settings = TrainerSettings(dtype=dtype, logprob_alarm=NO_ALARM)
-    plain = patch("trainer.verl_worker.compute_head_in_float32") if head == "model" else contextlib.nullcontext()
+    plain = patch("trainer.optim.verl_worker.compute_head_in_float32") if head == "model" else contextlib.nullcontext()
     with plain:
         engine = Engine(model, settings)
     metrics = engine.step(batch)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lookup_data import CALLS_A_ROLLOUT, FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 STOCK_BATCHES = 3
 _TYPED = ("rollout_spans", "calls", "trace_keys")

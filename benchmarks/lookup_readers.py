@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import polars as pl
 
 from benchmarks.lookup_data import Workload
-from spangrad.clickhouse import connect
 from spangrad.settings import Settings, StoreSettings
-from transition_builder.complete import decide, facts
+from spangrad.store.clickhouse import connect
+from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
 from transition_builder.schemas import CALLS, SPANS
-from transition_builder.source import Source
+from transition_builder.source.rollouts import Source
 
 _Result = TypeVar("_Result")
 _TIMES = {"Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp"}

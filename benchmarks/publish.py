@@ -29,15 +29,15 @@ from statistics import fmean, median
 from typing import Any
 
 from commands.demo.services import CHECKOUT, Services, clean_directory, demo_settings, write_settings
-from runner.agents import CallableAgent
 from runner.runner import Runner
-from spangrad.clickhouse import connect
+from runner.workers.agents import CallableAgent
+from spangrad.client.task_files import read_tasks
 from spangrad.processes import Child, answers, own_command, wait_until
 from spangrad.settings import Settings
-from spangrad.settings_sources import explain_settings, load_settings
-from spangrad.task_files import read_tasks
+from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
-from trainer.publisher import Publisher
+from trainer.publish.publisher import Publisher
 
 EXAMPLE = CHECKOUT / "examples/two_tools"
 CHAT = "/v1/chat/completions"

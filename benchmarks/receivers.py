@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from benchmarks.rollout_spans import SPANS_A_ROLLOUT, RolloutName
 from benchmarks.workload import Workload
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 VARIABLE = "SPANGRAD_OTELCOL"
 START_SECONDS = 60

@@ -215,7 +215,7 @@ class Author:
         return _span(place, 0, None, semconv.ROOT_SPAN_NAME, (place.started, ended), attributes, events=[reward])
 
     def _call(self, place: _Place, own: int, parent: int | None, at: int, seq: int, exchange: _Exchange) -> Span:
-        """What the gateway's recorder writes of a call (gateway/record.py)."""
+        """What the gateway's recorder writes of a call (gateway/recorder/record.py)."""
         attributes: dict[str, _Value] = {
             semconv.GEN_AI_OPERATION: "chat",
             semconv.GEN_AI_PROVIDER: "vllm",

@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 COMPETITORS = ("ours", "peer")
 TEXT = "x" * 3000
@@ -29,7 +29,7 @@ def emit(competitor: str, endpoint: str, spans: int) -> None:
     from opentelemetry.sdk.trace import TracerProvider
 
     if competitor == "ours":
-        from spangrad.telemetry import LosslessSpanProcessor, traces_url
+        from spangrad.agent.telemetry import LosslessSpanProcessor, traces_url
 
         processor = LosslessSpanProcessor(traces_url(endpoint))
     else:

@@ -20,11 +20,11 @@ from benchmarks.credit_sampling import Sampled, Sampler
 from benchmarks.credit_spans import Author, Served
 from benchmarks.in_process import build, clocked, own_store, send, train_step, training
 from benchmarks.two_policies_task import AGENTS, Desk, work, write_agent_model
-from spangrad.clickhouse import connect
-from spangrad.otlp_http import Poster
+from spangrad.http.otlp_http import Poster
 from spangrad.settings import BuilderSettings, GatewaySettings, Selection, Settings, StoreSettings, TrainerSettings
+from spangrad.store.clickhouse import connect
+from trainer.ledger.recovery import newest_version
 from trainer.loop import Trainer
-from trainer.recovery import newest_version
 from transition_builder.loop import Builder
 
 GROUPS = 4

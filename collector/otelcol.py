@@ -17,12 +17,12 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import SecretStr
 
-from collector.cluster import Layout
-from collector.migrations import pending
-from spangrad.clickhouse import connect, store_errors
+from collector.schema.cluster import Layout
+from collector.schema.migrations import pending
 from spangrad.errors import SpangradError, StoreError
 from spangrad.processes import LOOPBACK, require_free_port, require_safe_bind
 from spangrad.settings import CollectorSettings, Settings, StoreSettings
+from spangrad.store.clickhouse import connect, store_errors
 
 VARIABLE = "SPANGRAD_OTELCOL"
 NAMES = ("otelcol-spangrad", "otelcol-contrib", "otelcol")

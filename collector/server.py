@@ -17,22 +17,22 @@ import uvloop
 from aiohttp import web
 
 from collector.auth import Guardian
-from collector.clickhouse_http import ClickHouseInterface
-from collector.cluster import Layout
 from collector.confinement import confine
-from collector.deferred import DeferredSpans
-from collector.engine import Engine, make_directory
-from collector.ingest import Budget, Ingest, Inserter
-from collector.log_staging import LogStaging
+from collector.database import Engine, make_directory
+from collector.database_tuning import tune
 from collector.memory import keep_memory
-from collector.migrations import migrate
-from collector.readers import ReaderLimits
-from collector.receiver_grpc import GRPCReceiver
-from collector.receiver_http import HTTPReceiver
-from collector.retention import Expiry
-from collector.tuning import tune
+from collector.otlp.receiver_grpc import GRPCReceiver
+from collector.otlp.receiver_http import HTTPReceiver
+from collector.schema.cluster import Layout
+from collector.schema.migrations import migrate
+from collector.schema.retention import Expiry
+from collector.sql.http import ClickHouseInterface
+from collector.sql.readers import ReaderLimits
+from collector.write.ingest import Budget, Ingest, Inserter
+from collector.write.log_staging import LogStaging
+from collector.write.write_buffer import DeferredSpans
 from spangrad.errors import SettingsError
-from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
 

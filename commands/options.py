@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 ConfigFile = Annotated[Path | None, Parameter("--config", help="Settings file (TOML); default: SPANGRAD_CONFIG, else ./spangrad.toml.")]
 Overrides = Annotated[

@@ -27,7 +27,7 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     Raises:
         StoreError: none runs, and there is no data of it; or somebody has the data open.
     """
-    from collector.engine import user_of
+    from collector.database import user_of
 
     if _listens(store.url):
         yield store

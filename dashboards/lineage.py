@@ -11,7 +11,7 @@ from grafana_foundation_sdk.builders import dashboard
 from dashboards import links, variables
 from dashboards.panels import Panel, rows, trace
 from dashboards.queries import OF_BRANCH, OF_VERSION, metric, trained
-from spangrad.datasets import rows_sql
+from spangrad.store.datasets import rows_sql
 
 _VERSION = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION})"
 _OF_ROLLOUT = variables.is_("RolloutId", "rollout")

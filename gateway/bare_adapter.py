@@ -10,9 +10,9 @@ import json
 import struct
 from pathlib import Path
 
-from spangrad.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
 from spangrad.errors import EngineError
 from spangrad.settings import EngineSettings
+from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
 
 _KNOWN = "_proj.weight"
 """What the names of layers end with that every architecture's adapters know."""

@@ -40,7 +40,7 @@ from gateway.vllm_plugin.middleware import (
 from spangrad.errors import EngineError
 from spangrad.processes import answers, die_with_parent, require_free_port, stop_group
 from spangrad.settings import EngineSettings, Settings
-from spangrad.weights import tokenizer_hash
+from spangrad.weights.checksums import tokenizer_hash
 
 log = logging.getLogger(__name__)
 

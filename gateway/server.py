@@ -18,22 +18,22 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from gateway.admin import Admin, error_response
-from gateway.admin_pool import PoolAdmin
-from gateway.backend import Backend
-from gateway.calls import Calls
-from gateway.counts import Counts
 from gateway.dialects import DIALECTS
-from gateway.exporter import SpanExporter
-from gateway.guards import Guards, require_safe, tls_context
-from gateway.guards import log as http_log
 from gateway.metrics import BackendState, Metrics, SpanState
-from gateway.pool import Pool
-from gateway.redaction import Redactor, read_rules
-from gateway.retokenize import load
-from gateway.upstream import Upstream
+from gateway.pool.admin_pool import PoolAdmin
+from gateway.pool.backend import Backend
+from gateway.pool.pool import Pool
+from gateway.pool.upstream import Upstream
+from gateway.proxy.admin import Admin, error_response
+from gateway.proxy.calls import Calls
+from gateway.proxy.counts import Counts
+from gateway.proxy.guards import Guards, require_safe, tls_context
+from gateway.proxy.guards import log as http_log
+from gateway.proxy.redaction import Redactor, read_rules
+from gateway.proxy.retokenize import load
+from gateway.recorder.exporter import SpanExporter
 from spangrad.errors import GatewayError
-from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port
 from spangrad.settings import Settings
 

@@ -17,7 +17,7 @@ from prompts.words import Messages
 from spangrad import semconv
 from spangrad.errors import PromptError
 from spangrad.settings import Settings
-from spangrad.storable import storable
+from spangrad.text_sanitizer import storable
 from spangrad.types import Mode
 
 _AT_ONCE = 8

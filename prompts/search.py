@@ -21,8 +21,8 @@ from prompts.beam import Done, Expand, Measure, Place, Round, Shape, next_step
 from prompts.compare import Gain, gain
 from prompts.trials import Trial
 from prompts.words import Messages, ask_for_critique, ask_for_edit, choose, read_edit
+from spangrad.client.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
-from spangrad.prompt_store import Edit, PromptStore, PromptText
 from spangrad.settings import PromptSettings, Settings
 from spangrad.types import PromptVersion, Task
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prompts.exchanges import Exchange, read_exchange
 from spangrad import semconv
-from spangrad.clickhouse import store_errors
+from spangrad.store.clickhouse import store_errors
 from spangrad.types import AttemptFailure, Mode
 
 if TYPE_CHECKING:

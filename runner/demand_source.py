@@ -20,7 +20,7 @@ from runner.groups import rollouts_of
 from runner.queue.client import QueueClient
 from runner.queue.wire import Demand, NewRollout, State, Which
 from runner.queue.wire import Rollout as Standing
-from spangrad.greedy import wants_greedy
+from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import Settings
 from spangrad.types import Mode, Rollout, Task
 

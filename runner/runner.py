@@ -16,26 +16,26 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from runner.agents import AgentSpec, Limits, agent_environment, is_service
-from runner.attempt_files import AttemptFiles
-from runner.attempts import Attempts, Services, Why
-from runner.containers import remove_of_dead
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
 from runner.environments.client import EnvironmentClient
-from runner.gateway_client import GatewayClient
 from runner.groups import rollouts_of
-from runner.hosts import HostPool
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.wire import NewRollout, State, Which
 from runner.queue.wire import Rollout as Standing
-from runner.reward_client import RewardClient
-from runner.roots import Roots, require_store
-from runner.worker import Worker
+from runner.rewards.client import RewardClient
+from runner.workers.agent_processes import HostPool
+from runner.workers.agents import AgentSpec, Limits, agent_environment, is_service
+from runner.workers.attempt_files import AttemptFiles
+from runner.workers.attempts import Attempts, Services, Why
+from runner.workers.containers import remove_of_dead
+from runner.workers.gateway_client import GatewayClient
+from runner.workers.root_spans import Roots, require_store
+from runner.workers.worker import Worker
+from spangrad.agent.reward_values import Rewards
+from spangrad.client.prompt_store import PromptStore
 from spangrad.errors import QueueError, SettingsError
-from spangrad.greedy import wants_greedy
-from spangrad.prompt_store import PromptStore
-from spangrad.reward_values import Rewards
+from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 

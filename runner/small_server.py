@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 from pydantic import SecretStr
 
-from spangrad.patience import BACKLOG, BODY_SECONDS, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http.client_timeouts import BACKLOG, BODY_SECONDS, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from opentelemetry import baggage
 from opentelemetry.context import Context
 
-from spangrad.propagation import context_from
+from spangrad.agent.propagation import context_from
 from spangrad.semconv import CONTEXT_KEYS, PROMPT_NAME, PROMPT_VERSION, ROLLOUT_ATTEMPT, ROLLOUT_ID
 
 _NAMES = ("traceparent", "tracestate", "baggage")

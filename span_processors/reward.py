@@ -9,7 +9,7 @@ import math
 
 from opentelemetry import trace
 
-from spangrad.attempt import note_reward
+from spangrad.agent.attempt import note_reward
 from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE, REWARD_NAME, REWARD_ROLE
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from spangrad.decorator import rollout
-from spangrad.failures import MaxTurnsError
-from spangrad.prompt_client import Prompt, prompt
+from spangrad.agent.decorator import rollout
+from spangrad.agent.failures import MaxTurnsError
+from spangrad.agent.prompt_client import Prompt, prompt
 
 if TYPE_CHECKING:
-    from spangrad.client import Client
+    from spangrad.client.client import Client
 
 __all__ = ["Client", "MaxTurnsError", "Prompt", "__version__", "prompt", "rollout"]
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`Client`, loaded when it is asked for: it needs what the server's wheel brings."""
     if name == "Client":
-        from spangrad.client import Client
+        from spangrad.client.client import Client
 
         return Client
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

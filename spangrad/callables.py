@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from spangrad.decorator import mark_of
+from spangrad.agent.decorator import mark_of
 from spangrad.errors import AgentError
 
 T = TypeVar("T")

@@ -10,40 +10,55 @@ import os
 import signal
 import sys
 
-from cyclopts import App
+from cyclopts import App, Group
 
 from spangrad import __version__
 from spangrad.errors import SpangradError
 
-COMMANDS = {
-    "store": "Run the embedded span store: OTLP in, ClickHouse's HTTP interface out.",
-    "collector": "Run the OpenTelemetry Collector in front of the store, with a queue on disk.",
-    "engine": "Run vLLM in its own environment, ready to take new weights.",
-    "gateway": "Run the recording gateway in front of the engine.",
-    "backends": "Look at the backends of a running gateway, add and remove them.",
-    "build": "Build transitions from complete rollouts, once or as they finish.",
-    "export": "Write transitions and their texts as files for other tools.",
-    "train": "Train on finished groups of rollouts, once or as they finish.",
-    "tune": "Train on files: supervised (SFT) or on preferences (DPO).",
-    "policy": "Look at policy versions, publish one, go back to one, keep one.",
-    "lineage": "What a policy version was made from, and what a span has made.",
-    "environments": "Serve environments for agents to work in, leased to one attempt at a time.",
-    "queue": "Serve the queue of rollouts; look at them, cancel them, retry the dead.",
-    "run": "Run an agent on tasks, several rollouts a task.",
-    "worker": "Run an agent on the rollouts that a queue hands out.",
-    "prompt": "Prompts that agents fetch: keep versions of them, look for better ones.",
-    "demo": "See the whole loop learn, on this machine.",
-    "sql": "Ask the span store a question in SQL.",
-    "rewards": "Look at rewards, and define new ones over spans that are there already.",
-    "rollout": "Look at one rollout: its tree of spans, and why it was or was not trained.",
-    "inspect": "Build files of spans in a store of their own, and say what became of each call.",
-    "schema": "Bring the span store's tables up to date, show them, expire old rows.",
-    "config": "Print the resolved settings and where each value came from.",
+_MODULES = {
+    "Services": {
+        "commands.services.store": "Run the span store: OTLP in, ClickHouse over HTTP out.",
+        "commands.services.collector": "Run the OpenTelemetry Collector before the store.",
+        "commands.services.engine": "Run vLLM in its own environment, ready to take new weights.",
+        "commands.services.gateway": "Run the recording gateway in front of the engine.",
+        "commands.services.backends": "Show, add and remove backends of a running gateway.",
+        "commands.services.queue": "Serve the queue of rollouts; show, cancel, retry them.",
+        "commands.services.environments": "Serve environments, leased to one attempt at a time.",
+    },
+    "Training": {
+        "commands.training.run": "Run an agent on tasks, several rollouts a task.",
+        "commands.training.worker": "Run an agent on the rollouts that a queue hands out.",
+        "commands.training.build": "Build transitions from complete rollouts, once or as they finish.",
+        "commands.training.train": "Train on finished groups of rollouts, once or as they finish.",
+        "commands.training.tune": "Train on files: supervised (SFT) or on preferences (DPO).",
+        "commands.training.policy": "List policy versions; publish, restore, pin one.",
+        "commands.training.prompt": "Keep versions of agents' prompts, search better ones.",
+        "commands.demo": "Run the whole loop on this machine until it has learned.",
+    },
+    "Inspect": {
+        "commands.inspection.rollout": "Show a rollout's spans, and why it was trained or not.",
+        "commands.inspection.lineage": "Show a version's spans, or a span's versions.",
+        "commands.inspection.sql": "Query the span store in SQL.",
+        "commands.inspection.inspect": "Build files of spans, and report on each call.",
+        "commands.inspection.config": "Print the settings and where each value came from.",
+    },
+    "Data": {
+        "commands.data.export": "Write transitions and their texts as files for other tools.",
+        "commands.data.rewards": "Show rewards, and define new ones over stored spans.",
+        "commands.data.schema": "Migrate and show the store's tables, expire old rows.",
+    },
 }
+"""Group -> module of a command -> what the command does. The command, and its function in the module, have the module's name."""
+
+COMMANDS = {_module.rpartition(".")[2]: _help for _commands in _MODULES.values() for _module, _help in _commands.items()}
+"""Name of each command -> what it does."""
 
 app = App(name="spangrad", version=__version__, help="Train the language model inside any agent, from the spans that it already emits.")
-for _name, _help in COMMANDS.items():
-    app.command(f"commands.{_name}:{_name}", name=_name, help=_help)
+for _place, (_group_name, _commands) in enumerate(_MODULES.items()):
+    _group = Group(_group_name, sort_key=_place)
+    for _module, _help in _commands.items():
+        _name = _module.rpartition(".")[2]
+        app.command(f"{_module}:{_name}", name=_name, help=_help, group=_group)
 
 
 def main() -> None:

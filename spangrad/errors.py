@@ -64,7 +64,7 @@ class BadRowsError(TrainerError):
     """Rows of a batch failed a check before anything was changed: weights, moments and gradients are as they were."""
 
     def __init__(self, message: str, rows: Mapping[int, str]) -> None:
-        """Name the rows of the batch that failed, each with the reason that its group is skipped for (`trainer.skips.SkipReason`)."""
+        """Name the rows of the batch that failed, each with the reason to skip its group (`trainer.ledger.skips.SkipReason`)."""
         super().__init__(message)
         self.rows = dict(rows)
 

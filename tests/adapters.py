@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from spangrad.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
+from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
 
 
 def random_adapter(base: Path, directory: Path, *, seed: int, rank: int = 4, alpha: float = 6, scale: float = 0.05) -> Path:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import urllib.request
 from typing import Any
 
-from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 
 
 def post(store: StoreSettings, body: bytes) -> None:

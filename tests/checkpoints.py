@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer import checkpoint
-from trainer.engine import Engine
-from trainer.lora import adapter_of
+from trainer.optim.optimizer import Engine
+from trainer.publish import checkpoint
+from trainer.publish.lora import adapter_of
 
 
 def written(engine: Engine, base: Path, directory: Path) -> checkpoint.Checkpoint:

@@ -14,9 +14,9 @@ from typing import Any
 
 import polars as pl
 
-from spangrad import datasets
-from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
+from spangrad.store import datasets
+from spangrad.store.clickhouse import connect
 from spangrad.types import call_id, transition_id
 from transition_builder.schemas import BUILDS, DROPS, REWARDS, TRANSITIONS
 

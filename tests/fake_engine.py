@@ -20,7 +20,7 @@ import numpy as np
 from aiohttp import web
 
 from spangrad.processes import free_ports
-from spangrad.weights import checksum_directory, mix_words
+from spangrad.weights.checksums import checksum_directory, mix_words
 
 ANSWER_TEXT = "weather rome"
 ANSWER_TOKENS = [(9, "weather", -0.25), (12, " rome", -0.5), (2, "", -0.125)]

@@ -56,7 +56,7 @@ def nursery(log: Path) -> Generator[Nursery]:
     # verl reads these as it is imported; the trainer would set them later.
     of_verl = {
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "trainer.cpu_platform",
+        "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -95,7 +95,8 @@ if __name__ == "__main__":
     import verl.workers.engine_workers
     import verl.workers.utils.losses  # noqa: F401
 
-    from trainer import engine, loop  # noqa: F401
+    from trainer import loop
+    from trainer.optim import optimizer  # noqa: F401
 
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s", force=True)  # verl has its own
     _serve(lambda settings: loop.train(settings, follow=False))

@@ -17,9 +17,9 @@ from sampling import PROMPT
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer.batch import Batch, layout
-from trainer.engine import Engine
-from trainer.merge import separate
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+from trainer.optim.optimizer import Engine
 
 CITIES, ROWS, TOKENS = 4, 64, 3
 CITY, FIRST_CITY, WEATHER, CLOCK, END = 3, 11, 9, 10, 2

@@ -14,8 +14,8 @@ from typing import Any
 from load_spans import OWN_ID, Held
 
 from spangrad import semconv
-from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 from transition_builder.loop import build_once
 
 

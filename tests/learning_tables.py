@@ -19,14 +19,14 @@ from sampling import PROMPT, logprobs_of, sample, sampled_rows
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer import credit, learning
-from trainer.batch import layout
-from trainer.chains import chains
-from trainer.credit import CreditRule
-from trainer.engine import Engine
-from trainer.estimators import estimator, over_tokens
-from trainer.losses import actor_config, correction_of
-from trainer.merge import merge, separate
+from trainer.credit import assignment, learning
+from trainer.credit.assignment import CreditRule
+from trainer.credit.estimators import estimator, over_tokens
+from trainer.data.batch import layout
+from trainer.data.chains import chains
+from trainer.data.merge import merge, separate
+from trainer.optim.losses.corrected import actor_config, correction_of
+from trainer.optim.optimizer import Engine
 
 PAGE = Path(__file__).parents[1] / "docs" / "learning.md"
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
@@ -95,8 +95,8 @@ def advantages_here(settings: TrainerSettings) -> list[float]:
     calls = rollouts()
     if settings.estimator == "remax":
         rows = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(worth,)) for group, worth in GREEDY.items()]
-        calls = credit.with_greedy(calls, pl.DataFrame(rows), settings.reward_weights)
-    return credit.advantages(calls, calls["Policy"] == "policy", CreditRule.of(settings), normalise=estimator(settings)).to_list()
+        calls = assignment.with_greedy(calls, pl.DataFrame(rows), settings.reward_weights)
+    return assignment.advantages(calls, calls["Policy"] == "policy", CreditRule.of(settings), normalise=estimator(settings)).to_list()
 
 
 def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:

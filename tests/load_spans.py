@@ -24,7 +24,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeL
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from gateway.record import SAMPLING_DEFAULTS, attribute
+from gateway.recorder.record import SAMPLING_DEFAULTS, attribute
 from spangrad import semconv
 from spangrad.types import call_id
 

@@ -6,9 +6,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from collector.cluster import Layout
-from collector.engine import Engine
-from collector.migrations import migrate
+from collector.database import Engine
+from collector.schema.cluster import Layout
+from collector.schema.migrations import migrate
 
 
 @contextmanager

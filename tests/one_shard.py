@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from collector import engine
-from collector.cluster import Layout
-from collector.migrations import Execute
+from collector import database
+from collector.schema.cluster import Layout
+from collector.schema.migrations import Execute
 
 SHARDED = Layout("prod", sharded=True)
 _CLUSTER = """<tcp_port>9000</tcp_port>
@@ -28,12 +28,12 @@ def one_shard(directory: Path) -> Generator[Execute]:
     """Statements run by an engine of this process on `directory`; nothing listens: the shard is the engine itself."""
     config = directory / "config"
     config.mkdir()
-    (config / "config.xml").write_text((engine.CONFIG / "config.xml").read_text().replace("</clickhouse>", _CLUSTER))
+    (config / "config.xml").write_text((database.CONFIG / "config.xml").read_text().replace("</clickhouse>", _CLUSTER))
     # The embedded store's own rights deny other servers.
-    users = re.sub(r"<grants>.*</grants>", "", (engine.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
+    users = re.sub(r"<grants>.*</grants>", "", (database.CONFIG / "users.xml").read_text(), flags=re.DOTALL)
     (config / "users.xml").write_text(users)
-    with patch.object(engine, "CONFIG", config):
-        opened = engine.Engine(directory / "data")
+    with patch.object(database, "CONFIG", config):
+        opened = database.Engine(directory / "data")
         handle = opened.handle()
     handle.query("SET distributed_product_mode = 'global'")
     handle.query("SET distributed_foreground_insert = 1")

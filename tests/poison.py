@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainer.skips import SkipReason
+from trainer.ledger.skips import SkipReason
 
 Rows = list[dict[str, Any]]
 

@@ -299,7 +299,7 @@ REGISTRY = {
         ),
     ),
     "gateway": Registry(
-        "ours: gateway/record.py",
+        "ours: gateway/recorder/record.py",
         (Made("spangrad.gateway", "chat policy", {"gen_ai.operation.name": "chat", "spangrad.policy.name": "policy", **_CALLED}),),
     ),
     "others": Registry(

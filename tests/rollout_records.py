@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commands.rollout_record import Build, Call, Conclusion, Record, Reward, Span
+from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span
 
 MS = 1_000_000
 

@@ -17,7 +17,7 @@ from typing import Any
 from gateway.engine import command, environment
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"

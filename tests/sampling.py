@@ -9,8 +9,8 @@ from typing import Any
 import polars as pl
 
 from fakes import transition_row
-from spangrad.adapters import adapter_facts
 from spangrad.settings.trainer import LogprobAlarm
+from spangrad.weights.adapters import adapter_facts
 
 NO_ALARM = LogprobAlarm(mean=1e9, p99=1e9, pearson=-1, k3=1e9)
 """Limits that nothing exceeds, for rows whose logprobs are made up."""

@@ -20,7 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from gateway.record import SAMPLING_DEFAULTS
+from gateway.recorder.record import SAMPLING_DEFAULTS
 from spangrad import semconv
 from spangrad.settings import StoreSettings
 

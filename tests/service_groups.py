@@ -12,7 +12,7 @@ from sampling import PROMPT, sample
 import fakes
 from spangrad.settings import StoreSettings
 from spangrad.types import Mode
-from spangrad.weights import tokenizer_hash
+from spangrad.weights.checksums import tokenizer_hash
 
 RUN = "service"
 

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
-from spangrad.weights import checksum_directory
+from spangrad.weights.checksums import checksum_directory
 
 
 @asynccontextmanager

@@ -15,13 +15,13 @@ from typing import Any
 from sampling import sampled_rows
 from trainer_world import FakeOptimiser, saved
 
-from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Settings
-from spangrad.weights import tokenizer_hash
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import tokenizer_hash
 from trainer import loop
-from trainer.mirror import Mirror
+from trainer.data.source import Source
+from trainer.ledger.mirror import Mirror
 from trainer.shutdown import Shutdown
-from trainer.source import Source
 
 SPEC = BuilderSettings().spec
 CALL = {

@@ -19,14 +19,14 @@ from fakes import transition_row
 from spangrad.settings import BuilderSettings, Settings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
-from trainer.batch import Batch
-from trainer.ledger import Ledger
-from trainer.ledger_tables import LedgerVersion
+from trainer.data.batch import Batch
+from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
-from trainer.mirror import Mirror
-from trainer.publisher import GatewayRefusedError, Publisher
+from trainer.publish.publisher import GatewayRefusedError, Publisher
 from trainer.shutdown import Shutdown
-from trainer.source import BatchRollout, Group, Loaded
 
 SPEC = BuilderSettings().spec
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import Settings, StoreSettings, TrainerSettings, TuningSettings
-from trainer import tuning
-from trainer.checkpoint import STATE, save_weights
-from trainer.examples import Example
-from trainer.ledger import Ledger
-from trainer.rendering import Tokens
-from trainer.tuning import Plan, Tuned, tune
-from trainer.tuning_files import Source
+from trainer.ledger.ledger import Ledger
+from trainer.publish.checkpoint import STATE, save_weights
+from trainer.sft import training
+from trainer.sft.examples import Example
+from trainer.sft.files import Source
+from trainer.sft.rendering import Tokens
+from trainer.sft.training import Plan, Tuned, tune
 
 NOBODY = StoreSettings(url="http://127.0.0.1:9")
 """A store that is away: a run over files needs none."""
@@ -103,8 +103,8 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeTuner]:
         made.append(FakeTuner(weight, fails_at=fails_at))
         return made[-1]
 
-    tuning._Run._tuner = fake  # type: ignore[assignment, method-assign]
-    tuning._store = lambda _: None  # a store that is away, without asking
+    training._Run._tuner = fake  # type: ignore[assignment, method-assign]
+    training._store = lambda _: None  # a store that is away, without asking
     return made
 
 
@@ -185,7 +185,7 @@ def die_at_every_boundary(base: Path, directory: Path) -> int:
         assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
 
     deaths = 0
-    for boundary in crashes(train, Path(tuning.__file__), {"_versions", "_version", "_lease"}):
+    for boundary in crashes(train, Path(training.__file__), {"_versions", "_version", "_lease"}):
         deaths += 1
         survives(go_on, boundary)
     return deaths

@@ -16,10 +16,10 @@ import pytest
 from fake_engine import FakeEngine
 
 from fakes import OtlpSink, SunkSpan
-from gateway import exporter
+from gateway.recorder import exporter
 from gateway.server import running
 from spangrad.processes import free_ports
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 MESSAGES = [{"role": "user", "content": "say rome"}]
 ASKED = {"model": "policy", "messages": MESSAGES, "temperature": 0.5}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fakes import AttemptGateway, OtlpSink
-from runner.agents import CommandAgent
+from runner.workers.agents import CommandAgent
 from spangrad import semconv
 from spangrad.processes import MARK, Child, own_command
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings

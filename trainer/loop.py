@@ -20,39 +20,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spangrad.clickhouse import connect
 from spangrad.errors import BadRowsError, SpangradError
 from spangrad.selection import expression
 from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, VersionStatus
-from trainer import alarms, checkpoint, failures
-from trainer.assemble import assemble, batch_groups
-from trainer.batch import Batch
-from trainer.batch_rollouts import AlreadyTrainedError
-from trainer.credit import CreditRule, Normalise
-from trainer.deferred import Deferred, Optimiser
-from trainer.demand import Caller
-from trainer.evaluate import Evaluation, best, describe_best
-from trainer.heartbeat import beating
-from trainer.learning import check
-from trainer.ledger import Ledger
-from trainer.ledger_tables import LedgerVersion
-from trainer.lora import adapter_of, model_of
-from trainer.measures import measures
-from trainer.mirror import Mirror
+from trainer.credit.assignment import CreditRule, Normalise
+from trainer.credit.learning import check
+from trainer.data import failures
+from trainer.data.assemble import assemble, batch_groups
+from trainer.data.batch import Batch
+from trainer.data.batch_queue import BatchQueue, GroupSource
+from trainer.data.planning import plan_of
+from trainer.data.source import Loaded, Source
+from trainer.ledger.batch_rollouts import AlreadyTrainedError
+from trainer.ledger.demand import Caller
+from trainer.ledger.file_batches import has_trainers_state
+from trainer.ledger.heartbeat import beating
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.patient_store import make_patient, patient_client
+from trainer.ledger.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.ledger.tables import LedgerVersion
+from trainer.monitor import alarms
+from trainer.monitor.batch_metrics import measures
+from trainer.monitor.evaluate import Evaluation, best, describe_best
+from trainer.monitor.view import LogLines
+from trainer.monitor.watchers import watchers_of
+from trainer.monitor.watching import Clock, Step, Watchers
+from trainer.optim.deferred_optimizer import Deferred, Optimiser
 from trainer.outages import Outage
-from trainer.patient_store import make_patient, patient_client
-from trainer.planning import plan_of
-from trainer.publisher import Publisher, publisher_of
-from trainer.publishing import HeadPublisher
-from trainer.recovery import earlier_checkpoints, newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.publish import checkpoint
+from trainer.publish.lora import adapter_of, model_of
+from trainer.publish.publisher import Publisher, publisher_of
+from trainer.publish.publishing import HeadPublisher
 from trainer.shutdown import Shutdown, Stopped
-from trainer.source import Loaded, Source
-from trainer.taking import BatchQueue, GroupSource
-from trainer.tunings import has_trainers_state
-from trainer.view import LogLines
-from trainer.watchers import watchers_of
-from trainer.watching import Clock, Step, Watchers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,8 +355,8 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     try:
         newest = prepare(ledger, settings)
 
-        from trainer.engine import Engine
-        from trainer.estimators import estimator
+        from trainer.credit.estimators import estimator
+        from trainer.optim.optimizer import Engine
 
         def load(version: LedgerVersion) -> Engine:
             model = Path(version.policy_version.path)

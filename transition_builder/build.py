@@ -17,12 +17,13 @@ import polars as pl
 from spangrad import semconv
 from spangrad.settings import BuilderSettings
 from spangrad.types import transition_ids
-from transition_builder import dialects, join, lineage, placing, reconcile, rewards
-from transition_builder.dialects import gateway
+from transition_builder import dialects, rewards
+from transition_builder.calls import join, lineage, placing, reconcile
+from transition_builder.calls.lineage import Forest
+from transition_builder.completeness.resolve import resolve, shared
+from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform
-from transition_builder.lineage import Forest
-from transition_builder.resolve import resolve, shared
 from transition_builder.schemas import DROPS, NAMES, REWARDS, TRANSITIONS, VERSIONS
 
 REVISION = 0

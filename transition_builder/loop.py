@@ -18,28 +18,30 @@ from datetime import datetime
 import polars as pl
 import tenacity
 
-from spangrad import datasets
-from spangrad.clickhouse import connect
 from spangrad.errors import RuleError, StoreError
 from spangrad.settings import Settings
-from transition_builder import late, moved, specification
+from spangrad.store import datasets
+from spangrad.store.clickhouse import connect
+from transition_builder import specification
+from transition_builder.batch_sizes import Portions
 from transition_builder.build import build
-from transition_builder.claims import Claims
-from transition_builder.complete import decide, facts
-from transition_builder.dialects.gateway import IS_GATEWAY
-from transition_builder.discovery import OVERLAP, Discovery
+from transition_builder.completeness import reassigned_traces
+from transition_builder.completeness.complete import decide, facts
+from transition_builder.completeness.reassigned_traces import CONCLUDED, MOVED
+from transition_builder.completeness.resolve import NAMED
+from transition_builder.completeness.rootless_traces import claim, judge, merge, rollouts_of, stale
+from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, Verdict, empty
-from transition_builder.moved import CONCLUDED, MOVED
-from transition_builder.portions import Portions
-from transition_builder.reading import Reader
-from transition_builder.resolve import NAMED
 from transition_builder.rewards import sql
 from transition_builder.schemas import BUILT, LOOSE, ROOTS
-from transition_builder.sink import Sink
-from transition_builder.source import Source
+from transition_builder.source import late_spans
+from transition_builder.source.claims import Claims
+from transition_builder.source.discovery import OVERLAP, Discovery
+from transition_builder.source.queries import Reader
+from transition_builder.source.rollouts import Source
+from transition_builder.source.sink import Sink
 from transition_builder.stopping import stoppable
 from transition_builder.summary import Summary
-from transition_builder.unclaimed import claim, judge, merge, rollouts_of, stale
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +157,7 @@ class Builder:
             return
         keys = self._discovery.keys(arrived)
         owners = self._discovery.owners(keys["TraceId"])
-        self._remember_moved(arrived, moved.former(keys, owners))
+        self._remember_moved(arrived, reassigned_traces.former(keys, owners))
         claimed = claim(arrived, owners).rename({"RolloutKey": "RolloutId"})
         built = self._built(claimed["RolloutId"])
         behind = stale(claimed, built)
@@ -183,16 +185,16 @@ class Builder:
     def _take_back(self, summary: Summary) -> None:
         """Build anew what lost calls to other rollouts, and wait for those calls."""
         built = self._reader.built(self._moved["RolloutId"])
-        for rollouts in self._portions.of(self._claims.take(moved.to_rebuild(self._moved, built), built)):
+        for rollouts in self._portions.of(self._claims.take(reassigned_traces.to_rebuild(self._moved, built), built)):
             lost = self._moved.join(rollouts, on=_ROLLOUT, how="semi")
             self._build(self._source.claimed_frames(rollouts, lost["TraceId"]), summary)
-            self._loose = merge(self._loose, moved.loose(lost))
+            self._loose = merge(self._loose, reassigned_traces.loose(lost))
             self._moved = self._moved.join(rollouts, on=_ROLLOUT, how="anti")
 
     def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
         """Those of BUILT that lack rows which were on their way when they were read, as `stale` tells of them. Known until read."""
-        doubtful = late.doubtful(built)
-        found = late.more(doubtful, late.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
+        doubtful = late_spans.doubtful(built)
+        found = late_spans.more(doubtful, late_spans.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
         self._late = pl.concat([self._late.join(found, on=_ROLLOUT, how="anti"), found])
         return doubtful.join(found, on=_ROLLOUT, how="semi").select(*_ROLLOUT, LastArrival="Watermark")
 
@@ -228,7 +230,7 @@ class Builder:
         built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left").join(self._late, on=_ROLLOUT, how="left")
         read = pl.max_horizontal("RowsRead", "Examined")
         lacks = (pl.col("Rows") > read).fill_null(False)
-        until = pl.when(lacks).then(pl.lit(late.LONG_AGO).cast(BUILT["Watermark"])).otherwise(pl.max_horizontal("Watermark", "Until"))
+        until = pl.when(lacks).then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"])).otherwise(pl.max_horizontal("Watermark", "Until"))
         return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spangrad.clickhouse import store_errors
-from spangrad.datasets import builds_sql, rows_sql
+from spangrad.store.clickhouse import store_errors
+from spangrad.store.datasets import builds_sql, rows_sql
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -74,7 +74,7 @@ def reconcile_report(client: Client, url: str, spec: str) -> ReconcileReport:
     Args:
         client: of the store.
         url: of the store, for messages.
-        spec: the BuildSpec; `spangrad.datasets.resolve` knows that of a dataset.
+        spec: the BuildSpec; `spangrad.store.datasets.resolve` knows that of a dataset.
 
     Raises:
         StoreError: the store failed.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from transition_builder.sink import Written
+from transition_builder.source.sink import Written
 
 
 @dataclass(slots=True)

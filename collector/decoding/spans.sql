@@ -1,4 +1,4 @@
--- From messages, as the engine parsed them, to rows. Texts are those of collector/values.py; what would need more of its rules makes
+-- From messages, as the engine parsed them, to rows. Texts are those of collector/otlp/values.py; what would need more of its rules makes
 -- a span `Odd`: nested lists and pairs, numbers that are written otherwise here, keys given twice, events and links, dropped
 -- parts, ids of a wrong length, times that no row can hold.
 WITH

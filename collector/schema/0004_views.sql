@@ -31,7 +31,7 @@ LEFT JOIN (
 CREATE VIEW IF NOT EXISTS otel.v_calls AS SELECT *, CallId FROM otel.calls FINAL;
 
 -- The newest revision of each rollout that was built; of two builders that made the same one at once, the first counts.
--- spangrad/datasets.py says the same as of a time.
+-- spangrad/store/datasets.py says the same as of a time.
 CREATE VIEW IF NOT EXISTS otel.v_builds AS
 SELECT RunId, BuildSpec, RolloutId, newest.1 AS Mode, newest.2 AS GroupId, newest.3 AS GroupSize, newest.4 AS TaskId, newest.5 AS Attempt,
     newest.6 AS Revision, newest.7 AS Content, newest.8 AS Calls, newest.9 AS Transitions, newest.10 AS Drops, newest.11 AS Rewards,

@@ -21,14 +21,14 @@ from collector.otelcol import find_binary
 from commands.console import plain_console
 from commands.demo.report import Step, conclude
 from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
-from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
+from runner.workers.agents import CallableAgent
 from spangrad import semconv
+from spangrad.agent.reward_values import total
+from spangrad.client.task_files import read_tasks
 from spangrad.errors import SpangradError
-from spangrad.reward_values import total
 from spangrad.settings import Settings
-from spangrad.settings_sources import explain_settings, load_settings
-from spangrad.task_files import read_tasks
+from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.types import Mode, Task
 
 BATCHES_THAT_STAND = 3

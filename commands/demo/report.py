@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from spangrad.clickhouse import connect, store_errors
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect, store_errors
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -21,8 +21,8 @@ from collector.otelcol import VARIABLE
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 from spangrad.settings import Settings
-from spangrad.settings_sources import Origin
-from trainer.publisher import Publisher
+from spangrad.settings.sources import Origin
+from trainer.publish.publisher import Publisher
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make setup` put vLLM's environment."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from commands.demo.report import BUILD_SECONDS, STEP_METRICS
 from examples.learning.example import Example
-from spangrad.clickhouse import connect, store_errors
 from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect, store_errors
 
 
 def seconds_by_part(settings: Settings) -> dict[str, float]:

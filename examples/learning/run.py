@@ -22,14 +22,14 @@ from pathlib import Path
 from commands.demo.services import SETTINGS, Services, clean_directory, demo_settings, write_settings
 from examples.learning.example import CHECKOUT, GROUP_SIZE, GROUPS, Example, write_questions
 from examples.learning.report import draw, seconds_by_part
-from runner.agents import CallableAgent
 from runner.runner import Outcome, Runner
+from runner.workers.agents import CallableAgent
 from spangrad import semconv
+from spangrad.client.task_files import read_tasks
 from spangrad.errors import SpangradError
 from spangrad.processes import free_ports
 from spangrad.settings import Settings
-from spangrad.settings_sources import explain_settings, load_settings
-from spangrad.task_files import read_tasks
+from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.types import Mode, Task
 
 POLL_SECONDS = 0.25

@@ -13,7 +13,7 @@ from commands.demo.services import SETTINGS, clean_directory, store_and_gateway,
 from examples.prompt_optimisation.models import serving
 from examples.prompt_optimisation.task import FIRST_PROMPT, tasks
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
-from spangrad.settings_sources import explain_settings
+from spangrad.settings.sources import explain_settings
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]

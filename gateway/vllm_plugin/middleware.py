@@ -22,7 +22,7 @@ from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, TAPPED_PATHS
 from gateway.vllm_plugin.sender import AnswerSender, TappedSender
 from gateway.vllm_plugin.tap import Labels, Tap, open_tap
 from spangrad.sampling import is_constrained
-from spangrad.weights import tokenizer_hash
+from spangrad.weights.checksums import tokenizer_hash
 
 POLICY_VARIABLE = "SPANGRAD_GATEWAY__POLICY"
 VERSION_VARIABLE = "SPANGRAD_ENGINE__VERSION"

@@ -1,7 +1,7 @@
 """The checksum of the parameters in vLLM's memory, equal to that of the checkpoint they were loaded from.
 
 In: a worker's model, its parameters fused and on any device. Out: `float32:00c0ffee00c0ffee`, as
-`spangrad.weights.checksum_directory` writes it. Invariant: only what `named_parameters` lists counts, each once;
+`spangrad.weights.checksums.checksum_directory` writes it. Invariant: only what `named_parameters` lists counts, each once;
 buffers (rotary tables, scales) are no weights of a checkpoint, and with it the adapters in the slots that are computed with: vLLM
 keeps them padded with zeros, and B multiplied by its scale. What is listed is what is computed with: on a CPU, vLLM
 would repack linear layers into a form that nobody can read and drop the parameters, so there they are kept plain.
@@ -17,7 +17,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 
-from spangrad.weights import MASK, MIX_A, MIX_B
+from spangrad.weights.checksums import MASK, MIX_A, MIX_B
 
 HTTP_BACKEND = "spangrad_http"
 CHUNK_WORDS = 2**24
@@ -64,7 +64,7 @@ def _active_adapters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 @torch.inference_mode()
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """Multiset checksum of tensors of one floating dtype; the formula stands in `spangrad.weights`.
+    """Multiset checksum of tensors of one floating dtype; the formula stands in `spangrad.weights.checksums`.
 
     Raises:
         ValueError: the dtypes differ, or are not of two or four bytes.

@@ -22,9 +22,9 @@ import msgspec
 
 from runner.environments.wire import Ask, Beat, Leased, Over
 from runner.http_retry import AgainError, TimeUpError, again, away, checked
+from spangrad.agent.telemetry import bearer
 from spangrad.errors import EnvironmentsError
 from spangrad.leases import BEATS, beat
-from spangrad.telemetry import bearer
 from spangrad.types import AttemptFailure, Stage
 
 _LINE_SECONDS = 20.0

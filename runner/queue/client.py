@@ -53,7 +53,7 @@ from runner.queue.wire import (
 from spangrad.errors import QueueError
 from spangrad.leases import BEATS, beat
 from spangrad.settings import RunnerSettings
-from spangrad.storable import storable
+from spangrad.text_sanitizer import storable
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import sqlalchemy as sa
 from runner.queue.rows import chunks
 from runner.queue.tables import ATTEMPTS, ENDED, GROUPS, ROLLOUTS
 from runner.queue.wire import Cancelled, Completion, Failure, Result, State, Which
-from spangrad.reward_values import Rewards
-from spangrad.storable import storable
+from spangrad.agent.reward_values import Rewards
+from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
 
 OPEN = (State.QUEUED.value, State.RUNNING.value)

@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from runner.queue.tables import METADATA
 from runner.queue.wire import NO_NULL, Struct
+from spangrad.client.prompt_store import TEXT_MOST
 from spangrad.database import Database
-from spangrad.prompt_store import TEXT_MOST
 
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]
 PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]

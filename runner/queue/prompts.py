@@ -19,7 +19,7 @@ from runner.queue.prompt_rows import Prompt, PromptName, Put
 from runner.queue.service import Service
 from runner.small_server import answer, body, refusal
 from spangrad import semconv
-from spangrad.propagation import baggage_of
+from spangrad.agent.propagation import baggage_of
 
 T = TypeVar("T")
 

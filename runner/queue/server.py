@@ -35,7 +35,7 @@ from runner.queue.wire import (
 )
 from runner.small_server import BODY_BYTES, DRAIN_SECONDS, Handler, answer, body, guard, refusal
 from spangrad.errors import QueueError
-from spangrad.patience import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
+from spangrad.http.client_timeouts import BACKLOG, KEEP_ALIVE_SECONDS, SilentConnections
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import RunnerSettings
 

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from runner.ids import ordered_ids
 from runner.queue import rows
 from runner.queue.endings import Ending, Endings, over
-from runner.queue.news import News, within
+from runner.queue.notifier import News, within
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Moment, Running
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
@@ -52,7 +52,7 @@ from runner.queue.wire import (
 from runner.queue.writer import Writer
 from spangrad.errors import QueueError
 from spangrad.leases import Watch, is_dead, this_boot
-from spangrad.storable import storable
+from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
 
 logger = logging.getLogger(__name__)

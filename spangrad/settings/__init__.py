@@ -1,6 +1,6 @@
 """The tree of settings that every part reads: names, types, defaults, and what each means.
 
-In: values, from wherever `spangrad.settings_sources` finds them. Out: a frozen `Settings`. Invariant: a value that has no meaning is
+In: values, from wherever `spangrad.settings.sources` finds them. Out: a frozen `Settings`. Invariant: a value that has no meaning is
 refused here, with its place, before any part starts.
 """
 

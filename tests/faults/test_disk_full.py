@@ -18,9 +18,9 @@ from running_collector import post
 from running_store import running_store, store_settings
 from small_disks import small_disk
 
-from collector.lot import MAX_RETRY_SECONDS
-from spangrad.clickhouse import connect
+from collector.write.pending_batch import MAX_RETRY_SECONDS
 from spangrad.processes import wait_until
+from spangrad.store.clickhouse import connect
 
 ROOM = 640
 """MiB."""

@@ -18,10 +18,10 @@ import pytest
 from running_engine import ROOT, fetch, running_gateway, start
 from running_store import running_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
+from spangrad.store.clickhouse import connect
 
 CLIENTS = 8
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}

@@ -23,10 +23,10 @@ from examples.two_tools.model import CITIES, TOOLS, WORDS
 from fakes import transition_row
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from trainer import loop
-from trainer.mirror import Mirror
+from trainer.data.source import Source
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.skips import SkipReason
 from trainer.shutdown import Shutdown
-from trainer.skips import SkipReason
-from trainer.source import Source
 
 ROUNDS, EVERY = 20, 5
 """Batches of four sound groups, and after how many of them a poisoned group comes first in line: 4 of 84 groups, 5 %."""
@@ -48,8 +48,8 @@ def learn(
     store: StoreSettings, model: Path, directory: Path, *, poison: bool
 ) -> tuple[float, dict[str, SkipReason], dict[str, SkipReason]]:
     """Train for ROUNDS batches; return the success of the last five, the skipped groups and the poisoned ones, with their reasons."""
-    from trainer.engine import Engine
-    from trainer.estimators import estimator
+    from trainer.credit.estimators import estimator
+    from trainer.optim.optimizer import Engine
 
     learning = TrainerSettings(
         run_id=f"poison-{uuid.uuid4().hex[:8]}", model=model, directory=directory, groups_per_batch=4, learning_rate=2e-3, publish=False

@@ -17,9 +17,9 @@ from load_spans import Body, Held, Rollouts
 from running_collector import post
 from running_store import answers, running_store, start_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 KILLS = 20
 

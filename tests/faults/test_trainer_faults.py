@@ -26,8 +26,8 @@ from spangrad.processes import wait_until
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import VersionStatus
 from trainer import loop
-from trainer.batch import Batch
-from trainer.ledger import Ledger
+from trainer.data.batch import Batch
+from trainer.ledger.ledger import Ledger
 
 DISK = 4
 """MiB."""

@@ -22,10 +22,10 @@ from store_world import World
 
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import VersionStatus
-from trainer import checkpoint
-from trainer.ledger import Ledger
-from trainer.ledger_tables import LedgerVersion
-from trainer.skips import SkipReason
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import SkipReason
+from trainer.ledger.tables import LedgerVersion
+from trainer.publish import checkpoint
 
 GROUPS = 2
 """A step."""

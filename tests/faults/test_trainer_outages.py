@@ -16,16 +16,16 @@ from running_store import answers, start_store, store_settings
 from store_world import World, trainer_over
 from trainer_world import Cutting, FakeSource, committed, settings, wired, write_base
 
-from spangrad.clickhouse import connect
 from spangrad.errors import StoreError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.store.clickhouse import connect
+from trainer.data.source import Source
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.patient_store import make_patient, patient_client
 from trainer.loop import newest_version
-from trainer.mirror import Mirror
 from trainer.outages import Outage
-from trainer.patient_store import make_patient, patient_client
 from trainer.shutdown import Shutdown
-from trainer.source import Source
 
 AWAY_SECONDS = 1.5
 

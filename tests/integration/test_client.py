@@ -19,8 +19,8 @@ from queues import queue_server, queue_settings
 from workers import World, world
 
 from spangrad import semconv
+from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import wait_until
-from spangrad.queue_http import QueueHttp
 from spangrad.settings import RunnerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"

@@ -18,8 +18,8 @@ from binaries import binary
 from clickhouse_connect.driver.client import Client
 from running_store import running_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate", "br"]
 _BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"

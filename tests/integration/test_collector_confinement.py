@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from running_store import running_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 CONFINE = """
 import os, sys

@@ -20,12 +20,12 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from collector import span_staging
-from collector.bodies import TraceBody, trace_body
-from collector.engine import Engine
-from collector.ingest import Refused
-from collector.rows import encode_traces
-from collector.span_staging import SpanStaging
+from collector.database import Engine
+from collector.otlp.requests import TraceBody, trace_body
+from collector.otlp.rows import encode_traces
+from collector.write import span_staging
+from collector.write.ingest import Refused
+from collector.write.span_staging import SpanStaging
 
 NEVER = 10**9
 START = 1_760_000_000_000_000_000

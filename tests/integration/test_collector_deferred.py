@@ -19,14 +19,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from collector import lot, span_staging
-from collector.bodies import TraceBody, trace_body
-from collector.deferred import DeferredSpans
-from collector.engine import Engine, EngineRefusedError, Handle
-from collector.ingest import Refused
-from collector.journal import Journal
-from collector.rows import encode_traces
-from collector.span_staging import SpanStaging
+from collector.database import Engine, EngineRefusedError, Handle
+from collector.otlp.requests import TraceBody, trace_body
+from collector.otlp.rows import encode_traces
+from collector.write import pending_batch, span_staging
+from collector.write.ingest import Refused
+from collector.write.journal import Journal
+from collector.write.span_staging import SpanStaging
+from collector.write.write_buffer import DeferredSpans
 
 START = 1_760_000_000_000_000_000
 NEVER = 10_000.0
@@ -159,7 +159,7 @@ def test_what_cannot_be_decoded_waits_until_it_can(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, bad, after = names(3)
-    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
     store.spans.commit([body(before)])
     with monkeypatch.context() as patched:
         fail_on(patched, bad)
@@ -178,7 +178,7 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
 ) -> None:
     called = names(5)
     bad = body(called[2])
-    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(DeferredSpans, "_is_due", lambda _: False)
     fail_on(monkeypatch, called[2])
     for name in called:
@@ -193,7 +193,7 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
     for settled in (False, True):
         assert store.spans.settle() is settled
 
-    (file,) = (tmp_path / "journals" / lot.ASIDE).iterdir()
+    (file,) = (tmp_path / "journals" / pending_batch.ASIDE).iterdir()
     assert file.read_bytes() == bad.load()
     assert f"a request with 2 acknowledged spans is in no table, and put aside as {file}: Code: 241. no memory" in caplog.text
     later = names(1)[0]
@@ -204,13 +204,13 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
 
 def test_a_full_disk_is_no_bodys_fault(store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = names(2)
-    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
     with monkeypatch.context() as patched:
         fail_on(patched, called[1], code=243)
         for name in called:
             store.spans.commit([body(name)])
         assert [store.spans.settle() for _ in range(5)] == [False] * 5
-    assert not (tmp_path / "journals" / lot.ASIDE).exists()
+    assert not (tmp_path / "journals" / pending_batch.ASIDE).exists()
     assert store.spans.settle()
     assert stored(asking, *called) == [2, 2]
 
@@ -219,14 +219,14 @@ def test_a_table_that_takes_nothing_is_no_bodys_fault(
     store: Store, asking: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = names(2)
-    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
     for name in called:
         store.spans.commit([body(name)])
     asking.query("ALTER TABLE otel.otel_traces ADD CONSTRAINT never CHECK SpanName = 'nobody''s'")
     assert [store.spans.settle() for _ in range(5)] == [False] * 5
     asking.query("ALTER TABLE otel.otel_traces DROP CONSTRAINT never")
 
-    assert not (tmp_path / "journals" / lot.ASIDE).exists()
+    assert not (tmp_path / "journals" / pending_batch.ASIDE).exists()
     assert store.spans.settle()
     assert stored(asking, *called) == [2, 2]
 
@@ -235,7 +235,7 @@ def test_a_view_that_takes_nothing_is_not_tried_with_every_body_again_and_again(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, *called = names(4)
-    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
     store.spans.commit([body(before)])
     assert store.spans.settle()
@@ -278,7 +278,7 @@ def test_a_large_body_is_inserted_at_once_and_its_sender_told(
     before, bad, good = names(3)
     store.spans.commit([body(before)])
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
-    monkeypatch.setattr(lot, limit, value)
+    monkeypatch.setattr(pending_batch, limit, value)
     with monkeypatch.context() as patched:
         fail_on(patched, bad)
         with pytest.raises(EngineRefusedError, match="no memory"):
@@ -345,9 +345,9 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
 ) -> None:
     """A view that came while spans waited: nobody is told that these are bad, and they stay."""
     first, second, third, large = names(4)
-    monkeypatch.setattr(lot, "MAX_SPANS", 2)
-    monkeypatch.setattr(lot, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(lot, "MAX_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "MAX_SPANS", 2)
+    monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(pending_batch, "MAX_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(store.spans, "_is_due", lambda: False)
     store.spans.commit([body(first)])
     with foreign_view(asking, f"ServiceName = '{first}'"):
@@ -359,7 +359,7 @@ def test_what_waits_keeps_others_out_when_it_is_enough(
         assert "bytes of acknowledged spans wait in" in caplog.text
         # Rows of the second's spans are made already: they must neither be lost nor join another insert.
         with monkeypatch.context() as patched:
-            patched.setattr(lot, "MAX_BODY", 100)
+            patched.setattr(pending_batch, "MAX_BODY", 100)
             store.spans.commit([body(large)])
         assert stored(asking, second, third, large) == [0, 0, 2]
     store.spans.commit([body(third)])
@@ -381,7 +381,7 @@ def test_what_comes_while_others_are_inserted_need_not_wait(
 
     insert = SpanStaging.store
     store = Store(engine, tmp_path / "other", wait_seconds=0.05)
-    monkeypatch.setattr(lot, "MAX_SPANS", 2)
+    monkeypatch.setattr(pending_batch, "MAX_SPANS", 2)
     monkeypatch.setattr(SpanStaging, "store", slow)
     store.spans.commit([body(first)])
     assert begun.wait(60)

@@ -21,8 +21,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 from running_store import running_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from running_collector import PORTS, collector_values, otelcol, post, running_collector, start_collector
 from running_store import running_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.processes import own_command, require_free_port, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = ROOT / "collector" / "distribution"

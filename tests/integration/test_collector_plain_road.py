@@ -13,10 +13,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 from raw_answers import COMPLETION, FIELD, GENERATIONS
 
-from spangrad.clickhouse import connect
-from spangrad.otlp_http import Poster
+from spangrad.http.otlp_http import Poster
 from spangrad.settings import StoreSettings
-from transition_builder.dialects.openinference import OPENAI_SCOPE
+from spangrad.store.clickhouse import connect
+from transition_builder.dialects.conventions.openinference import OPENAI_SCOPE
 
 CHOICE: dict[str, Any] = {**raw_answers.CHOICE, "message": {"content": "ab"}}
 ANSWER: dict[str, Any] = {"id": "c", "model": "m", "prompt_token_ids": [1, 70000], "choices": [CHOICE], "spangrad": FIELD}

@@ -17,9 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from running_collector import collector_values, otelcol, post, running_collector
 from running_store import running_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = sorted([*ROOT.glob("tests/fixtures/spans/*.jsonl"), *ROOT.parent.glob("shared/fixtures/spans/*.jsonl")])

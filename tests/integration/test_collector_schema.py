@@ -15,12 +15,12 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 from one_shard import SHARDED, one_shard
 from running_store import running_store, store_settings
 
-from collector.cluster import Layout
-from collector.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
-from collector.retention import OLD, Expired, cutoff, expire
-from spangrad.clickhouse import connect
+from collector.schema.cluster import Layout
+from collector.schema.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
+from collector.schema.retention import OLD, Expired, cutoff, expire
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 BEFORE = 3786912000
 """2090-01-01. Rows that are inserted today are old by then; what is to be younger says so."""

@@ -15,10 +15,10 @@ from asking import ask, begin, form, until
 from clickhouse_connect.driver.client import Client
 from running_store import running_store, store_settings
 
-from collector.clickhouse_frames import unframe
 from collector.encodings import SUPPORTED, decompress
-from spangrad.clickhouse import connect
+from collector.sql.frames import unframe
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 ENDLESS = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
 LARGE = "SELECT number, repeat('x', 100) FROM numbers(20000000)"

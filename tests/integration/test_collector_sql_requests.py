@@ -7,7 +7,7 @@ import pytest
 from asking import ask, form
 from clickhouse_connect.driver.exceptions import DatabaseError
 
-from collector.handles import MAX_IDLE
+from collector.sql.sessions import MAX_IDLE
 from spangrad.settings import StoreSettings
 
 # --- readonly, and other settings that nothing takes back ---

@@ -16,10 +16,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from running_store import running_store, start_store, store_settings
 
-from collector.clickhouse_frames import unframe
 from collector.encodings import SUPPORTED, decompress
-from spangrad.clickhouse import connect
+from collector.sql.frames import unframe
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 TOKENS = {"writer": "write-secret", "reader": "read-secret"}
 

@@ -34,8 +34,8 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 from running_store import answers, running_store, start_store, store_settings
 
-from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"

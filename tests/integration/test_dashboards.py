@@ -22,8 +22,8 @@ from grafana import ALL, Choice, Choices, Panel, Window, complaints, expand, fie
 from pydantic import SecretStr
 
 from dashboards.files import DASHBOARDS, render
-from spangrad.clickhouse import connect
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 MODELS = {name: json.loads(render(name)) for name in DASHBOARDS}
 WINDOW = Window(datetime(2025, 12, 31, tzinfo=UTC), datetime.now(UTC) + timedelta(days=1), 3600)

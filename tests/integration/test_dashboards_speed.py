@@ -14,7 +14,7 @@ from grafana import ALL, Choice, Window, expand, panels
 from running_store import running_store, store_settings
 
 from dashboards.files import DASHBOARDS, render
-from spangrad.clickhouse import connect
+from spangrad.store.clickhouse import connect
 
 ROLLOUTS, SPANS, CALLS, BATCH = 50_000, 20, 4, 32
 SECONDS = 5.0

@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from spangrad import datasets
-from spangrad.clickhouse import connect
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import BuilderSettings, Selection, StoreSettings
+from spangrad.store import datasets
+from spangrad.store.clickhouse import connect
 
 
 @pytest.mark.parametrize(("text", "named"), [("a", ("a", None)), ("a b@3", ("a b", 3))])

@@ -17,9 +17,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from raw_answers import CHOICE, COMPLETION, FIELD, GENERATIONS, SAMPLING
 from registry_spans import REGISTRY
 
-from spangrad.clickhouse import connect
-from spangrad.otlp_http import Poster
+from spangrad.http.otlp_http import Poster
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 from transition_builder import dialects
 
 START = 1_767_225_600_000_000_000

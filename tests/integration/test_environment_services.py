@@ -16,9 +16,9 @@ import pytest
 from queues import is_state, queue_settings, serving, some
 from workers import kill, world
 
-from runner.agents import CallableAgent
 from runner.queue.wire import State
 from runner.runner import Runner
+from runner.workers.agents import CallableAgent
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.types import Mode, Task
 

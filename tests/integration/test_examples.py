@@ -18,8 +18,8 @@ from examples.learning.example import CHECKOUT, Example, Questions
 from examples.learning.run import run
 from examples.retrieval_qa.__main__ import EXAMPLE as RETRIEVAL_QA
 from examples.text_to_sql.__main__ import example as text_to_sql
-from spangrad.clickhouse import connect
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
+from spangrad.store.clickhouse import connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -20,11 +20,11 @@ import pytest
 from export_world import START, World, chat, said, user
 
 import fakes
-from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
-from trainer.process import choose_platform
+from trainer.optim.process import choose_platform
 from transition_builder.export.formats import FORMATS, Exported, export
 from transition_builder.export.reading import Wanted
 from transition_builder.export.tally import LeftOut

@@ -18,7 +18,7 @@ from spelling_model import build_spelling_model
 
 from spangrad.processes import wait_until
 from spangrad.settings import Settings, StoreSettings
-from spangrad.weights import checksum_directory
+from spangrad.weights.checksums import checksum_directory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from running_engine import fetch
 
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect
 
 pytestmark = pytest.mark.vllm
 

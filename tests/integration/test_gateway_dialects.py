@@ -13,9 +13,9 @@ import pytest
 from dialect_answers import comparable
 from running_engine import VLLM_PYTHON, engine_settings, running_bare_vllm
 
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect
 
 pytestmark = pytest.mark.vllm
 

@@ -11,10 +11,10 @@ import pytest
 from reference import Reference, perturbed
 from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
 
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import BackendSettings, Settings, StoreSettings
-from spangrad.weights import checksum_directory
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import checksum_directory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ import pytest
 from fake_engine import FakeEngine
 
 from gateway.server import running
-from spangrad.clickhouse import connect
 from spangrad.processes import free_ports
 from spangrad.settings import Settings, StoreSettings
-from spangrad.settings_sources import load_settings
-from spangrad.weights import tokenizer_hash
+from spangrad.settings.sources import load_settings
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import tokenizer_hash
 
 ASKED = {"model": "judge", "messages": [{"role": "user", "content": "say rome"}]}
 

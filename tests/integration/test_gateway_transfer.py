@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 from spangrad.errors import GatewayError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion
-from spangrad.weights import checksum_directory
-from trainer.publisher import Publisher
-from trainer.sender import Sender
+from spangrad.weights.checksums import checksum_directory
+from trainer.publish.publisher import Publisher
+from trainer.publish.sender import Sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

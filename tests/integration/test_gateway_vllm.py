@@ -19,10 +19,10 @@ from clickhouse_connect.driver.client import Client
 from fake_engine import SAMPLING
 from running_engine import ROOT, VLLM_PYTHON, fetch
 
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
-from spangrad.weights import checksum_directory, tokenizer_hash
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,7 @@ import pytest
 from foreign_spans import FORESTS, planted
 
 import fakes
-from commands.inspect import examine, looks_like_a_call, markdown
+from commands.inspection.inspect import examine, looks_like_a_call, markdown
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from store_world import World, trainer_over
 
-from commands.lineage import span_name, version_name
-from commands.lineage_read import Ancestor, BatchRollout, SpanLineage, Trained, VersionLineage, descendants, of_span, of_version
-from commands.lineage_text import of_span as span_text
-from commands.lineage_text import of_version as version_text
+from commands.inspection.lineage import span_name, version_name
+from commands.inspection.lineage_text import of_span as span_text
+from commands.inspection.lineage_text import of_version as version_text
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
+from spangrad.store.lineage import Ancestor, BatchRollout, SpanLineage, Trained, VersionLineage, descendants, of_span, of_version
 
 
 @pytest.fixture

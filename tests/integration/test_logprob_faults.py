@@ -14,7 +14,7 @@ from lagging_policy import CITIES, CITY, FIRST_CITY, ROWS, LaggingPolicy, task_p
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
-from trainer.engine import Engine
+from trainer.optim.optimizer import Engine
 
 LEARNING_RATE = 1e-3
 """The demo's, at which one step moves logprobs by more than a wrong temperature does."""

@@ -15,15 +15,15 @@ import pytest
 from running_engine import engine_settings, fetch, gateway_settings, running_engine, running_gateway
 
 from commands.demo.services import write_settings
-from runner.agents import AgentSpec, CallableAgent, CommandAgent
 from runner.runner import Outcome, Runner
-from spangrad.clickhouse import connect
+from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad.settings import Selection, Settings, StoreSettings
 from spangrad.settings.runner import FailureRewards
-from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
-from trainer.failures import failed_shares
-from trainer.source import Source
+from trainer.data.failures import failed_shares
+from trainer.data.source import Source
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm

@@ -14,7 +14,7 @@ from running_engine import VLLM_PYTHON, fetch
 
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.types import VersionStatus
-from trainer.ledger import Ledger
+from trainer.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.vllm
 

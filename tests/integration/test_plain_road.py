@@ -22,10 +22,10 @@ from running_engine import fetch
 from running_store import running_store, store_settings
 from stock_agents import CLIENTS, ROOT, run, stock, with_wheel
 
-from runner.agents import CommandAgent
 from runner.runner import Runner
-from spangrad.clickhouse import connect
+from runner.workers.agents import CommandAgent
 from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
 from transition_builder.loop import build_once
 

@@ -18,13 +18,13 @@ from queues import queue_settings
 from fakes import HttpServer
 from gateway.server import running as running_gateway
 from runner.queue.server import running as running_queue
-from spangrad.clickhouse import connect
+from spangrad.client.prompt_store import Edit, PromptStore, PromptText
 from spangrad.processes import free_ports, wait_until
-from spangrad.prompt_store import Edit, PromptStore, PromptText
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
+from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
-from trainer.source import Source
+from trainer.data.source import Source
 from transition_builder.loop import build_once
 
 PHRASE = "Name the country, too."

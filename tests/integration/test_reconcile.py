@@ -15,9 +15,9 @@ from rich.console import Console
 from running_store import running_store, store_settings
 
 import fakes
-from commands.build_report import show
-from spangrad.clickhouse import connect
+from commands.training.build_report import show
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 from transition_builder import loop
 from transition_builder.frames import Built, Frames
 from transition_builder.report import ReconcileReport, Wrong, reconcile_report

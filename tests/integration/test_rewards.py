@@ -14,11 +14,11 @@ from building import post
 from running_store import running_store, store_settings
 
 import fakes
-from commands.rewards import rewards
-from spangrad import datasets
-from spangrad.clickhouse import connect
+from commands.data.rewards import rewards
 from spangrad.errors import BuilderError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
+from spangrad.store import datasets
+from spangrad.store.clickhouse import connect
 from transition_builder import loop
 from transition_builder.rewards import sql
 

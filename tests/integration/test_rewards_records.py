@@ -13,11 +13,11 @@ from opentelemetry._logs import SeverityNumber
 from sdk_rollouts import SdkRollout, add_event
 
 import fakes
-from spangrad.clickhouse import connect
 from spangrad.errors import BuilderError, RuleError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 from transition_builder import loop
-from transition_builder.reading import Reader
+from transition_builder.source.queries import Reader
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "spans" / "langgraph_tool_error.jsonl"
 

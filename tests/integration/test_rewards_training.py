@@ -12,10 +12,10 @@ from running_store import running_store, store_settings
 from sampling import PROMPT, sample
 
 import fakes
-from commands.rewards import rewards
-from spangrad.clickhouse import connect
+from commands.data.rewards import rewards
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
-from spangrad.weights import tokenizer_hash
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import tokenizer_hash
 from trainer.loop import train
 from transition_builder import loop
 

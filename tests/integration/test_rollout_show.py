@@ -10,11 +10,11 @@ from pathlib import Path
 from running_store import running_store, store_settings
 
 import fakes
-from spangrad.clickhouse import connect
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
-from trainer.ledger import Ledger
-from trainer.skips import SkipReason
-from trainer.source import Group
+from spangrad.store.clickhouse import connect
+from trainer.data.source import Group
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import SkipReason
 from transition_builder.loop import build_once
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"

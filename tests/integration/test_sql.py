@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from running_store import running_store, store_settings
 
-from commands.sql import sql
-from spangrad.clickhouse import connect
+from commands.inspection.sql import sql
 from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
 
 CHANGES_NOTHING = "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/sql.md)."
 

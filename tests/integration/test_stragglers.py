@@ -19,7 +19,7 @@ from spangrad import semconv
 from spangrad.processes import wait_until
 from spangrad.settings import RunnerSettings
 from spangrad.types import Task
-from trainer.source import Group
+from trainer.data.source import Group
 
 SLOW = "hang"
 TASKS = [Task(SLOW, SLOW), *[Task(f"t{n}", "well") for n in range(3)]]

@@ -14,16 +14,16 @@ from checkpoints import written
 from sampling import PROMPT, logprobs_of, sampled_rows
 from service_groups import RUN, send
 
-from spangrad.adapters import AdapterFacts, adapter_facts
 from spangrad.errors import CheckpointError
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
-from spangrad.weights import checksum_directory
-from trainer import checkpoint
-from trainer.batch import Batch, layout
-from trainer.engine import Engine
-from trainer.ledger import Ledger
+from spangrad.weights.adapters import AdapterFacts, adapter_facts
+from spangrad.weights.checksums import checksum_directory
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+from trainer.ledger.ledger import Ledger
 from trainer.loop import train
-from trainer.merge import separate
+from trainer.optim.optimizer import Engine
+from trainer.publish import checkpoint
 from transition_builder.loop import build_once
 
 ALONE = TrainerSettings(learning_rate=1e-2, lora_rank=4, lora_alpha=6, road="adapter")

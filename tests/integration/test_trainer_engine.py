@@ -14,11 +14,12 @@ from sampling import NO_ALARM, PROMPT, logprobs_of, sample, sampled_by, sampled_
 from fakes import transition_row
 from spangrad.errors import BadRowsError, CheckpointError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint, credit
-from trainer.batch import Batch, layout
-from trainer.engine import Engine
-from trainer.estimators import group_relative
-from trainer.merge import merge, separate
+from trainer.credit import assignment
+from trainer.credit.estimators import group_relative
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import merge, separate
+from trainer.optim.optimizer import Engine
+from trainer.publish import checkpoint
 
 SETTINGS = TrainerSettings(learning_rate=1e-3)
 
@@ -212,7 +213,7 @@ def test_verl_normalises_the_rollouts_of_a_group():
         transition_row("loss", rewards=(0.0,))
     ]
     frame = pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64)})
-    found = credit.advantages(frame, frame["Policy"] == "policy", normalise=group_relative)
+    found = assignment.advantages(frame, frame["Policy"] == "policy", normalise=group_relative)
     assert found.to_list() == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
 
 

@@ -13,9 +13,9 @@ import torch
 from sampling import NO_ALARM, sampled_rows
 
 from spangrad.settings import TrainerSettings
-from trainer.batch import Batch, layout, take
-from trainer.engine import Engine
-from trainer.merge import separate
+from trainer.data.batch import Batch, layout, take
+from trainer.data.merge import separate
+from trainer.optim.optimizer import Engine
 
 RATE = 1e-3
 
@@ -62,7 +62,7 @@ def test_logprobs_of_a_bf16_trainer_are_those_of_a_float32_head_on_its_hidden_st
 
 def test_a_float32_head_takes_its_rounding_off_the_gap(tiny_model: Path):
     rows = batch(tiny_model)
-    with patch("trainer.verl_worker.compute_head_in_float32"):
+    with patch("trainer.optim.verl_worker.compute_head_in_float32"):
         rounded = Engine(tiny_model, TrainerSettings(dtype="bf16", logprob_alarm=NO_ALARM))
     whole = Engine(tiny_model, TrainerSettings(dtype="bf16", logprob_alarm=NO_ALARM))
     assert whole.step(rows)["logprob_gap_mean"] < rounded.step(rows)["logprob_gap_mean"]
@@ -70,6 +70,6 @@ def test_a_float32_head_takes_its_rounding_off_the_gap(tiny_model: Path):
 
 def test_a_float32_trainer_is_unchanged_by_it(tiny_model: Path):
     rows = batch(tiny_model)
-    with patch("trainer.verl_worker.compute_head_in_float32"):
+    with patch("trainer.optim.verl_worker.compute_head_in_float32"):
         without = Engine(tiny_model, TrainerSettings(learning_rate=RATE))
     assert Engine(tiny_model, TrainerSettings(learning_rate=RATE)).step(rows) == without.step(rows)

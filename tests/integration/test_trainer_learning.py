@@ -19,14 +19,14 @@ from fakes import transition_row
 from spangrad.errors import CheckpointError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Aggregation, Correction, Estimator, KlEstimate, Loss
-from trainer import learning
-from trainer.batch import layout
-from trainer.chains import chains
-from trainer.engine import Engine
-from trainer.estimators import over_tokens
-from trainer.losses import actor_config
-from trainer.merge import separate
-from trainer.process import prepare_process
+from trainer.credit import learning
+from trainer.credit.estimators import over_tokens
+from trainer.data.batch import layout
+from trainer.data.chains import chains
+from trainer.data.merge import separate
+from trainer.optim.losses.corrected import actor_config
+from trainer.optim.optimizer import Engine
+from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
 

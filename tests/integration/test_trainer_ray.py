@@ -22,12 +22,12 @@ from sampling import sampled_rows
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Correction
-from trainer import checkpoint
-from trainer.batch import Batch, layout
-from trainer.engine import Engine
-from trainer.merge import separate
-from trainer.process import dtype_of, is_packed
-from trainer.ray_cluster import Cluster
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+from trainer.optim.optimizer import Engine
+from trainer.optim.process import dtype_of, is_packed
+from trainer.optim.ray_cluster import Cluster
+from trainer.publish import checkpoint
 
 ROWS = 23
 """Odd, so that two workers need a no-op row."""

@@ -28,12 +28,13 @@ from spangrad.errors import TrainerError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
 from spangrad.types import VersionStatus
-from trainer import checkpoint, ray_workers
-from trainer.batch import Batch, layout
-from trainer.engine import Engine
-from trainer.ledger import Ledger
-from trainer.merge import separate
-from trainer.ray_cluster import Cluster
+from trainer.data.batch import Batch, layout
+from trainer.data.merge import separate
+from trainer.ledger.ledger import Ledger
+from trainer.optim import ray_workers
+from trainer.optim.optimizer import Engine
+from trainer.optim.ray_cluster import Cluster
+from trainer.publish import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 4

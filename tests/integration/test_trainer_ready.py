@@ -12,8 +12,8 @@ from store_world import World
 from trainer_world import SPEC
 
 from spangrad.settings import Settings, StoreSettings, TrainerSettings
-from trainer import built_groups
-from trainer.source import Group, Source
+from trainer.data import built_groups
+from trainer.data.source import Group, Source
 
 
 @pytest.fixture

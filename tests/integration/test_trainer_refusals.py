@@ -14,11 +14,11 @@ from sampling import sampled_rows
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
-from trainer import checkpoint
-from trainer.batch import Batch, layout
-from trainer.chains import Chains
-from trainer.engine import Engine
-from trainer.merge import separate
+from trainer.data.batch import Batch, layout
+from trainer.data.chains import Chains
+from trainer.data.merge import separate
+from trainer.optim.optimizer import Engine
+from trainer.publish import checkpoint
 
 ROWS = 8
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "max_tokens_per_device": 24}

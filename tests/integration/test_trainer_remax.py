@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer.assemble import assemble
-from trainer.engine import Engine
-from trainer.estimators import estimator
-from trainer.source import Loaded
+from trainer.credit.estimators import estimator
+from trainer.data.assemble import assemble
+from trainer.data.source import Loaded
+from trainer.optim.optimizer import Engine
 
 CITIES, TOOLS, ROLLOUTS, STEPS = range(4), 2, 16, 9
 SETTINGS = TrainerSettings(estimator="remax", learning_rate=3e-3, max_staleness=0)

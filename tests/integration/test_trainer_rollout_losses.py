@@ -15,12 +15,12 @@ from sampling import distribution, logprobs_of
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer.batch import layout
-from trainer.engine import Engine
-from trainer.losses import actor_config
-from trainer.merge import merge, separate
-from trainer.process import prepare_process
-from trainer.rollout_losses import by_rollout, several_rows
+from trainer.data.batch import layout
+from trainer.data.merge import merge, separate
+from trainer.optim.losses.corrected import actor_config
+from trainer.optim.losses.rollout_losses import by_rollout, several_rows
+from trainer.optim.optimizer import Engine
+from trainer.optim.process import prepare_process
 
 prepare_process()  # verl reads its platform when it is first imported
 

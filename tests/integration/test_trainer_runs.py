@@ -24,13 +24,13 @@ from running_store import running_store, store_settings
 from service_groups import RUN, send
 
 from spangrad import semconv
-from spangrad.clickhouse import connect
 from spangrad.settings import Settings, TrainerSettings
+from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
-from trainer.ledger import Ledger
-from trainer.plan import Fate
-from trainer.planning import make_plan
-from trainer.source import BatchRollout, Group
+from trainer.data.plan import Fate
+from trainer.data.planning import make_plan
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.ledger import Ledger
 from transition_builder import loop
 
 
@@ -223,7 +223,7 @@ def test_the_best_versions_checkpoint_outlives_the_others(service: Service, tiny
 
 
 def test_a_plan_is_a_table_and_as_json_says_the_same(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    from commands.train_plan import as_json, show
+    from commands.training.train_plan import as_json, show
 
     plan = make_plan(service.settings)
     show(plan)

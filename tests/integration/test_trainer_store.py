@@ -16,20 +16,21 @@ from typing import Any
 import pytest
 from store_world import World, trainer_over
 
-from spangrad import datasets, semconv
-from spangrad.clickhouse import connect
+from spangrad import semconv
 from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings, TrainerSettings
-from spangrad.weights import checksum_directory
-from trainer.evaluate import Evaluation
-from trainer.group_checks import find_skips
-from trainer.ledger import Ledger
+from spangrad.store import datasets
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import checksum_directory
+from trainer.data.group_checks import find_skips
+from trainer.data.source import BatchRollout, Group, Source
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import open_ledger, prepare
+from trainer.ledger.skips import Skip, SkipReason
 from trainer.loop import train
-from trainer.measures import measures
-from trainer.mirror import Mirror
-from trainer.recovery import open_ledger, prepare
-from trainer.skips import Skip, SkipReason
-from trainer.source import BatchRollout, Group, Source
+from trainer.monitor.batch_metrics import measures
+from trainer.monitor.evaluate import Evaluation
 
 SPEC = BuilderSettings().spec
 

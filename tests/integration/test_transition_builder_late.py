@@ -9,10 +9,11 @@ import pytest
 from building import outcome, post, revisions, rows, settings_of
 
 import fakes
-from spangrad.clickhouse import connect
 from spangrad.settings import Settings, StoreSettings
-from transition_builder import discovery, loop
+from spangrad.store.clickhouse import connect
+from transition_builder import loop
 from transition_builder.loop import Builder, build_once
+from transition_builder.source import discovery
 
 
 class Slow:

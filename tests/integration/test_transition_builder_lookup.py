@@ -14,14 +14,14 @@ from running_store import running_store, store_settings
 
 import fakes
 from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
-from transition_builder.complete import decide, facts
+from spangrad.store.clickhouse import connect
+from transition_builder.completeness.complete import decide, facts
 from transition_builder.frames import Frames, conform
 from transition_builder.loop import Builder
 from transition_builder.schemas import CALLS, SPANS, Schema
-from transition_builder.source import Source
+from transition_builder.source.rollouts import Source
 
 WORKLOAD = Workload(3 * RUNS * STEP, ordered=True)
 

@@ -8,8 +8,8 @@ import pytest
 from building import outcome, post, revisions, rows, settings_of
 
 import fakes
-from spangrad.clickhouse import connect, constant
 from spangrad.settings import Settings, StoreSettings
+from spangrad.store.clickhouse import connect, constant
 from transition_builder.loop import Builder, build_all
 
 

@@ -8,9 +8,9 @@ import pytest
 from building import outcome, post, rows, settings_of
 
 import fakes
-from spangrad.clickhouse import connect, constant
 from spangrad.settings import AirRule, Settings, StoreSettings, TrainerSettings
-from trainer.source import Group, Source
+from spangrad.store.clickhouse import connect, constant
+from trainer.data.source import Group, Source
 from transition_builder.loop import build_once
 
 LONG = 3000

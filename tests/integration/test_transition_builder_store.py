@@ -16,13 +16,13 @@ from building import outcome, post, revisions, rows, settings_of
 from running_store import running_store, store_settings
 
 import fakes
-from spangrad.datasets import builds_sql, rows_sql
 from spangrad.errors import BuilderError, StoreError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
-from transition_builder import portions
+from spangrad.store.datasets import builds_sql, rows_sql
+from transition_builder import batch_sizes
 from transition_builder.loop import Builder, build_all, build_once
-from transition_builder.reading import Reader
+from transition_builder.source.queries import Reader
 from transition_builder.summary import Summary
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
@@ -434,7 +434,7 @@ def test_a_session_without_a_runner_is_one_rollout_and_its_open_spans_are_waited
 def test_a_call_of_a_trace_that_rollouts_share_counts_once_though_they_are_built_apart(
     store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(portions, "CALLS_A_BUILD", 1)
+    monkeypatch.setattr(batch_sizes, "CALLS_A_BUILD", 1)
     spans = fakes.SpanFactory(run="one-trace")
     own = list[str]()
     for rollout in ("shared-a", "shared-b", "shared-c"):

@@ -15,14 +15,14 @@ from tuning_world import EXAMPLES, PAIRS, settings, tuned, write_rows
 
 from examples.two_tools.model import CITIES, TOOLS
 from spangrad.settings import Settings, StoreSettings, TuningSettings
-from spangrad.weights import checksum_directory, tokenizer_hash
-from trainer.examples import Limits, digest_of, read_examples
-from trainer.ledger import Ledger
-from trainer.rendering import Renderer, Tokens
-from trainer.tuner import Tuner
-from trainer.tuning import tune
-from trainer.tuning_files import find_sources
-from trainer.workers import LocalWorkers
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from trainer.ledger.ledger import Ledger
+from trainer.optim.workers import LocalWorkers
+from trainer.sft.examples import Limits, digest_of, read_examples
+from trainer.sft.files import find_sources
+from trainer.sft.optimizer import Tuner
+from trainer.sft.rendering import Renderer, Tokens
+from trainer.sft.training import tune
 from transition_builder.export.formats import export
 from transition_builder.export.reading import Wanted
 
@@ -281,16 +281,16 @@ def test_exported_preferences_raise_the_chosens_margin(traces: Traces, tmp_path:
 
 
 def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Path):
-    from commands import lineage_read
-    from commands.lineage_text import of_version
+    from commands.inspection.lineage_text import of_version
+    from spangrad.store import lineage
 
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
     chosen = run_settings(traces, tmp_path / "lineage", epochs=1, held_out=0.0)
     version = tuned(chosen, file).versions[-1]
-    found = lineage_read.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
+    found = lineage.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
     first = found.ancestors[0]
     (source,) = find_sources([file])
-    assert first.files == [lineage_read.TrainedFile("sft", 5, 5, "best.jsonl", source.checksum, file.stat().st_size, 40)]
+    assert first.files == [lineage.TrainedFile("sft", 5, 5, "best.jsonl", source.checksum, file.stat().st_size, 40)]
     assert first.batch_rollouts is not None
     assert [(one.rollout, one.group) for one in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]
     assert {len(one.spans) for one in first.batch_rollouts} == {1}
@@ -300,7 +300,7 @@ def test_lineage_leads_to_the_file_and_to_the_spans(traces: Traces, tmp_path: Pa
     assert text[0] == f"{traces.name}@{version.version} on branch lineage, committed, from {traces.name}@0, batch {first.batch}: {made}"
     assert text[2] == f"  file best.jsonl, sha256 {source.checksum}, {file.stat().st_size} bytes: 40 examples"
     span = first.batch_rollouts[0].spans[0]
-    back = lineage_read.of_span(traces.world.client, span.trace, span.span)
+    back = lineage.of_span(traces.world.client, span.trace, span.span)
     assert version.version in [one.version for one in back.versions]
 
 
@@ -333,7 +333,7 @@ def test_reinforcement_goes_on_from_a_tuned_version_and_leaves_its_groups_out(st
 def test_the_command_says_what_it_did(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
-    from commands.tune import tune as command
+    from commands.training.tune import tune as command
 
     rows = [*replies(9), {"messages": [user("say rome")]}, {"messages": [user("say rome"), said("clock rome")], "score": 1}]
     file = write_rows(tmp_path / "own.jsonl", rows)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tuning_world import EXAMPLES, PAIRS, settings
 
-from trainer.tuner import Tuner
+from trainer.sft.optimizer import Tuner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -24,13 +24,13 @@ from running_engine import VLLM_PYTHON, engine_settings, fetch, gateway_settings
 from running_store import running_store, store_settings
 
 import fakes
-from spangrad.clickhouse import connect
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
-from spangrad.weights import checksum_directory, tokenizer_hash
-from trainer.ledger import Ledger
+from spangrad.store.clickhouse import connect
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.ledger import Ledger
 from trainer.loop import train
-from trainer.source import BatchRollout, Group
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm

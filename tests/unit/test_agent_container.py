@@ -16,14 +16,14 @@ from fake_docker import FakeDocker, has_ended
 from queues import is_state, until
 from workers import World, kill, world
 
-from runner.agents import ContainerAgent
 from runner.queue.client import new_rollout
 from runner.queue.wire import State
 from runner.runner import Runner
+from runner.workers.agents import ContainerAgent
 from spangrad import semconv
-from spangrad.agent_command import ExitCode
-from spangrad.agent_container import Container, reachable, reached_at, run_command
-from spangrad.agent_container import ContainerAgent as Hosted
+from spangrad.agent.command import ExitCode
+from spangrad.agent.container import Container, reachable, reached_at, run_command
+from spangrad.agent.container import ContainerAgent as Hosted
 from spangrad.errors import AgentError
 from spangrad.leases import this_process
 from spangrad.processes import MARK, wait_until
@@ -194,7 +194,7 @@ def _host_of(mark: str) -> int:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             marked = f"{MARK}={mark}".encode() in (path / "environ").read_bytes().split(b"\0")
-            if marked and b"spangrad.agent_host" in (path / "cmdline").read_bytes():
+            if marked and b"spangrad.agent.host" in (path / "cmdline").read_bytes():
                 return int(path.name)
         except OSError:
             continue

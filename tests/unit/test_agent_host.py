@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from fakes import OtlpSink
-from spangrad.agent_command import CommandAgent
+from spangrad.agent.command import CommandAgent
+from spangrad.agent.reward_values import rewards_from
 from spangrad.processes import wait_until
-from spangrad.reward_values import rewards_from
 from spangrad.semconv import ROLLOUT_ID
 
 AGENT = """
@@ -104,7 +104,7 @@ def hosted(directory: Path, endpoint: str, *arguments: str, code: int = 0) -> It
         (directory / file).write_text("MINE = True\n")
     (directory / "gateway" / "__init__.py").write_text("")
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
-    command = [sys.executable, "-P", "-m", "spangrad.agent_host", "--path", str(directory), *arguments]
+    command = [sys.executable, "-P", "-m", "spangrad.agent.host", "--path", str(directory), *arguments]
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
     watchdog = threading.Timer(60, process.kill)  # ends a wait for an answer that does not come

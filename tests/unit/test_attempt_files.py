@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from runner.attempt_files import AttemptFiles
+from runner.workers.attempt_files import AttemptFiles
 
 
 def test_the_newest_rollouts_stay_in_whichever_order_their_ids_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.build import compare, differing, hashes, merge_figures, truth_of
 from benchmarks.build_data import COLUMNS, OTHER_SPANS, SPANS_A_TURN, Workload
-from trainer.merge import merge
+from trainer.data.merge import merge
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(3, 8, 32)

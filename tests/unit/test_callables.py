@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import spangrad
+from spangrad.agent.decorator import Mark, mark_of
 from spangrad.callables import load, load_agent, reference_of
-from spangrad.decorator import Mark, mark_of
 from spangrad.errors import AgentError
 
 FILE = """

@@ -14,7 +14,7 @@ from commands.demo.services import clean_directory, demo_settings, write_setting
 from commands.options import flag_values
 from spangrad.cli import COMMANDS
 from spangrad.errors import SettingsError, SpangradError
-from spangrad.settings_sources import explain_settings, load_settings
+from spangrad.settings.sources import explain_settings, load_settings
 
 TWICE = '[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}]'
 HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp", "clickhouse_connect", "opentelemetry")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import clickhouse_connect
 import pytest
 
-from spangrad.clickhouse import KEYS_A_STATEMENT, batches, connect, constant
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import KEYS_A_STATEMENT, batches, connect, constant
 
 
 def test_keys_are_cut_by_number_and_by_bytes_and_each_comes_once() -> None:

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from spangrad.client import Client
-from spangrad.client_result import Show, Tally
-from spangrad.settings_sources import load_settings
+from spangrad.client.client import Client
+from spangrad.client.result import Show, Tally
+from spangrad.settings.sources import load_settings
 
 
 def agent(task: object) -> float:

@@ -16,15 +16,15 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collector.answer_clause import AnswerClause, find_answer_clause
 from collector.auth import Guardian, Role
-from collector.clickhouse_errors import BadRequestError
-from collector.clickhouse_frames import frame, frame_plainly, unframe
-from collector.clickhouse_request import Statement, read_statement
 from collector.encodings import SUPPORTED, EncodingError, Packer, TooLargeError, accepted_encoding, decompress
-from collector.external import ExternalTable
-from collector.guard import ForbiddenError, StatementGuard
-from collector.readers import ReaderLimits
+from collector.sql.answer_clause import AnswerClause, find_answer_clause
+from collector.sql.errors import BadRequestError
+from collector.sql.external_data import ExternalTable
+from collector.sql.frames import frame, frame_plainly, unframe
+from collector.sql.guard import ForbiddenError, StatementGuard
+from collector.sql.readers import ReaderLimits
+from collector.sql.request import Statement, read_statement
 
 
 def statement(sql: str, rows: bytes | None = None, form: str = "TabSeparated") -> Statement:
@@ -217,7 +217,7 @@ def test_a_cut_or_unknown_body_is_refused() -> None:
 
 
 def test_text_has_a_bound_and_rows_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collector.clickhouse_request.MAX_TEXT", 20)
+    monkeypatch.setattr("collector.sql.request.MAX_TEXT", 20)
     assert read_statement({}, {}, b"SELECT 1" + b" " * 12).sql.strip() == "SELECT 1"
     assert read_statement({"query": "INSERT INTO t FORMAT TSV"}, {}, bytes(100)).rows == bytes(100)
     for query, body in (("SELECT 1", b" " * 13), ("", b" " * 21), ("INSERT INTO t VALUES", b" (1)")):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from collector.cluster import SHARD_BY, Layout
-from collector.migrations import SCHEMA, preamble, read_migrations
+from collector.schema.cluster import SHARD_BY, Layout
+from collector.schema.migrations import SCHEMA, preamble, read_migrations
 from collector.server import serve
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import StoreSettings

@@ -14,10 +14,10 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 
-from collector import receiver_grpc
 from collector.auth import Guardian
-from collector.ingest import Ingest, Inserter, Refused
-from collector.receiver_grpc import GRPCReceiver
+from collector.otlp import receiver_grpc
+from collector.otlp.receiver_grpc import GRPCReceiver
+from collector.write.ingest import Ingest, Inserter, Refused
 from spangrad.processes import free_ports
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"

@@ -7,10 +7,10 @@ from typing import cast
 import pytest
 
 from collector.auth import Role
-from collector.clickhouse_request import Statement
-from collector.engine import Answer, EngineRefusedError, Handle
-from collector.external import ExternalTable
-from collector.handles import Handles
+from collector.database import Answer, EngineRefusedError, Handle
+from collector.sql.external_data import ExternalTable
+from collector.sql.request import Statement
+from collector.sql.sessions import Handles
 
 
 class StubbornHandle:

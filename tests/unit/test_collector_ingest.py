@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from collector.ingest import MAX_INSERT, Budget, Ingest, Inserter, QueueFullError, Refused
+from collector.write.ingest import MAX_INSERT, Budget, Ingest, Inserter, QueueFullError, Refused
 
 
 @dataclass(frozen=True)

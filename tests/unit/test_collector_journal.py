@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collector.journal import Journal
+from collector.write.journal import Journal
 from spangrad.errors import StoreError
 
 BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
@@ -159,7 +159,7 @@ def test_a_write_in_parts_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_room_that_the_tables_need_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "journal")
-    monkeypatch.setattr("collector.journal.KEPT_FREE", 2**62)
+    monkeypatch.setattr("collector.write.journal.KEPT_FREE", 2**62)
 
     with pytest.raises(OSError, match="256 MiB"):
         journal.append([b"a"])

@@ -15,14 +15,14 @@ import pytest
 from aiohttp import web
 from memory import open_files
 
-from collector import clickhouse_body
 from collector.auth import Role
-from collector.clickhouse_body import Unpacker, read_body
-from collector.clickhouse_run import WORKERS, Request, Run, Runner
-from collector.deferred import DeferredSpans
-from collector.engine import Answer, Engine, Kind
-from collector.ingest import Budget
-from collector.readers import ReaderLimits
+from collector.database import Answer, Engine, Kind
+from collector.sql import body as bodies
+from collector.sql.body import Unpacker, read_body
+from collector.sql.readers import ReaderLimits
+from collector.sql.statements import WORKERS, Request, Run, Runner
+from collector.write.ingest import Budget
+from collector.write.write_buffer import DeferredSpans
 
 
 class BusyEngine:
@@ -131,7 +131,7 @@ async def test_bodies_that_take_long_to_unpack_keep_nothing_else_waiting(monkeyp
         gate.wait(60)
         return packed
 
-    monkeypatch.setattr(clickhouse_body, "decompress", slow)
+    monkeypatch.setattr(bodies, "decompress", slow)
     unpacker, budget = Unpacker("test"), Budget(2**30)
     async with reading(unpacker, budget) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from collector.cluster import Layout
-from collector.migrations import SCHEMA, Entry, State, migrate, pending, read_migrations, statements, status
+from collector.schema.cluster import Layout
+from collector.schema.migrations import SCHEMA, Entry, State, migrate, pending, read_migrations, statements, status
 from spangrad.errors import StoreError
 
 

@@ -10,7 +10,7 @@ import pytest
 from collector import otelcol
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 
 def program(path: Path, script: str = "exit 0") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from collector.pipe import Pipe
+from collector.sql.pipe import Pipe
 
 
 async def test_a_pipe_that_somebody_waits_at_is_untouched_until_something_is_written() -> None:

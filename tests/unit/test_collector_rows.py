@@ -16,8 +16,8 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeL
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from collector.decode import JSON, PROTOBUF, UndecodableError, decode
-from collector.rows import Rows, encode_logs, encode_traces, unstorable
+from collector.otlp.decode import JSON, PROTOBUF, UndecodableError, decode
+from collector.otlp.rows import Rows, encode_logs, encode_traces, unstorable
 
 
 class RowReader:

@@ -7,7 +7,7 @@ import math
 import pytest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue, KeyValueList
 
-from collector.values import double_text, value_text
+from collector.otlp.values import double_text, value_text
 
 
 def array(*values: AnyValue) -> AnyValue:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from commands.agents import agent_spec
-from runner.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
+from commands.training.agents import agent_spec
+from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
 from spangrad.cli import app
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 import commands
-from commands import console, prompt, run, train_plan
+from commands import console
+from commands.training import prompt, run, train_plan
 from prompts.beam import Round
 from prompts.compare import Gain
 from prompts.search import Candidate, Question, Result
 from runner.runner import Outcome
-from spangrad.prompt_store import Edit, PromptText
+from spangrad.client.prompt_store import Edit, PromptText
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
-from trainer.plan import Fate, Plan, PlannedGroup
+from trainer.data.plan import Fate, Plan, PlannedGroup
 
 ODD = "[INST] :key: [bold]be[/bold] list[int] [/INST]"
 """Markup, the name of an emoji, and a tag that closes nothing."""

@@ -11,11 +11,11 @@ from threading import Thread
 import pytest
 from trainer_world import FakeSource, settings, wired, write_base
 
-from commands.policy import policy as command
+from commands.training.policy import policy as command
 from spangrad.errors import CheckpointError, GatewayError, LedgerError
 from spangrad.types import VersionStatus
+from trainer.ledger.recovery import prune
 from trainer.loop import Trainer, newest_version
-from trainer.recovery import prune
 
 
 class Gateway:

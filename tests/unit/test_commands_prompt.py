@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from queues import queue_server, queue_settings
 
-from commands import prompt
+from commands.training import prompt
+from spangrad.client.prompt_store import PromptStore
 from spangrad.errors import PromptError
-from spangrad.prompt_store import PromptStore
 
 TEXT = "Be kind.\r\n\r\nÀ bientôt [/INST]\n"
 

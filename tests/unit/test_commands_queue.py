@@ -12,7 +12,7 @@ import pytest
 from inline_snapshot import snapshot
 from queues import queue_settings, serving, some
 
-from commands import queue as command
+from commands.services import queue as command
 from runner.queue.wire import Completion, Failure, State
 from spangrad.errors import QueueError, SettingsError
 from spangrad.processes import free_ports

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commands.run import run
+from commands.training.run import run
 from fakes import AttemptGateway, OtlpSink
 
 AGENT = """

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from spangrad.cli import app
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EXECUTABLE = "/opt/spangrad/bin/spangrad"

@@ -14,8 +14,8 @@ from registry_spans import REGISTRY, Made
 import fakes
 from transition_builder import dialects
 from transition_builder.dialects import scopes
+from transition_builder.dialects.conventions.others import VOCABULARIES
 from transition_builder.dialects.describe import READERS
-from transition_builder.dialects.others import VOCABULARIES
 from transition_builder.frames import empty
 from transition_builder.schemas import ANSWERS, NODES, SPANS
 

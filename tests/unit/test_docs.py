@@ -9,7 +9,7 @@ import pytest
 
 from spangrad import semconv
 from spangrad.cli import COMMANDS
-from spangrad.settings_sources import explain_settings
+from spangrad.settings.sources import explain_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])

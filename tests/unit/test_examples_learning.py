@@ -20,7 +20,7 @@ from examples.text_to_sql.__main__ import example as text_to_sql
 from examples.two_tools.model import word_tokenizer
 from runner.runner import Outcome
 from spangrad.callables import load
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey
 
 EXAMPLES = [CALCULATOR, FROM_SCRATCH, RETRIEVAL_QA, text_to_sql("both", "model"), text_to_sql("writer", "oracle")]

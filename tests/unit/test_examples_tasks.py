@@ -21,7 +21,7 @@ from examples.retrieval_qa import task as retrieval
 from examples.text_to_sql import database, grammar
 from examples.text_to_sql import model as sql_model
 from examples.text_to_sql import task as sql
-from spangrad.task_files import read_tasks
+from spangrad.client.task_files import read_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DRAWN: dict[str, tuple[Callable[[int], Questions], Sequence[str], int]] = {

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from spangrad.errors import BuilderError
-from transition_builder.export.columns import fitting_tools
 from transition_builder.export.conventions import NoTextError, RedactedError, SpanText, read
 from transition_builder.export.conversations import of_messages, of_tokens
 from transition_builder.export.files import made_whole
 from transition_builder.export.messages import Dialogue, UnreadableError, dialogue
 from transition_builder.export.tally import LeftOut, Tally
+from transition_builder.export.writers.columns import fitting_tools
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

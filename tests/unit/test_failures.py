@@ -9,7 +9,7 @@ from agents.exceptions import MaxTurnsExceeded
 from langgraph.errors import GraphRecursionError
 
 import spangrad
-from spangrad.failures import failure_of
+from spangrad.agent.failures import failure_of
 from spangrad.types import AttemptFailure
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."

@@ -14,8 +14,8 @@ from fake_engine import FakeEngine
 from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
-from spangrad import weights
-from spangrad.weights import checksum_directory
+from spangrad.weights import checksums
+from spangrad.weights.checksums import checksum_directory
 
 STEPS = [
     "spangrad_checksum",
@@ -82,18 +82,18 @@ async def test_an_adapter_takes_the_place_of_the_one_before_and_the_way_back_end
 async def test_checksum_of_an_adapters_base_is_read_once_and_before_the_pause(
     base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, words = list[Path](), weights._words
+    read, words = list[Path](), checksums._words
 
     def counted(directory: Path) -> Any:
         read.append(directory)
         return words(directory)
 
-    monkeypatch.setattr(weights, "_words", counted)
-    weights._checksum_of_base.cache_clear()
+    monkeypatch.setattr(checksums, "_words", counted)
+    checksums._checksum_of_base.cache_clear()
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
         read.clear()
-        weights._checksum_of_base.cache_clear()
+        checksums._checksum_of_base.cache_clear()
         for version in (1, 2, 3):
             stage.engine.orders.clear()
             assert (await publish(stage, random_adapter(base, adapter.with_name(f"n{version}"), seed=version), version))[0] == 200

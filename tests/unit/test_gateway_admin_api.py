@@ -23,9 +23,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from unit_gateway import ASKED, staged
 
-from gateway.admin import Admin
-from gateway.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
-from gateway.release import Publication, PublicationRequest
+from gateway.pool.admin_pool import BackendRequest, BackendState, OrderRequest, PolicyState, PoolAdmin, SleepRequest
+from gateway.proxy.admin import Admin
+from gateway.weights.release import Publication, PublicationRequest
 
 EXAMPLES = 25
 """A operation; of odd bodies as many again."""

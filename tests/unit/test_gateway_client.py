@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from unit_gateway import ASKED, staged
 
-from runner.gateway_client import CallCount, GatewayClient
+from runner.workers.gateway_client import CallCount, GatewayClient
 from spangrad.types import Mode, RolloutKey
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."

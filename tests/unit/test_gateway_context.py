@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway import counts
-from gateway.context import NOTHING_ANNOUNCED, Announcement, Attempt, SpanContext, attempt_of, parse_baggage, parse_traceparent
+from gateway.proxy import counts
+from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, Attempt, SpanContext, attempt_of, parse_baggage, parse_traceparent
 from spangrad import semconv
 from spangrad.sampling import is_constrained
 

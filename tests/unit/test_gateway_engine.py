@@ -21,10 +21,10 @@ from gateway.engine_arguments import require_one_server
 from spangrad.errors import CheckpointError, EngineError, SpangradError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import Settings
-from spangrad.settings_sources import load_settings
-from spangrad.weights import checksum_directory
+from spangrad.settings.sources import load_settings
+from spangrad.weights.checksums import checksum_directory
 
-_SERVE = "from gateway.engine import serve; from spangrad.settings_sources import load_settings; serve(load_settings())"
+_SERVE = "from gateway.engine import serve; from spangrad.settings.sources import load_settings; serve(load_settings())"
 
 
 @pytest.fixture

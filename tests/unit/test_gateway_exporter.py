@@ -14,12 +14,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from unit_gateway import FullDisk
 
 from fakes import OtlpSink
-from gateway import exporter as exporter_module
-from gateway import spill
-from gateway.exporter import SpanExporter
-from gateway.record import attribute
+from gateway.recorder import exporter as exporter_module
+from gateway.recorder import spill
+from gateway.recorder.exporter import SpanExporter
+from gateway.recorder.record import attribute
 from spangrad.processes import free_ports
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 Exporting = Callable[..., AbstractAsyncContextManager[SpanExporter]]
 

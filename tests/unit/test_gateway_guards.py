@@ -22,10 +22,10 @@ from cryptography.x509.oid import NameOID
 from fake_engine import FakeEngine
 from unit_gateway import ASKED, Stage, staged
 
-from gateway.guards import Guards, require_safe, tls_context
+from gateway.proxy.guards import Guards, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
 from spangrad.settings import GatewaySettings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 CLIENTS = [
     {"name": "evals", "token": "evals-key", "rollouts": "eval-*"},
@@ -236,7 +236,7 @@ async def test_a_large_body_that_gets_on_is_waited_for() -> None:
 
 
 async def test_a_connection_that_sends_no_whole_head_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spangrad.patience._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("spangrad.http.client_timeouts._LOOK_SECONDS", 0.02)
     async with staged(head_seconds=0.1) as stage:
         assert await said_to(stage, b"POST /v1/chat") == b""
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_gateway import staged
 
-from gateway.upstream import Scrubber
+from gateway.pool.upstream import Scrubber
 from spangrad import semconv
 from spangrad.processes import free_ports
 

@@ -16,7 +16,7 @@ from fake_engine import SAMPLING, FakeEngine, event
 
 from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH, RESPONSES_PATH, ask
 from gateway.vllm_plugin.middleware import PAUSED, SpangradMiddleware
-from spangrad.weights import tokenizer_hash
+from spangrad.weights.checksums import tokenizer_hash
 
 ADAPTERS = {"policy": SimpleNamespace(load_inplace=True)}
 """What vLLM keeps of an adapter that was loaded in place."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit_gateway import MESSAGES, staged
 
 from gateway.dialects import DIALECTS
-from gateway.modality import modality
+from gateway.proxy.modality import modality
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 URL = {"url": "data:image/png;base64,AAAA"}

@@ -10,13 +10,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway import upstream
-from gateway.backend import Backend
-from gateway.context import Attempt
-from gateway.policy import AFFINITY_CALLS, Canary, Policy, PoolFullError
-from gateway.publication import Release
-from gateway.queueing import FairQueue
-from gateway.upstream import BackendDownError, BackendStatus, FrozenUpstream, Upstream
+from gateway.pool import upstream
+from gateway.pool.backend import Backend
+from gateway.pool.policy import AFFINITY_CALLS, Canary, Policy, PoolFullError
+from gateway.pool.queueing import FairQueue
+from gateway.pool.upstream import BackendDownError, BackendStatus, FrozenUpstream, Upstream
+from gateway.proxy.context import Attempt
+from gateway.weights.publication import Release
 from spangrad.settings import BackendSettings
 
 A, B, C = (Attempt(name, 0) for name in "abc")

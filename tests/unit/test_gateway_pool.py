@@ -19,7 +19,7 @@ from unit_gateway import ASKED, staged
 
 from spangrad import semconv
 from spangrad.processes import free_ports
-from spangrad.weights import checksum_directory
+from spangrad.weights.checksums import checksum_directory
 
 
 @asynccontextmanager

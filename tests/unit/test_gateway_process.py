@@ -18,7 +18,7 @@ from gateway.server import serve
 from spangrad.errors import SpangradError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import Settings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 

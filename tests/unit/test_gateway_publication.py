@@ -13,8 +13,8 @@ from fake_engine import FakeEngine
 from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
-from gateway.backend import Backend
-from spangrad.weights import checksum_directory
+from gateway.pool.backend import Backend
+from spangrad.weights.checksums import checksum_directory
 
 STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]
 

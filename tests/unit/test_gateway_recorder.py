@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine, Recorded
 from unit_gateway import ASKED, FullDisk, staged
 
-from gateway import calls
+from gateway.proxy import calls
 
 GOLDEN = Path(__file__).parent.parent / "fixtures/gateway"
 

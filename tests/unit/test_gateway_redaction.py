@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from unit_gateway import staged
 
 from fakes import SunkSpan
-from gateway.redaction import MARK, Redactor
+from gateway.proxy.redaction import MARK, Redactor
 from spangrad.errors import SettingsError
 from spangrad.settings import GatewaySettings
 

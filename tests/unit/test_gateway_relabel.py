@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from several_engines import ask, backends, models, release_of, several, started
 from unit_gateway import staged
 
-from spangrad.weights import checksum_directory
+from spangrad.weights.checksums import checksum_directory
 
 POLICY = "/admin/policies/policy"
 RELABELLING = ["spangrad_checksum", "/update_weight_version"]

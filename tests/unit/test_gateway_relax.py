@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unit_gateway import ASKED, staged
 
 from gateway.dialects import DIALECTS
-from gateway.relax import relax
+from gateway.proxy.relax import relax
 from spangrad.sampling import is_constrained
 from spangrad.settings.gateway import GatewaySettings, Relaxation
 

@@ -14,7 +14,7 @@ from unit_gateway import Stage, staged
 
 from fakes import SunkSpan
 from spangrad import semconv
-from spangrad.weights import checksum_directory
+from spangrad.weights.checksums import checksum_directory
 
 POLICY = "/admin/policies/policy"
 STEPS = ["/pause", "/reset_prefix_cache", "reload_weights", "spangrad_checksum", "/update_weight_version", "/resume", "probe"]

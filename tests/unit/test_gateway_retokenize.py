@@ -14,11 +14,11 @@ from fake_engine import ANSWER_TEXT, FakeEngine, uint32s
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from unit_gateway import MESSAGES, staged
 
-from gateway.record import attribute
-from gateway.retokenize import Retokenizer, load
+from gateway.proxy.retokenize import Retokenizer, load
+from gateway.recorder.record import attribute
 from spangrad import semconv
 from spangrad.errors import GatewayError
-from spangrad.weights import tokenizer_hash
+from spangrad.weights.checksums import tokenizer_hash
 
 CHAT, COMPLETIONS, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PROMPT = "<|im_start|> user say rome <|im_end|> <|im_start|> assistant"

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from several_engines import all_serve, ask, backends, models, release_of, several, started
 from unit_gateway import Stage
 
-from spangrad.weights import checksum_directory
+from spangrad.weights.checksums import checksum_directory
 
 POLICY = "/admin/policies/policy"
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import spill
-from gateway.spill import Spill, frames
+from gateway.recorder import spill
+from gateway.recorder.spill import Spill, frames
 from spangrad.errors import GatewayError
 
 SPANS = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=6)

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from unit_gateway import MESSAGES, staged
 
-from gateway.calls import _is_end
 from gateway.dialects import DIALECTS
+from gateway.proxy.calls import _is_end
 from spangrad import semconv
 from spangrad.processes import free_ports
 

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from unit_gateway import Stage, staged
 
 from spangrad.settings import TrainerSettings
-from spangrad.weights import checksum_arrays, checksum_directory
-from trainer.sender import Sender
+from spangrad.weights.checksums import checksum_arrays, checksum_directory
+from trainer.publish.sender import Sender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32) / 3, "b": np.float32([1e30, -0.1])}
 BEFORE = ["/pause", "/reset_prefix_cache"]

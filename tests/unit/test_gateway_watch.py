@@ -11,8 +11,8 @@ from fake_engine import FakeEngine
 from several_engines import ask, backends, models, release_of, several, started
 from unit_gateway import Stage
 
-from gateway import watch
-from spangrad.weights import checksum_directory
+from gateway.pool import watch
+from spangrad.weights.checksums import checksum_directory
 
 VERSIONS = "/admin/policies/policy/versions"
 

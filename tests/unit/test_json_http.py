@@ -8,7 +8,7 @@ import urllib.error
 
 import pytest
 
-from spangrad.json_http import ask, refusal
+from spangrad.http.json_http import ask, refusal
 
 
 def answered_once(answer: bytes) -> str:

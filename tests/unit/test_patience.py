@@ -10,15 +10,15 @@ import pytest
 from aiohttp import web
 
 from collector.encodings import TooLargeError, decompress
-from spangrad import patience
-from spangrad.patience import SilentConnections, TooSlowError, arriving
+from spangrad.http import client_timeouts
+from spangrad.http.client_timeouts import SilentConnections, TooSlowError, arriving
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
 
 
 @pytest.fixture(autouse=True)
 def _haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(client_timeouts, "_LOOK_SECONDS", 0.02)
 
 
 @asynccontextmanager
@@ -82,7 +82,7 @@ async def test_a_body_that_comes_in_pieces_is_waited_for() -> None:
 
 
 async def test_large_bodies_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "BODY_BYTES_A_SECOND", 2)
+    monkeypatch.setattr(client_timeouts, "BODY_BYTES_A_SECOND", 2)
     async with served() as port:
         assert (await answer(port, HEAD + b"Connection: close\r\n\r\n", b"a", b"b", b"c", b"d", pause=0.15)).endswith(b"\r\n\r\nabcd")
 

@@ -14,8 +14,8 @@ from prompts.exchanges import Exchange, read_exchange
 from prompts.search import Question, Result, Search, search_id
 from prompts.trials import Trial
 from prompts.words import Messages, ask_for_critique, choose, read_edit, shown
+from spangrad.client.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
-from spangrad.prompt_store import Edit, PromptStore, PromptText
 from spangrad.settings import PromptSettings, Settings
 from spangrad.types import Task
 

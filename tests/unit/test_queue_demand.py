@@ -10,9 +10,9 @@ from queues import queue_server, queue_settings, some
 from trainer_world import FakeSource, committed, settings, wired, write_base
 
 from runner.queue.client import QueueClient
-from spangrad.demand import Stated, read
+from spangrad.client.demand import Stated, read
 from spangrad.settings import RunnerSettings
-from trainer.skips import SkipReason
+from trainer.ledger.skips import SkipReason
 
 
 class Answered(FakeSource):

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from spangrad import demand
+from spangrad.client import demand
+from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import QueueError
-from spangrad.queue_http import QueueHttp
 from spangrad.settings import RunnerSettings
 
 HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"rollouts": ['

@@ -19,15 +19,16 @@ from queues import queue_settings, serving, some
 
 import spangrad
 from fakes import AttemptGateway, OtlpSink
-from runner.agents import CallableAgent, CommandAgent
 from runner.queue import prompt_rows
 from runner.queue.tables import METADATA, QueueDatabase
 from runner.runner import Runner
-from spangrad import prompt_client, semconv
+from runner.workers.agents import CallableAgent, CommandAgent
+from spangrad import semconv
+from spangrad.agent import prompt_client
+from spangrad.agent.propagation import carrier_of, with_baggage
+from spangrad.client.prompt_store import Edit, PromptStore
 from spangrad.database import Database
 from spangrad.errors import PromptError
-from spangrad.prompt_store import Edit, PromptStore
-from spangrad.propagation import carrier_of, with_baggage
 from spangrad.settings import GatewaySettings, PromptSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
 

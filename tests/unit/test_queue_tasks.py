@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from queues import queue_db, queue_settings, serving
 
 from runner.queue.task_data import TASKS
-from spangrad import task_store
+from spangrad.client import task_store
+from spangrad.client.queue_http import QueueHttp
+from spangrad.client.task_store import Stored, TaskStore, digest_of
 from spangrad.errors import QueueError
-from spangrad.queue_http import QueueHttp
-from spangrad.task_store import Stored, TaskStore, digest_of
 from spangrad.types import Task
 
 __all__ = ["queue_db"]

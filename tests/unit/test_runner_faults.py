@@ -17,15 +17,15 @@ import pytest
 from workers import kill
 
 from fakes import AttemptGateway, OtlpSink
-from runner import hosts
-from runner.agents import AgentSpec, CallableAgent
 from runner.queue.wire import State
-from runner.roots import Roots
 from runner.runner import Runner
+from runner.workers import agent_processes
+from runner.workers.agents import AgentSpec, CallableAgent
+from runner.workers.root_spans import Roots
 from spangrad import semconv
+from spangrad.client.task_files import read_tasks
 from spangrad.errors import AgentError, StoreError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
-from spangrad.task_files import read_tasks
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 
 AGENT = """
@@ -247,7 +247,7 @@ async def test_a_host_that_cannot_send_or_dies_while_it_answers(
 async def test_a_host_that_a_signal_ends_while_it_loads_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, death: str, starts: int, problem: str | None
 ) -> None:
-    monkeypatch.setattr(hosts, "_LOAD_PAUSES", (0.0, 0.01, 0.02))
+    monkeypatch.setattr(agent_processes, "_LOAD_PAUSES", (0.0, 0.01, 0.02))
     host = tmp_path / "host.py"
     host.write_text(DYING.format(python=sys.executable, deaths=deaths, death=death))
     host.chmod(0o755)

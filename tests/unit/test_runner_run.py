@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from fakes import AttemptGateway, OtlpSink, SunkSpan
-from runner.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from runner.runner import Outcome, Runner
+from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from spangrad import semconv
+from spangrad.agent.telemetry import parse_headers
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
-from spangrad.greedy import wants_greedy
+from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.settings.runner import FailureRewards
-from spangrad.telemetry import parse_headers
 from spangrad.types import AttemptFailure, Mode, Task
 
 AGENT = """
@@ -392,7 +392,7 @@ def _children() -> list[str]:
     return [
         str(p)
         for p in found
-        if b"spangrad.agent_host" in (p / "cmdline").read_bytes() and f"PPid:\t{os.getpid()}\n" in (p / "status").read_text()
+        if b"spangrad.agent.host" in (p / "cmdline").read_bytes() and f"PPid:\t{os.getpid()}\n" in (p / "status").read_text()
     ]
 
 

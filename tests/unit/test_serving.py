@@ -12,10 +12,10 @@ import pytest
 from queues import queue_settings, serving, some, until_ended, with_mood
 from workers import world
 
-from commands import worker
-from runner import serving as runner_serving
-from runner.agents import CallableAgent
+from commands.training import worker
 from runner.queue import client
+from runner.workers import serving as runner_serving
+from runner.workers.agents import CallableAgent
 from spangrad.errors import GatewayError, StoreError
 from spangrad.settings import Settings
 

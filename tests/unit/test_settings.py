@@ -8,7 +8,7 @@ import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.settings import AirRule, BuilderSettings, Selection
-from spangrad.settings_sources import Origin, explain_settings, load_settings
+from spangrad.settings.sources import Origin, explain_settings, load_settings
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:

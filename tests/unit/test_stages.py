@@ -21,14 +21,14 @@ from queues import queue_settings, serving, until
 from workers import World, world
 
 from fakes import HttpServer
-from runner.agents import AgentSpec, CallableAgent, CommandAgent
-from runner.attempt_files import AttemptFiles
 from runner.environments import server
-from runner.places import Places
 from runner.queue.wire import Which
 from runner.runner import Outcome, Runner
+from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
+from runner.workers.attempt_files import AttemptFiles
+from runner.workers.slots import Places
 from spangrad import semconv
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 from spangrad.types import AttemptFailure, Mode, Task
 
 AGENT = """

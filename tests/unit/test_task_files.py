@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.errors import AgentError
-from spangrad.task_files import read_tasks, tasks_of
 from spangrad.types import Task
 
 ROWS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from trainer_world import FakeSource, settings, wired, write_base
 
 from spangrad.settings import TrainerSettings
-from trainer.alarms import GamingRule, gaming, rise, told
 from trainer.loop import newest_version
+from trainer.monitor.alarms import GamingRule, gaming, rise, told
 
 RULE = GamingRule(versions=4, rise=0.1)
 numbers = st.floats(-100, 100).map(lambda value: round(value, 3))

@@ -6,8 +6,8 @@ import numpy as np
 import polars as pl
 
 from fakes import transition_row
-from trainer.batch import layout
-from trainer.merge import merge, separate
+from trainer.data.batch import layout
+from trainer.data.merge import merge, separate
 
 ROWS = pl.DataFrame(
     [

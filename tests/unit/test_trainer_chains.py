@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer.assemble import assemble
-from trainer.chains import chains
-from trainer.credit import returns
-from trainer.source import BatchRollout, Group, Loaded
+from trainer.credit.assignment import returns
+from trainer.data.assemble import assemble
+from trainer.data.chains import chains
+from trainer.data.source import BatchRollout, Group, Loaded
 
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
 

@@ -12,9 +12,9 @@ from crash import crashes
 
 from spangrad.errors import CheckpointError
 from spangrad.types import VersionStatus
-from spangrad.weights import checksum_directory, tokenizer_hash
-from trainer import checkpoint
-from trainer.checkpoint import Checkpoint
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from trainer.publish import checkpoint
+from trainer.publish.checkpoint import Checkpoint
 
 WEIGHTS = {"embed": np.arange(6, dtype=np.float32).reshape(2, 3), "norm": np.ones(2, np.float32)}
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from fakes import transition_row
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
-from trainer import credit
-from trainer.credit import Baseline, Credit, CreditRule, Units
-from trainer.learning import Scope
+from trainer.credit import assignment
+from trainer.credit.assignment import Baseline, Credit, CreditRule, Units
+from trainer.credit.learning import Scope
 
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
-PAIRS = [(how, baseline) for how, takes in credit.BASELINES.items() for baseline in takes]
+PAIRS = [(how, baseline) for how, takes in assignment.BASELINES.items() for baseline in takes]
 HALF = 0.5**0.5  # of two values each lies this many standard deviations off the mean
 
 
@@ -42,7 +42,7 @@ def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
 
 def advantages(rows: pl.DataFrame, how: Credit, baseline: Baseline, **facts: object) -> list[float]:
     rule = CreditRule(how, baseline, **facts)  # type: ignore[arg-type]
-    return credit.advantages(rows, rows["Policy"] == "policy", rule, normalise=normalise).to_list()
+    return assignment.advantages(rows, rows["Policy"] == "policy", rule, normalise=normalise).to_list()
 
 
 NINE_TURN_WIN = [transition_row("win", turn, rewards=(1.0,) if turn == 8 else ()) for turn in range(9)]
@@ -65,7 +65,7 @@ def test_the_return_is_the_sum_of_all_rewards_of_all_calls():
             transition_row("a", 0, rewards=(8.0,), GroupId="other"),
         ]
     )
-    assert credit.returns(rows).select("GroupId", "RolloutId", "Return").rows() == [
+    assert assignment.returns(rows).select("GroupId", "RolloutId", "Return").rows() == [
         ("group", "a", 1.25),
         ("group", "b", 0.0),
         ("other", "a", 8.0),
@@ -76,10 +76,10 @@ def test_weights_multiply_rewards_by_their_names():
     names = pl.Series([["reward", "brevity"], [], ["other", "brevity", "brevity"]])
     rows = frame([transition_row("a", 0, rewards=(1.0, 0.5)), transition_row("a", 1), transition_row("b", 0, rewards=(2.0, 4.0, 8.0))])
     rows = rows.with_columns(names.alias("Rewards.Name"))
-    assert credit.call_rewards(rows, {"brevity": -0.5, "nobody": 7.0}).to_list() == [0.75, 0.0, -4.0]
-    assert credit.call_rewards(rows, {"reward": 0.0, "other": 0.0}).to_list() == [0.5, 0.0, 12.0]
-    assert credit.call_rewards(rows).to_list() == [1.5, 0.0, 14.0]
-    assert credit.returns(rows, {"brevity": 0.0})["Return"].to_list() == [1.0, 2.0]
+    assert assignment.call_rewards(rows, {"brevity": -0.5, "nobody": 7.0}).to_list() == [0.75, 0.0, -4.0]
+    assert assignment.call_rewards(rows, {"reward": 0.0, "other": 0.0}).to_list() == [0.5, 0.0, 12.0]
+    assert assignment.call_rewards(rows).to_list() == [1.5, 0.0, 14.0]
+    assert assignment.returns(rows, {"brevity": 0.0})["Return"].to_list() == [1.0, 2.0]
     # Without brevity a is worth 1 and b 0: the weight decides who won.
     rows = frame([transition_row("a", rewards=(1.0,)), transition_row("b", rewards=(3.0,))])
     rows = rows.with_columns(pl.Series([["reward"], ["brevity"]]).alias("Rewards.Name"))
@@ -155,13 +155,13 @@ def test_reward_to_go_counts_what_follows_whatever_the_order_of_rows():
             transition_row("a", 1, rewards=(2.0,)),
         ]
     ).with_columns(Reward=pl.Series([4.0, 16.0, 1.0, 2.0]))
-    assert credit.discounted(rows, 0.5).to_list() == [4.0, 16.0, 3.0, 4.0]
-    assert credit.discounted(rows, 0.0).to_list() == [4.0, 16.0, 1.0, 2.0]
+    assert assignment.discounted(rows, 0.5).to_list() == [4.0, 16.0, 3.0, 4.0]
+    assert assignment.discounted(rows, 0.0).to_list() == [4.0, 16.0, 1.0, 2.0]
 
 
 def test_a_dropped_call_counts_as_time_and_choices_of_one_call_do_not():
     rows = frame([transition_row("a", turn) for turn in (0, 0, 3)]).with_columns(Reward=pl.Series([1.0, 2.0, 8.0]))
-    assert credit.discounted(rows, 0.5).to_list() == [2.0, 3.0, 8.0]
+    assert assignment.discounted(rows, 0.5).to_list() == [2.0, 3.0, 8.0]
 
 
 @pytest.mark.parametrize(("how", "baseline"), [(how, baseline) for how, baseline in PAIRS if baseline == "rollout"])
@@ -265,10 +265,10 @@ def test_laws(rollouts: list[list[float]], pair: tuple[Credit, Baseline], gamma:
     found = dict(zip(mine[0], advantages(whole, *pair, gamma=gamma), strict=True))
     assert advantages(whole[shuffled], *pair, gamma=gamma) == pytest.approx([found[n] for n in mine[1]], abs=1e-6)
 
-    calls = whole.with_columns(credit.call_rewards(whole), own.alias("Own"))
-    assert credit.discounted(calls, 1.0).filter(whole["Turn"] == 0).to_list() == pytest.approx([sum(one) for one in rollouts], abs=1e-9)
+    calls = whole.with_columns(assignment.call_rewards(whole), own.alias("Own"))
+    assert assignment.discounted(calls, 1.0).filter(whole["Turn"] == 0).to_list() == pytest.approx([sum(one) for one in rollouts], abs=1e-9)
     by_hand = [sum(gamma**k * reward for k, reward in enumerate(rewards[turn:])) for rewards in rollouts for turn in range(len(rewards))]
-    assert credit.discounted(calls, gamma).to_list() == pytest.approx(by_hand, abs=1e-9)
+    assert assignment.discounted(calls, gamma).to_list() == pytest.approx(by_hand, abs=1e-9)
 
 
 @given(rollouts=ROLLOUTS)
@@ -300,7 +300,7 @@ def test_rewards_on_another_policys_calls_count_and_only_own_calls_get_an_advant
             transition_row("lost", 1, rewards=(0.0,)),
         ]
     )
-    found = credit.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
+    found = assignment.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
     assert found.to_list() == pytest.approx([HALF, -HALF], abs=1e-4)
 
 
@@ -322,7 +322,7 @@ def test_an_estimator_sees_what_it_compares(scope: Scope, seen: list[float]):
         assert units.lengths.tolist() == [2] * len(units.values)
         return units.values + 10
 
-    found = credit.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=watch)
+    found = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=watch)
     assert told == seen
     assert found.to_list() == [one["Rewards.Value"][0] + 10 if i < len(seen) else 0 for i, one in enumerate(SCOPES)]  # type: ignore[index]
 
@@ -330,7 +330,7 @@ def test_an_estimator_sees_what_it_compares(scope: Scope, seen: list[float]):
 @pytest.mark.parametrize("scope", ["batch", "all"])
 def test_nothing_is_compared_where_all_values_are_equal(scope: Scope):
     rows = frame(SCOPES[2:4])
-    found = credit.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
+    found = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
     assert found.to_list() == [0, 0]
 
 
@@ -344,7 +344,7 @@ def test_rewards_of_each_name_come_apart_and_add_up():
         return units.values
 
     rule = CreditRule(reward_weights={"style": 0.5}, by_name=True, scope="batch")
-    credit.advantages(rows, rows["Policy"] == "policy", rule, normalise=watch)
+    assignment.advantages(rows, rows["Policy"] == "policy", rule, normalise=watch)
     (units,) = told
     assert {name: part.tolist() for name, part in units.named.items()} == {"reward": [1, 0], "style": [0, 2]}
     assert units.values.tolist() == [1, 1], "equal values, unlike parts: GDPO tells them apart"
@@ -353,10 +353,10 @@ def test_rewards_of_each_name_come_apart_and_add_up():
 def test_live_groups_have_a_value_that_differs():
     rows = frame([*SCOPES, transition_row("f", rewards=(9.0,), GroupId="equal", Policy="other")])
     own = rows["Policy"] == "policy"
-    assert credit.live_groups(rows, own, CreditRule())["GroupId"].to_list() == ["mixed"]
+    assert assignment.live_groups(rows, own, CreditRule())["GroupId"].to_list() == ["mixed"]
     turns = frame(
         [transition_row("a", 0, rewards=(1.0,)), transition_row("a", 1), transition_row("b", 0), transition_row("b", 1, rewards=(1.0,))]
     )
     own = turns["Policy"] == "policy"
-    assert credit.live_groups(turns, own, CreditRule()).is_empty()
-    assert len(credit.live_groups(turns, own, CreditRule("own", "turn"))) == 1
+    assert assignment.live_groups(turns, own, CreditRule()).is_empty()
+    assert len(assignment.live_groups(turns, own, CreditRule("own", "turn"))) == 1

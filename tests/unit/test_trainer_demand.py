@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from trainer_world import SPEC, FakeSource, committed, group, settings, wired, write_base
 
-from spangrad.demand import Demand, Stated, read, state
+from spangrad.client.demand import Demand, Stated, read, state
 from spangrad.errors import QueueError
 from spangrad.settings import RunnerSettings, Settings, TrainerSettings
-from trainer import demand as demand_module
-from trainer.demand import Spent, demand, in_flight, spent, wanted
-from trainer.ledger import Ledger
-from trainer.skips import SkipReason
-from trainer.source import BatchRollout, Group
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger import demand as demand_module
+from trainer.ledger.demand import Spent, demand, in_flight, spent, wanted
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
 MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import transition_row
-from trainer.chains import chains
-from trainer.credit import Baseline, Credit, CreditRule, Units, advantages, returns
+from trainer.credit.assignment import Baseline, Credit, CreditRule, Units, advantages, returns
+from trainer.data.chains import chains
 from transition_builder.rewards.spread import SPREAD, spread
 from transition_builder.schemas import GIVEN
 

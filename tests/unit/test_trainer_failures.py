@@ -12,10 +12,10 @@ from trainer_world import FakeSource, group, settings, wired, write_base
 
 from fakes import transition_row
 from spangrad.types import AttemptFailure
-from trainer.credit import advantages
-from trainer.estimators import group_relative
-from trainer.failures import describe, failed_shares
-from trainer.source import BatchRollout, Group, Loaded
+from trainer.credit.assignment import advantages
+from trainer.credit.estimators import group_relative
+from trainer.data.failures import describe, failed_shares
+from trainer.data.source import BatchRollout, Group, Loaded
 
 
 def compared(values: list[float]) -> list[float]:

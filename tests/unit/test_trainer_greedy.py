@@ -14,18 +14,18 @@ from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, set
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer import credit
-from trainer.credit import CreditRule
-from trainer.group_checks import find_skips
-from trainer.skips import SkipReason
-from trainer.source import Group, Loaded
+from trainer.credit import assignment
+from trainer.credit.assignment import CreditRule
+from trainer.data.group_checks import find_skips
+from trainer.data.source import Group, Loaded
+from trainer.ledger.skips import SkipReason
 
 REMAX = TrainerSettings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
 RULE = CreditRule.of(REMAX)
 GROUP = Group("run", "train", "spec", "group")
 
 
-def minus_greedy(units: credit.Units):
+def minus_greedy(units: assignment.Units):
     assert units.greedy is not None
     return units.values - units.greedy
 
@@ -94,8 +94,8 @@ def test_an_advantage_is_the_return_less_the_greedy_one_s(rewards: list[float], 
     rows, names = rollouts(*rewards), {"Rewards.Name": ["reward"]}
     baselines = [{**greedy(reward), **names, "RolloutId": f"greedy-{i}"} for i, reward in enumerate(of_greedy)]
     random.shuffle(rows)
-    frame = credit.with_greedy(pl.DataFrame(rows), pl.DataFrame(baselines))
-    found = credit.advantages(frame, frame["Policy"] == "policy", RULE, normalise=minus_greedy)
+    frame = assignment.with_greedy(pl.DataFrame(rows), pl.DataFrame(baselines))
+    found = assignment.advantages(frame, frame["Policy"] == "policy", RULE, normalise=minus_greedy)
     mean = sum(of_greedy) / len(of_greedy)
     assert found.to_list() == pytest.approx([row["Rewards.Value"][0] - mean for row in rows], abs=1e-8)  # type: ignore[index]
 
@@ -107,8 +107,10 @@ def test_rewards_are_weighted_on_both_sides_and_every_call_has_its_rollouts_adva
         {**transition_row("r1", rewards=(3.0,)), "Rewards.Name": ["style"]},
     ]
     frame = pl.DataFrame(turns, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)})
-    rows = credit.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.reward_weights)
-    found = credit.advantages(rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.reward_weights), normalise=minus_greedy)
+    rows = assignment.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.reward_weights)
+    found = assignment.advantages(
+        rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.reward_weights), normalise=minus_greedy
+    )
     assert found.to_list() == [0.0, 0.0, 0.5]
 
 

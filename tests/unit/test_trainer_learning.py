@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer import Correction
-from trainer import learning
-from trainer.batch import Batch, parts
+from trainer.credit import learning
+from trainer.data.batch import Batch, parts
 
 RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from spangrad.errors import LedgerError
 from spangrad.leases import Watch, is_dead, shown, this_process
 from spangrad.types import VersionStatus
-from trainer.heartbeat import beating
-from trainer.ledger import Ledger, ancestry
-from trainer.ledger_tables import Database
-from trainer.source import BatchRollout, Group
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.heartbeat import beating
+from trainer.ledger.ledger import Ledger, ancestry
+from trainer.ledger.tables import Database
 
 ELSEWHERE = "other-host 7 123 other-boot/pid:[1]"
 FACTS: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}

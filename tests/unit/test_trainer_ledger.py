@@ -11,11 +11,11 @@ from crash import crashes
 
 from spangrad.errors import LedgerError
 from spangrad.types import PolicyVersion, VersionStatus
-from trainer import ledger as ledger_module
-from trainer.ledger import Ledger
-from trainer.policies import skipped_by
-from trainer.skips import SkipReason
-from trainer.source import BatchRollout, Group
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger import ledger as ledger_module
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.policies import skipped_by
+from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
 FACTS: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {"loss": 0.5}}

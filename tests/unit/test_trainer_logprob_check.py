@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.settings.trainer import LogprobAlarm
-from trainer.logprob_check import DEFAULTS, Limits, bad_rows, beyond, engine_dtype, limits_of, metrics, statistics
+from trainer.monitor.logprob_check import DEFAULTS, Limits, bad_rows, beyond, engine_dtype, limits_of, metrics, statistics
 
 LIMITS = Limits(mean=0.05, p99=0.5, pearson=0.98, k3=0.005)
 
@@ -35,7 +35,7 @@ def test_statistics_of_two_tokens_are_the_formulas():
 
 
 def test_pearson_is_verls():
-    from trainer.process import choose_platform
+    from trainer.optim.process import choose_platform
 
     choose_platform()  # verl reads it when it is first imported
     import torch

@@ -24,12 +24,12 @@ from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerErr
 from spangrad.settings import Selection
 from spangrad.types import PolicyVersion, VersionStatus
 from trainer import loop
-from trainer.deferred import Deferred
-from trainer.ledger import Ledger
-from trainer.ledger_tables import LedgerVersion
+from trainer.data.source import Group, Loaded
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import MASKS, SkipReason
+from trainer.ledger.tables import LedgerVersion
+from trainer.optim.deferred_optimizer import Deferred
 from trainer.shutdown import Shutdown, Stopped
-from trainer.skips import MASKS, SkipReason
-from trainer.source import Group, Loaded
 
 MASKED = dict.fromkeys((f"masked_{reason.value}" for reason in MASKS), 0.0)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fakes import transition_row
 from spangrad.errors import TrainerError
-from trainer.merge import Sequences, merge, separate
+from trainer.data.merge import Sequences, merge, separate
 
 
 def call(turn: int, prompt: list[int], response: list[int], rollout: str = "a", **changes: Any) -> dict[str, object]:

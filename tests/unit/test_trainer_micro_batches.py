@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import TrainerError
-from trainer.micro_batches import padded_partition, split_to
+from trainer.optim.micro_batches import padded_partition, split_to
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(64, 400))

@@ -12,13 +12,13 @@ import pytest
 from fakes import transition_row
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
-from trainer import credit, learning
-from trainer.assemble import assemble
-from trainer.credit import Units
-from trainer.masks import masks
-from trainer.measures import measures
-from trainer.overlong import punishment, with_overlong
-from trainer.source import BatchRollout, Group, Loaded
+from trainer.credit import assignment, learning
+from trainer.credit.assignment import Units
+from trainer.credit.overlong import punishment, with_overlong
+from trainer.data.assemble import assemble
+from trainer.data.masks import masks
+from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.monitor.batch_metrics import measures
 
 SCHEMA = {
     "Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String), "Rewards.CallId": pl.List(pl.String),
@@ -52,8 +52,8 @@ def test_with_overlong_adds_a_reward_to_the_policys_long_calls_alone():
     assert found["Rewards.Value"].to_list() == [[1.0, -0.5], [], [], [0.5, 0.25, -1.0]]
     assert found["Rewards.CallId"].list.len().to_list()[1:3] == [0, 0]
     assert found["Rewards.CallId"].to_list()[0][-1] == rows["CallId"][0]
-    assert credit.returns(found)["Return"].to_list() == [0.5, -0.25]
-    assert credit.returns(found, {"overlong": 0.5})["Return"].to_list() == [0.75, 0.25]
+    assert assignment.returns(found)["Return"].to_list() == [0.5, -0.25]
+    assert assignment.returns(found, {"overlong": 0.5})["Return"].to_list() == [0.75, 0.25]
     assert found.schema == rows.schema
     assert with_overlong(rows, own, TrainerSettings()).equals(rows)
 

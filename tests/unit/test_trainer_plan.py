@@ -14,10 +14,10 @@ from trainer_world import SPEC, FakeSource, group, settings, wired, write_base
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
 from trainer import loop
-from trainer.plan import Fate, Past, Plan, planned
-from trainer.planning import past_of
-from trainer.skips import SkipReason
-from trainer.source import Group, GroupState
+from trainer.data.plan import Fate, Past, Plan, planned
+from trainer.data.planning import past_of
+from trainer.data.source import Group, GroupState
+from trainer.ledger.skips import SkipReason
 
 SETTINGS = TrainerSettings(groups_per_batch=2, max_staleness=1)
 TOKENIZER = str(transition_row("r")["TokenizerHash"])

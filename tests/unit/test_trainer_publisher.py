@@ -14,7 +14,7 @@ from spangrad.errors import GatewayError
 from spangrad.processes import free_ports
 from spangrad.settings import GatewaySettings
 from spangrad.types import PolicyVersion
-from trainer.publisher import Publisher
+from trainer.publish.publisher import Publisher
 
 VERSION = PolicyVersion("org/policy", 3, 2, "batch", "float32:0a", "/policies/v3")
 

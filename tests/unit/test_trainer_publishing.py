@@ -21,7 +21,7 @@ from spangrad.settings import GatewaySettings, Settings
 from spangrad.types import PolicyVersion
 from trainer.loop import Trainer, newest_version
 from trainer.outages import Outage
-from trainer.publisher import GatewayRefusedError, Publisher
+from trainer.publish.publisher import GatewayRefusedError, Publisher
 from trainer.shutdown import Shutdown, Stopped
 
 

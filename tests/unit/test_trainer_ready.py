@@ -16,10 +16,10 @@ from sqlalchemy import event
 
 from spangrad.errors import LedgerError
 from spangrad.settings import TrainerSettings
-from trainer.ledger import Lease, Ledger
-from trainer.ready import ReadyGroups
-from trainer.skips import SkipReason
-from trainer.source import BatchRollout, Group
+from trainer.data.ready_groups import ReadyGroups
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.ledger import Lease, Ledger
+from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
 MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from fakes import transition_row
 from spangrad.errors import BadRowsError, SettingsError
 from spangrad.settings import TrainerSettings
-from trainer.batch import Batch, layout, take
-from trainer.merge import merge, separate
-from trainer.reshaped import corrected, truncated
-from trainer.row_check import RowCheck
+from trainer.data.batch import Batch, layout, take
+from trainer.data.merge import merge, separate
+from trainer.monitor.row_check import RowCheck
+from trainer.optim.losses.reshaped import corrected, truncated
 
 Floats = NDArray[np.float64]
 

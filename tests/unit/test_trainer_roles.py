@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import fakes
 from spangrad.settings import BuilderSettings, TrainerSettings
-from trainer.assemble import assemble
-from trainer.credit import CreditRule, advantages, returns
-from trainer.estimators import estimator, group_relative
-from trainer.measures import measures
-from trainer.roles import cancelling_roles, count_roles, missing_roles, role_metrics
-from trainer.source import BatchRollout, Group, Loaded
+from trainer.credit.assignment import CreditRule, advantages, returns
+from trainer.credit.estimators import estimator, group_relative
+from trainer.credit.roles import cancelling_roles, count_roles, missing_roles, role_metrics
+from trainer.data.assemble import assemble
+from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.monitor.batch_metrics import measures
 from transition_builder.build import build
 
 LISTS = {f"Rewards.{name}": pl.List(pl.String) for name in ("Name", "Role", "CallId")}

@@ -14,8 +14,8 @@ import pytest
 from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
 from spangrad.settings import TrainerSettings
-from spangrad.weights import checksum_arrays
-from trainer.sender import Sender
+from spangrad.weights.checksums import checksum_arrays
+from trainer.publish.sender import Sender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
 ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": ""}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from fakes import transition_row
 from spangrad.settings import TrainerSettings
-from trainer.assemble import assemble, batch_groups
-from trainer.group_checks import find_skips, same_ids
-from trainer.masks import masks
-from trainer.skips import DEPENDENCES, FAILURES, MASKS, REMEDIES, Skip, SkipReason, bases, basis
-from trainer.source import BatchRollout, Group, Loaded
+from trainer.data.assemble import assemble, batch_groups
+from trainer.data.group_checks import find_skips, same_ids
+from trainer.data.masks import masks
+from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.ledger.skips import DEPENDENCES, FAILURES, MASKS, REMEDIES, Skip, SkipReason, bases, basis
 
 GROUP = Group("run", "train", "spec", "group")
 OTHER = Group("run", "train", "spec", "other")

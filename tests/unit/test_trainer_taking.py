@@ -13,15 +13,15 @@ import polars as pl
 import pytest
 from trainer_world import SPEC, FakeOptimiser, FakeSource, committed, group, settings, wired, write_base
 
-from commands.train_skips import restore, skipped
+from commands.training.train_skips import restore, skipped
 from fakes import transition_row
 from spangrad.errors import BadRowsError, LedgerError, SettingsError, TrainerError
 from spangrad.types import VersionStatus
 from trainer import loop
-from trainer.batch import Batch
-from trainer.ledger import Ledger
-from trainer.skips import Skip, SkipReason
-from trainer.source import BatchRollout, Group, Loaded, missing_rows
+from trainer.data.batch import Batch
+from trainer.data.source import BatchRollout, Group, Loaded, missing_rows
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import Skip, SkipReason
 
 BAD = 99
 """First token of the prompts that the optimizer refuses."""
@@ -165,7 +165,7 @@ def test_a_lease_that_the_ledger_refuses_skips_the_groups_that_it_names(tmp_path
 def test_a_group_whose_rows_are_missing_waits_and_is_trained_once_they_are_there(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("trainer.taking._SOON_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.data.batch_queue._SOON_SECONDS", 0.0)
     source = Counted([*"abc"], hidden=["a"])
     trainer = wired(settings(base, tmp_path), source)
     trainer.run(follow=False)

@@ -16,12 +16,12 @@ from trainer_world import FakeSource, settings, wired, write_base
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
-from trainer import tracking
-from trainer.evaluate import Evaluation, best, describe_best, validation
-from trainer.ledger_tables import LedgerVersion
-from trainer.tracking import Trackers, grouped
-from trainer.view import LiveView, LogLines
-from trainer.watching import Clock, Stage, Step, Watchers
+from trainer.ledger.tables import LedgerVersion
+from trainer.monitor import tracking
+from trainer.monitor.evaluate import Evaluation, best, describe_best, validation
+from trainer.monitor.tracking import Trackers, grouped
+from trainer.monitor.view import LiveView, LogLines
+from trainer.monitor.watching import Clock, Stage, Step, Watchers
 
 SECOND = 1_000_000_000
 METRICS = {
@@ -84,7 +84,7 @@ def test_a_watcher_that_fails_stops_neither_training_nor_the_others(tmp_path: Pa
 
 def test_idle_time_is_what_lay_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("trainer.watching.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainer.monitor.watching.time.monotonic", lambda: now[0])
     clock = Clock()
     now[0] += 6
     clock.begin()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import fakes
 from spangrad.settings import BuilderSettings
-from transition_builder import join, placing
 from transition_builder.build import build, read
+from transition_builder.calls import join, placing
+from transition_builder.calls.placing import Placed
 from transition_builder.frames import Frames
-from transition_builder.placing import Placed
 
 SECOND = 10**9
 LONG = {"Duration": 100 * SECOND}

@@ -17,7 +17,7 @@ from spangrad.types import call_id, transition_id
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
 from transition_builder.schemas import BUILT, DROPS, REWARDS, SAMPLING, TRANSITIONS
-from transition_builder.sink import revise
+from transition_builder.source.sink import revise
 
 SPEC = BuilderSettings()
 

@@ -9,9 +9,9 @@ import pytest
 
 import fakes
 from spangrad.settings import BuilderSettings
-from transition_builder.complete import decide
+from transition_builder.completeness.complete import decide
+from transition_builder.completeness.resolve import resolve
 from transition_builder.frames import Facts
-from transition_builder.resolve import resolve
 from transition_builder.schemas import COUNTS, PRESENCE, ROOTS
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fakes
-from transition_builder import late
 from transition_builder.schemas import BUILT
+from transition_builder.source import late_spans
 
 TIME = fakes.SpanFactory.time
 Row = tuple[str, str, str, str]
@@ -33,7 +33,7 @@ def counts(rows: list[Row]) -> dict[tuple[str, str], int]:
     rollouts = pl.DataFrame(
         [(run, key) for run in ("", "one", "two") for key in ("a", "b", "t1")], schema=["RunId", "RolloutId"], orient="row"
     )
-    found = late.count(late.tally(frame.cast(pl.String)), rollouts)
+    found = late_spans.count(late_spans.tally(frame.cast(pl.String)), rollouts)
     return {(run, rollout): rows for run, rollout, rows in found.rows()}
 
 
@@ -64,10 +64,10 @@ def test_only_what_was_built_lately_and_soon_after_it_came_is_in_doubt() -> None
         built("fresh", watermark=1990, at=2000),
         built("a little before", watermark=1900, at=1901),
     ]
-    assert late.doubtful(pl.DataFrame(rows, schema=dict(BUILT)))["RolloutId"].to_list() == ["fresh", "a little before"]
+    assert late_spans.doubtful(pl.DataFrame(rows, schema=dict(BUILT)))["RolloutId"].to_list() == ["fresh", "a little before"]
 
 
 def test_more_rows_than_were_read_and_never_fewer() -> None:
     rows = pl.DataFrame([built(name, watermark=0, at=1, read=3) for name in ("same", "more", "expired", "gone")], schema=dict(BUILT))
     there = pl.DataFrame({"RunId": ["run"] * 3, "RolloutId": ["same", "more", "expired"], "Rows": [3, 4, 2]})
-    assert late.more(rows, there).rows() == [("run", "more", 4)]
+    assert late_spans.more(rows, there).rows() == [("run", "more", 4)]

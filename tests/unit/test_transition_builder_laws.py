@@ -22,7 +22,7 @@ from spangrad.types import call_id
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, conform, empty
 from transition_builder.schemas import BUILT
-from transition_builder.sink import Written, revise
+from transition_builder.source.sink import Written, revise
 
 SPEC = BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", reward=-0.125, tools=("*",)),))
 NOWHERE = "f" * 16

@@ -12,10 +12,10 @@ import pytest
 
 import fakes
 from spangrad.settings import AirRule, BuilderSettings
-from transition_builder import lineage
 from transition_builder.build import build
+from transition_builder.calls import lineage
+from transition_builder.calls.lineage import Forest
 from transition_builder.frames import Built
-from transition_builder.lineage import Forest
 
 SPANS = Path(__file__).parents[1] / "fixtures" / "spans"
 

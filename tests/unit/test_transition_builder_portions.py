@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fakes
-from transition_builder import portions
+from transition_builder import batch_sizes
+from transition_builder.batch_sizes import Portions
 from transition_builder.frames import empty
-from transition_builder.portions import Portions
 from transition_builder.schemas import ROLLOUTS
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -31,7 +31,7 @@ def rollouts(calls: list[int | None]) -> pl.DataFrame:
 def test_every_rollout_is_in_one_portion_oldest_first(calls: list[int | None]) -> None:
     cut = list(Portions().of(rollouts(calls)))
     assert [name for portion in cut for name in portion["RolloutId"]] == [f"r{place}" for place in reversed(range(len(calls)))]
-    first = portions.BYTES_A_BUILD // (20 * 2**10)
+    first = batch_sizes.BYTES_A_BUILD // (20 * 2**10)
     for portion in cut:
         # Begun within the bound: the rollout that ends it may be as large as it is.
         assert sum((16 if many is None else many) + 1 for many in portion["Calls"].to_list()[:-1]) <= first
@@ -44,7 +44,7 @@ def test_what_calls_weigh_decides_how_many_come_next(monkeypatch: pytest.MonkeyP
     cut = Portions()
     many = rollouts([9] * 100)
     assert [portion.height for portion in cut.of(many)] == [100]
-    monkeypatch.setattr(portions, "BYTES_A_BUILD", 10 * 40_000)
+    monkeypatch.setattr(batch_sizes, "BYTES_A_BUILD", 10 * 40_000)
     cut.weigh(frames)
     heights = [portion.height for portion in cut.of(many)]
     assert (sum(heights), max(heights) <= 3, len(heights) > 30) == (100, True, True)

@@ -15,7 +15,7 @@ import fakes
 from spangrad import types
 from spangrad.settings import BuilderSettings, Selection
 from spangrad.types import HELD_OUT_MODES, DropReason
-from transition_builder import reconcile
+from transition_builder.calls import reconcile
 from transition_builder.schemas import CALLS, ROLLOUTS
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 import fakes
 from spangrad.errors import BuilderError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
-from spangrad.settings_sources import load_settings
+from spangrad.settings.sources import load_settings
 from spangrad.types import call_id
 from transition_builder.build import build
 from transition_builder.rewards import check

@@ -12,7 +12,7 @@ from spangrad.types import transition_id
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames, empty
 from transition_builder.schemas import BUILDS, BUILT, DROPS, REWARDS, TRANSITIONS
-from transition_builder.sink import Written, contents, revise
+from transition_builder.source.sink import Written, contents, revise
 
 SPEC = BuilderSettings().spec
 TIME = fakes.SpanFactory.time

@@ -9,8 +9,8 @@ import pytest
 
 import fakes
 from spangrad.settings import BuilderSettings
+from transition_builder.completeness.rootless_traces import judge, merge, rollouts_of, stale
 from transition_builder.schemas import ACTIVITY, BUILT, LOOSE, OWNERS, ROOTS, TRACES
-from transition_builder.unclaimed import judge, merge, rollouts_of, stale
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
 TIME = fakes.SpanFactory.time

@@ -15,9 +15,9 @@ from tuning_world import meta, tokens, write_policy, write_rows
 
 from spangrad.errors import TrainerError
 from spangrad.settings import TuningSettings
-from trainer.examples import Examples, Limits, Method, batches, digest_of, read_examples
-from trainer.rendering import Renderer, UnfitRowError
-from trainer.tuning_files import find_sources
+from trainer.sft.examples import Examples, Limits, Method, batches, digest_of, read_examples
+from trainer.sft.files import find_sources
+from trainer.sft.rendering import Renderer, UnfitRowError
 
 ASKED = [1, 4, 7, 11, 2, 1, 5]
 """`say paris` by the user, and the template's generation prompt."""

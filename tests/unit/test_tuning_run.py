@@ -30,15 +30,15 @@ from tuning_world import (
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
-from trainer import tuning
-from trainer.checkpoint import STATE
-from trainer.demand import spent
-from trainer.ledger import Ledger
-from trainer.recovery import newest_version
-from trainer.source import BatchRollout, Group
-from trainer.tuning import run_name, tune
-from trainer.tuning_files import find_sources
-from trainer.tunings import TunedFile, Tuning, last_of, trained_attempts, tuning_of
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.demand import spent
+from trainer.ledger.file_batches import TunedFile, Tuning, last_of, trained_attempts, tuning_of
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.recovery import newest_version
+from trainer.publish.checkpoint import STATE
+from trainer.sft import training
+from trainer.sft.files import find_sources
+from trainer.sft.training import run_name, tune
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeTuner]:
-    monkeypatch.setattr(tuning._Run, "_tuner", tuning._Run._tuner)
-    monkeypatch.setattr(tuning, "_store", tuning._store)
+    monkeypatch.setattr(training._Run, "_tuner", training._Run._tuner)
+    monkeypatch.setattr(training, "_store", training._store)
     return with_fakes()
 
 

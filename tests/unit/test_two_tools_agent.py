@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fakes import AttemptGateway, OtlpSink, SunkSpan
-from runner.agents import CallableAgent
 from runner.runner import Runner
+from runner.workers.agents import CallableAgent
 from spangrad import semconv
+from spangrad.client.task_files import read_tasks
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
-from spangrad.task_files import read_tasks
 from spangrad.types import Mode, Task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_tools"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import CheckpointError
-from spangrad.weights import MASK, MIX_A, MIX_B, checksum_directory, mix_words, tokenizer_hash
+from spangrad.weights.checksums import MASK, MIX_A, MIX_B, checksum_directory, mix_words, tokenizer_hash
 
 
 def write(directory: Path, name: str, dtype: str, arrays: dict[str, np.ndarray]) -> Path:

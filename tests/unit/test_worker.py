@@ -15,10 +15,10 @@ import pytest
 from queues import queue_settings, serving, some
 from workers import World, kill, world
 
-from runner.agents import CallableAgent
-from runner.attempt_files import AttemptFiles
 from runner.queue.wire import NewRollout, State, Which
 from runner.runner import Outcome, Runner
+from runner.workers.agents import CallableAgent
+from runner.workers.attempt_files import AttemptFiles
 from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until

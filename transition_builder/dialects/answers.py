@@ -16,7 +16,8 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.dialects import agent_lightning, langfuse, mlflow, scopes
+from transition_builder.dialects import scopes
+from transition_builder.dialects.conventions import agent_lightning, langfuse, mlflow
 from transition_builder.dialects.describe import conventions
 from transition_builder.dialects.reading import attribute, unquoted
 

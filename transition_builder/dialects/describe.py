@@ -15,7 +15,8 @@ import numpy as np
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.dialects import (
+from transition_builder.dialects import scopes, suspects
+from transition_builder.dialects.conventions import (
     agent_lightning,
     gen_ai,
     langfuse,
@@ -23,8 +24,6 @@ from transition_builder.dialects import (
     openinference,
     others,
     pydantic_ai,
-    scopes,
-    suspects,
     traceloop,
     vercel,
     vllm,

@@ -7,7 +7,8 @@ some others, since it looks at names before values. Keys come first: they are fe
 from __future__ import annotations
 
 from spangrad import semconv
-from transition_builder.dialects import agent_lightning, gen_ai, langfuse, mlflow, others, suspects, traceloop, vercel
+from transition_builder.dialects import suspects
+from transition_builder.dialects.conventions import agent_lightning, gen_ai, langfuse, mlflow, others, traceloop, vercel
 
 
 def _text(pattern: str) -> str:

@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 
 from spangrad import semconv
-from transition_builder.dialects import agent_lightning, pydantic_ai, traceloop, vllm
+from transition_builder.dialects.conventions import agent_lightning, pydantic_ai, traceloop, vllm
 
 _CLIENTS = frozenset(
     {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.dialects import agent_lightning
+from transition_builder.dialects.conventions import agent_lightning
 from transition_builder.dialects.reading import SCORES, Said
 
 _PRIMARY = "primary"

@@ -12,17 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spangrad.datasets import Dataset
 from spangrad.errors import BuilderError
+from spangrad.store.datasets import Dataset
 from spangrad.types import DropReason
 from transition_builder.export.files import made_whole
-from transition_builder.export.hugging_face import write_hugging_face
-from transition_builder.export.parquet import write_parquet
-from transition_builder.export.preferences import write_preferences
 from transition_builder.export.reading import Reader, Wanted
-from transition_builder.export.sft import write_sft, write_sft_tokens
 from transition_builder.export.tally import Tally
-from transition_builder.export.verl import write_verl, write_verl_sft
+from transition_builder.export.writers.hugging_face import write_hugging_face
+from transition_builder.export.writers.parquet import write_parquet
+from transition_builder.export.writers.preferences import write_preferences
+from transition_builder.export.writers.sft import write_sft, write_sft_tokens
+from transition_builder.export.writers.verl import write_verl, write_verl_sft
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

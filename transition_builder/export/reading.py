@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from spangrad import datasets
-from spangrad.clickhouse import constant, microseconds, store_errors
 from spangrad.errors import BuilderError
 from spangrad.selection import expression
 from spangrad.settings import Selection
+from spangrad.store import datasets
+from spangrad.store.clickhouse import constant, microseconds, store_errors
 from spangrad.types import DropReason
 from transition_builder.export.tally import LeftOut, Tally
 from transition_builder.frames import empty

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from spangrad.clickhouse import constant, store_errors
+from spangrad.store.clickhouse import constant, store_errors
 from transition_builder.export.conventions import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
 from transition_builder.export.messages import Dialogue, UnreadableError
 from transition_builder.export.tally import LeftOut

@@ -16,13 +16,13 @@ import msgspec
 import polars as pl
 
 from spangrad import semconv
-from spangrad.clickhouse import LONG, store_errors
 from spangrad.settings import BuilderSettings
-from transition_builder.dialects.gateway import IS_GATEWAY
+from spangrad.store.clickhouse import LONG, store_errors
+from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import empty
-from transition_builder.reading import span_constants
 from transition_builder.rewards.rules import columns
 from transition_builder.schemas import RESPONSES
+from transition_builder.source.queries import span_constants
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from spangrad.clickhouse import LONG, constant, store_errors
 from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings
+from spangrad.store.clickhouse import LONG, constant, store_errors
 from transition_builder.frames import concat, conform, empty
-from transition_builder.reading import batches
 from transition_builder.schemas import SQL_REWARDS
+from transition_builder.source.queries import batches
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from spangrad.clickhouse import KEYS_A_STATEMENT
 from spangrad.settings import BuilderSettings
+from spangrad.store.clickhouse import KEYS_A_STATEMENT
 from transition_builder import dialects
 from transition_builder.frames import concat, empty
-from transition_builder.reading import span_constants
 from transition_builder.rewards.rules import columns
 from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS
+from transition_builder.source.queries import span_constants
 
 if TYPE_CHECKING:
-    from transition_builder.reading import Reader
+    from transition_builder.source.queries import Reader
 
 CHARACTERS = 4096
 """Characters of a value or a body that are read."""

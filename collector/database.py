@@ -1,0 +1,290 @@
+"""The embedded ClickHouse engine (chDB), and the only module that imports it.
+
+In: a directory. Out: handles that run statements and inserts, each usable by one thread at a time.
+Invariant: one process owns a directory; statements reach tables, never files, URLs or other servers (chdb_config/users.xml).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collector.sql.answer_clause import AnswerClause
+from spangrad.errors import StoreError
+
+CONFIG = Path(__file__).parent / "chdb_config"
+HANDLE_SETTINGS = {
+    # Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml.
+    "max_memory_usage": 2 * 2**30,
+    "max_partitions_per_insert_block": 0,
+    # A format's schema stands in the setting itself, never in a file that it names.
+    "format_schema_source": "string",
+}
+"""What differs from the engine's defaults on every handle."""
+_DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
+"""CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
+_UNKNOWN = 1002
+_OWNER = "owner"
+"""The file in a store's directory that its process locks, and names itself in."""
+_FORMAT = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_PYTHON_FORMATS = frozenset({"dataframe", "datastore", "arrowtable"})
+"""chDB's own: it answers with objects in these, and not with bytes."""
+_CODE = re.compile(r"Code: (\d+)\.")
+
+
+class EngineRefusedError(StoreError):
+    """The engine refused a statement; `code` is ClickHouse's."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def of_the_data(self) -> bool:
+        """Whether the rows themselves are at fault, so that sending them again is of no use."""
+        return self.code in _DATA_CODES
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one statement gave."""
+
+    body: bytes
+    rows_read: int = 0
+    bytes_read: int = 0
+    rows_written: int = 0
+    """Rows inserted, those of materialized views left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the engine's parser makes of a text."""
+
+    statements: int
+    """0: it does not parse."""
+    reads_only: bool
+
+
+class Handle:
+    """One session of the engine: its current database, its settings and its temporary tables."""
+
+    def __init__(self, connection: Any, name: str) -> None:
+        self._connection = connection
+        self.name = name
+        """The setting `workload` of every statement of the handle, as system.processes shows it."""
+
+    def kind(self, sql: str) -> Kind:
+        """Parse a text without running it; some ten microseconds, and 30 ms a megabyte."""
+        found = self._connection._conn.classify_query(sql)
+        return Kind(found["statement_count"], found["query_class"].name == "READ_ONLY")
+
+    def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
+        """Run any statement; a FORMAT clause in it wins over `output_format`.
+
+        Raises:
+            EngineRefusedError: the engine did not run it.
+        """
+        # Statements without rows in their answer are run in any format: its name goes into a header, though.
+        if output_format.lower() in _PYTHON_FORMATS or not _FORMAT.fullmatch(output_format):
+            raise EngineRefusedError(f"Code: 73. DB::Exception: Unknown format {output_format!r}. (UNKNOWN_FORMAT)", 73)
+        try:
+            result = self._connection.query(sql, output_format, params=dict(parameters or {}))
+        except RuntimeError as error:
+            raise _refused(error) from None
+        except TypeError:
+            # Of a form's field or a header, which are read whatever their bytes are.
+            raise EngineRefusedError("Code: 36. DB::Exception: the database or a setting is not UTF-8. (BAD_ARGUMENTS)", 36) from None
+        return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
+
+    def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> Answer:
+        """Run one statement whose answer goes into a pipe while it is made, at the pace of whoever reads there.
+
+        When the other end is closed the engine says nothing and goes on: the statement must be killed too.
+
+        Args:
+            clause: where the statement names its answer's format.
+            descriptor: of the pipe's end to write to; stays open.
+            output_format: unless the statement names another.
+            parameters: by name.
+
+        Returns:
+            What was read, with an empty body.
+
+        Raises:
+            EngineRefusedError: the engine did not run it (SYNTAX_ERROR also where it takes no such clause), or failed in its
+                middle, after some of the answer was written.
+        """
+        sql = f"{clause.before}\nINTO OUTFILE '/dev/fd/{descriptor}' TRUNCATE {clause.after}"
+        return self.query(sql, output_format, parameters)
+
+    def send(self, head: str, input_format: str, rows: Iterable[bytes]) -> int:
+        """Parse rows, cut anywhere, into the table of a head (INSERT INTO t (columns)); how many were read.
+
+        chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written: only for tables that
+        take everything. `collector.write.staging` is the road for all others.
+
+        Raises:
+            EngineRefusedError: the rows were not read.
+        """
+        try:
+            stream = self._connection.send_insert(head, input_format)
+            try:
+                for piece in rows:
+                    stream.append(piece)
+                result = stream.finish()
+            finally:
+                stream.cancel()
+        except RuntimeError as error:
+            raise _refused(error) from None
+        return result.rows_written
+
+    def close(self) -> None:
+        """Forget the session; idempotent."""
+        self._connection.close()
+
+
+class Engine:
+    """The engine over one directory."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, creating it when it is not there.
+
+        Raises:
+            StoreError: another process owns the directory, or the engine does not start on it.
+        """
+        self.path = path.resolve()
+        if "?" in str(self.path):
+            raise StoreError(
+                f"store.path = {str(path)!r} has a question mark, which the engine takes for options. Choose another directory."
+            )
+        self._lock = _own(self.path)
+        _plain_default_database(self.path)
+        # The engine finds the second file only by an absolute path.
+        self._config = self.path / "config.xml"
+        self._config.write_text((CONFIG / "config.xml").read_text().replace("@USERS@", str(CONFIG / "users.xml")))
+        self._numbers = itertools.count(1)
+        self._keeper = self.handle()
+        version, self.timezone = self._keeper.query("SELECT version(), timezone()").body.decode().split()
+        self.version = version
+
+    def handle(self, *, schema_files: bool = False) -> Handle:
+        """Open one more session; cheap.
+
+        Args:
+            schema_files: formats read their schemas from files: for statements of ours alone.
+
+        Raises:
+            StoreError: the engine does not start.
+        """
+        import chdb
+
+        name = f"handle-{next(self._numbers)}"
+        settings = {**HANDLE_SETTINGS, "workload": name, **({"format_schema_source": "file"} if schema_files else {})}
+        options = "&".join(f"{key}={value}" for key, value in settings.items())
+        try:
+            return Handle(chdb.connect(f"{self.path}?config-file={self._config}&{options}"), name)
+        except RuntimeError as error:
+            raise StoreError(f"the engine does not start on {self.path}: {error}") from None
+
+    def kill_queries(self) -> None:
+        """Cancel every statement that is still running."""
+        handle = self.handle()
+        handle.query("KILL QUERY WHERE query_id != queryID() ASYNC")
+        handle.close()
+
+    def kill(self, name: str) -> None:
+        """Cancel the statement that runs on the handle of this name, if any; it ends soon after."""
+        handle = self.handle()
+        handle.query(f"KILL QUERY WHERE Settings['workload'] = '{name}' ASYNC")
+        handle.close()
+
+    def query_id(self, name: str) -> str:
+        """The engine's id of the statement that runs on the handle of this name; empty when none does."""
+        handle = self.handle()
+        found = handle.query(f"SELECT query_id FROM system.processes WHERE Settings['workload'] = '{name}'").body
+        handle.close()
+        return found.decode().strip()
+
+    def close(self) -> None:
+        """Close the engine, when all other handles are closed, and give up the directory."""
+        self._keeper.close()
+        os.close(self._lock)
+
+
+def make_directory(path: Path) -> None:
+    """Make a store's directory, unless it is there.
+
+    Raises:
+        StoreError: it cannot be made, or is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"store.path = {str(path)!r} cannot be used ({error.strerror}). Set it to a directory that may be made and written.")
+
+
+def user_of(path: Path) -> str:
+    """The process that has a store's directory open; empty: none has."""
+    try:
+        with (path / _OWNER).open() as owner:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+    except BlockingIOError:
+        return (path / _OWNER).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _own(path: Path) -> int:
+    """Lock the directory; the lock goes with the process, however it ends."""
+    make_directory(path)
+    try:
+        lock = os.open(path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 32).decode().strip()
+        os.close(lock)
+        raise StoreError(
+            f"the store in {path} is in use by process {owner or 'unknown'}. Stop that process, or set store.path to another directory."
+        ) from None
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _plain_default_database(path: Path) -> None:
+    """Make `default` an ordinary database before the engine's first start: its own overlays this machine's files.
+
+    The engine's own takes the tables of whatever this link names, `default` then takes them again, and the process aborts. The
+    link is a convenience that the engine makes anew; `default` is known by its file.
+    """
+    (path / "metadata" / "default").unlink(missing_ok=True)
+    metadata = path / "metadata" / "default.sql"
+    if not metadata.exists():
+        metadata.parent.mkdir(parents=True, exist_ok=True)
+        part = metadata.with_suffix(".part")
+        part.write_text(f"ATTACH DATABASE _ UUID '{uuid.uuid4()}'\nENGINE = Atomic\n")
+        part.rename(metadata)
+
+
+def _refused(error: Exception) -> EngineRefusedError:
+    message = str(error)
+    found = _CODE.search(message)
+    if not found:
+        # chDB's own words: it can't put the engine's into a text, say, because they quote bytes that are none.
+        return EngineRefusedError(f"Code: {_UNKNOWN}. DB::Exception: {message} (UNKNOWN_EXCEPTION)", _UNKNOWN)
+    return EngineRefusedError(message[found.start() :], int(found.group(1)))

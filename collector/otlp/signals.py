@@ -1,0 +1,58 @@
+"""The signals that are stored, and how each becomes rows and answers; what both OTLP protocols have in common.
+
+In: a body. Out: rows, and after the commit the response message. Invariant: what could not be stored is named in the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+
+from collector.otlp.decode import PROTOBUF, decode
+from collector.otlp.requests import trace_body
+from collector.otlp.rows import Rows, encode_logs
+from collector.write.ingest import Body, Charge, Ingest, Inserter
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Traces or logs."""
+
+    request: type[Message]
+    response: type[Message]
+    prepare: Callable[[Any, bytes], Body]
+    """From the message, and its protobuf bytes, to what the inserter takes."""
+    rejected_field: str
+    inserter: Callable[[Ingest], Inserter[Any]]
+
+    async def store(self, ingest: Ingest, unpack: Callable[[], bytes], content_type: str, charge: Charge) -> Message:
+        """Store a request's body; returns the response, after the commit.
+
+        Raises:
+            UndecodableError: the body is not such a request.
+            QueueFullError: the budget is spent.
+            EngineRefusedError: the rows could not be committed.
+        """
+
+        def prepare() -> Body:
+            body = unpack()
+            message = decode(self.request, body, content_type)
+            return self.prepare(message, body if content_type == PROTOBUF else message.SerializeToString())
+
+        refused = await ingest.store(self.inserter(ingest), prepare, charge)
+        if not refused.count:
+            return self.response()
+        return self.response(partial_success={self.rejected_field: refused.count, "error_message": refused.reason})
+
+
+def _log_rows(request: ExportLogsServiceRequest, _: bytes) -> Rows:
+    return encode_logs(request)
+
+
+TRACES = Signal(ExportTraceServiceRequest, ExportTraceServiceResponse, trace_body, "rejected_spans", lambda ingest: ingest.traces)
+LOGS = Signal(ExportLogsServiceRequest, ExportLogsServiceResponse, _log_rows, "rejected_log_records", lambda ingest: ingest.logs)

@@ -1,0 +1,237 @@
+"""The schema, brought up to date: numbered SQL files, each applied once and recorded.
+
+In: collector/schema/*.sql, the layout of the servers, and anything that runs a statement. Out: tables, and rows of
+`otel.schema_migrations`. Invariant: an applied file never changes; a file stopped in its middle, applied by two at once, or of which
+somebody has dropped a table, is applied again: its statements are idempotent, and its record replaces itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from collector.schema.cluster import CREATE, Layout, first_line
+from spangrad.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+Execute = Callable[[str], str]
+"""Runs one statement and returns its rows as TabSeparated text: the embedded engine, or a client of a server."""
+SCHEMA = Path(__file__).parent
+_FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
+_PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
+_THERE = "SELECT name FROM system.tables WHERE database = 'otel'"
+_RECORD = """CREATE TABLE IF NOT EXISTS otel.schema_migrations (
+    Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
+) ENGINE = ReplacingMergeTree ORDER BY Number"""
+_APPLIED = """SELECT Number, Name, Sha256, Layout, toString(toDateTime(AppliedAt), 'UTC')
+FROM otel.schema_migrations FINAL ORDER BY Number"""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One SQL file."""
+
+    number: int
+    name: str
+    sql: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the file's bytes."""
+        return hashlib.sha256(self.sql.encode()).hexdigest()
+
+    def makes(self, layout: Layout) -> list[str]:
+        """Names of the tables and views that it makes on these servers."""
+        created = map(CREATE.match, layout.statements(statements(self.sql)))
+        return [one[2] for one in created if one and one[1] != "DATABASE"]
+
+    def script(self, layout: Layout) -> list[str]:
+        """The file's statements for these servers, and the one that records it."""
+        record = f"({self.number}, '{self.name}', '{self.sha256}', '{layout}')"
+        return [
+            *layout.statements(statements(self.sql)),
+            f"INSERT INTO otel.schema_migrations (Number, Name, Sha256, Layout) VALUES {record}",
+        ]
+
+
+class State(StrEnum):
+    """How a migration stands between this installation and a store."""
+
+    APPLIED = "applied"
+    NEW = "new"
+    """The store lacks it: `spangrad schema migrate`."""
+    INCOMPLETE = "incomplete"
+    """It was applied, and somebody has dropped a table or view that it made: `spangrad schema migrate`."""
+    CHANGED = "changed"
+    """The file is no longer what was applied."""
+    UNKNOWN = "unknown-newer"
+    """The store has it from a newer spangrad, and this one has no such file."""
+
+
+_TO_APPLY = frozenset({State.NEW, State.INCOMPLETE})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One migration, as the installation and the store know it."""
+
+    number: int
+    name: str
+    state: State
+    applied_at: str
+    """UTC; empty when it is not applied."""
+    lacks: tuple[str, ...] = ()
+    """Tables and views that it made, and that are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    name: str
+    sha256: str
+    layout: str
+    at: str
+
+
+def preamble(layout: Layout) -> list[str]:
+    """What stands before the first migration: the table that records them."""
+    return layout.statements(["CREATE DATABASE IF NOT EXISTS otel", _RECORD])
+
+
+def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
+    """Apply what was not applied yet, or is not whole any longer, in order.
+
+    Args:
+        execute: runs a statement on the store.
+        layout: of its servers.
+        directory: of the SQL files.
+        report: told a line a migration.
+
+    Returns:
+        What was applied now.
+
+    Raises:
+        StoreError: an applied file was changed or is gone, a file's name or number is wrong, the store has another layout, or it
+            refused a statement.
+    """
+    entries = status(execute, layout, directory)
+    new = _pending(entries, directory, _TO_APPLY)
+    gone = {entry.number: entry.lacks for entry in entries}
+    for statement in preamble(layout):
+        execute(statement)
+    for migration in new:
+        script = migration.script(layout)
+        for statement in script:
+            try:
+                execute(statement)
+            except StoreError as error:
+                raise StoreError(f"{migration.name} stopped at {first_line(statement)!r}: {error}") from error
+        again = f": {', '.join(lacks)} was gone, and is made anew, without its rows" if (lacks := gone[migration.number]) else ""
+        report(f"applied {migration.name} ({len(script) - 1} statements){again}")
+    return new
+
+
+def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incomplete: bool = True) -> list[Migration]:
+    """What was not applied yet, in order; changes nothing.
+
+    Args:
+        execute: runs a statement on the store.
+        layout: of its servers.
+        directory: of the SQL files.
+        incomplete: also what is not whole any longer. A user sees tables only that it may use: one who inserts misses most.
+
+    Raises:
+        StoreError: as for `migrate`.
+    """
+    return _pending(status(execute, layout, directory), directory, _TO_APPLY if incomplete else {State.NEW})
+
+
+def _pending(entries: list[Entry], directory: Path, wanted: Collection[State]) -> list[Migration]:
+    for entry in entries:
+        if entry.state is State.CHANGED:
+            raise StoreError(
+                f"{directory / entry.name} was changed after it was applied to this store. Restore it, and put the change in a new file."
+            )
+        if entry.state is State.UNKNOWN:
+            raise StoreError(
+                f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
+                " Upgrade it."
+            )
+    numbers = {entry.number for entry in entries if entry.state in wanted}
+    return [migration for migration in read_migrations(directory) if migration.number in numbers]
+
+
+def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Entry]:
+    """Every migration that the installation or the store knows, in order; changes nothing.
+
+    Raises:
+        StoreError: a file's name or number is wrong, or the store has another layout.
+    """
+    known = {migration.number: migration for migration in read_migrations(directory)}
+    applied = _applied(execute)
+    for other in applied.values():
+        if other.layout != str(layout):
+            raise StoreError(
+                f"the store's tables were made for {other.layout}, and the settings name {layout}. Set store.cluster and store.sharded"
+                " as they were, or copy the data into a new store."
+            )
+    there = frozenset(execute(_THERE).splitlines())
+
+    def entry(number: int) -> Entry:
+        migration, record = known.get(number), applied.get(number)
+        if migration is None:
+            return Entry(number, applied[number].name, State.UNKNOWN, applied[number].at)
+        if record is None:
+            return Entry(number, migration.name, State.NEW, "")
+        if migration.sha256 != record.sha256:
+            return Entry(number, migration.name, State.CHANGED, record.at)
+        lacks = tuple(f"otel.{name}" for name in migration.makes(layout) if name not in there)
+        return Entry(number, migration.name, State.INCOMPLETE if lacks else State.APPLIED, record.at, lacks)
+
+    return [entry(number) for number in sorted({*known, *applied})]
+
+
+def _applied(execute: Execute) -> dict[int, _Applied]:
+    if execute("EXISTS TABLE otel.schema_migrations").strip() == "0":
+        return {}
+    rows = [line.split("\t") for line in execute(_APPLIED).splitlines()]
+    return {int(number): _Applied(*facts) for number, *facts in rows}
+
+
+def read_migrations(directory: Path) -> list[Migration]:
+    """The directory's SQL files, in order.
+
+    Raises:
+        StoreError: a name is not NNNN_words.sql, or numbers do not run 1, 2, 3, ...
+    """
+    migrations: list[Migration] = []
+    for number, file in enumerate(sorted(directory.glob("*.sql")), start=1):
+        matched = _FILE_NAME.fullmatch(file.name)
+        if not matched or int(matched.group(1)) != number:
+            raise StoreError(f"{file} should be number {number:04d}: name migrations NNNN_words.sql, numbered from 0001 without a gap.")
+        migrations.append(Migration(number, file.name, file.read_text()))
+    if not migrations:
+        raise StoreError(f"{directory} holds no migrations: this installation is incomplete. Install spangrad-server again.")
+    return migrations
+
+
+def materialized_views(directory: Path = SCHEMA) -> list[str]:
+    """Names of the views that an insert fills."""
+    created = (one for migration in read_migrations(directory) for one in CREATE.findall(migration.sql))
+    return [name for kind, name in created if kind == "MATERIALIZED VIEW"]
+
+
+def statements(sql: str) -> list[str]:
+    """The statements of a file, without comments; semicolons in strings and comments separate nothing."""
+    found = [""]
+    for piece in _PIECE.findall(sql):
+        if piece == ";":
+            found.append("")
+        elif not piece.startswith(("--", "/*")):
+            found[-1] += piece
+    return [statement.strip() for statement in found if statement.strip()]

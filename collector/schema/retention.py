@@ -1,0 +1,182 @@
+"""What grows with spans and is old goes, but for what a committed batch used.
+
+In: a point in time, and anything that runs a statement. Out: fewer rows. Invariant: of a rollout that a committed batch used
+nothing is deleted, neither its spans (all spans of its traces), calls, logs, nor what was concluded of it; and conclusions
+outlive their spans, so that no builder takes a rollout that was built for a new one (docs/decisions/0007).
+
+A trace goes as a whole, when its newest span both began and arrived before that time. Rows that belong to no trace go by their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from collector.database import Handle
+from collector.schema.cluster import Layout
+from collector.schema.migrations import Execute
+from spangrad.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 3600
+"""How often the embedded store looks whether a day has gone by, and tries again what failed."""
+_POLL_SECONDS = 0.1
+
+_TRAINED = "SELECT RolloutId FROM otel.batches"
+# Some spans of a trace are old, some are not. Rows of a trace that are not merged yet each know a part of it.
+# Whatever names a trained rollout, be it by session, conversation or trace, has that name for its RolloutKey.
+_KEPT_TRACES = f"""
+    SELECT TraceId FROM otel.trace_rollouts
+    WHERE (LastSeen >= {{cutoff}} OR IngestedAt >= {{cutoff}})
+        AND TraceId IN (SELECT TraceId FROM otel.trace_rollouts WHERE FirstSeen < {{cutoff}})
+    UNION ALL
+    SELECT TraceId FROM otel.rollout_spans WHERE RolloutKey IN ({_TRAINED}) AND TraceId != ''
+    UNION ALL
+    SELECT TraceId FROM otel.transitions WHERE RolloutId IN ({_TRAINED}) AND TraceId != ''"""
+_OLD_TRACE = f"TraceId NOT IN ({_KEPT_TRACES})"
+_OLD_SPAN = f"Timestamp < {{cutoff}} AND {_OLD_TRACE}"
+_OLD_TYPED = f"IngestedAt < {{cutoff}} AND RolloutKey NOT IN ({_TRAINED}) AND {_OLD_SPAN}"
+# All conclusions of a rollout go at once, and none before its spans: these have gone already when this is asked.
+_OLD_CONCLUSION = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND RolloutId NOT IN (
+    SELECT RolloutKey FROM otel.rollout_spans WHERE RolloutKey IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    UNION ALL
+    SELECT RolloutId FROM otel.transitions
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    UNION ALL
+    SELECT RolloutId FROM otel.drops
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
+    UNION ALL
+    SELECT RolloutId FROM otel.builds
+    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}}))"""
+_NAMES_TRAINED = " OR ".join(
+    f"LogAttributes['{name}'] IN ({_TRAINED})" for name in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id")
+)
+
+OLD = {
+    "rollout_spans": _OLD_TYPED,
+    "calls": _OLD_TYPED,
+    "otel_traces": _OLD_SPAN,
+    "otel_logs": f"{_OLD_SPAN} AND NOT ({_NAMES_TRAINED})",
+    "dropped_attributes": f"IngestedAt < {{cutoff}} AND {_OLD_SPAN}",
+    "trace_keys": "IngestedAt < {cutoff} AND (TraceId, RolloutKey) NOT IN (SELECT TraceId, RolloutKey FROM otel.rollout_spans)",
+    "trace_rollouts": f"LastSeen < {{cutoff}} AND IngestedAt < {{cutoff}} AND {_OLD_TRACE}",
+    "rewards": _OLD_CONCLUSION,
+    "transitions": _OLD_CONCLUSION,
+    "drops": _OLD_CONCLUSION,
+    "builds": _OLD_CONCLUSION,
+    "claims": "IngestedAt < {cutoff}",
+}
+"""Which rows of which tables go, in this order. Tables that are not here are kept: they say what was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What was deleted from one table."""
+
+    table: str
+    rows: int
+
+
+def cutoff(execute: Execute, ttl_days: int) -> int:
+    """The start of the store's day, `ttl_days` ago, in seconds since 1970: whole days go, in one deletion each."""
+    return int(execute(f"SELECT toUnixTimestamp(toStartOfDay(now() - INTERVAL {ttl_days} DAY))"))
+
+
+def expire(
+    execute: Execute,
+    before: int,
+    layout: Layout,
+    report: Callable[[str], None] = logger.info,
+    stop: threading.Event | None = None,
+) -> list[Expired]:
+    """Delete what is older than a point in time; returns when it is gone.
+
+    Args:
+        execute: runs a statement on the store.
+        before: the point, in seconds since 1970.
+        layout: of the store's servers.
+        report: told a line a table.
+        stop: when set, end before the next statement; a deletion that has begun goes on.
+
+    Returns:
+        What was deleted, of each table that lost rows; rows that replace each other are counted each.
+
+    Raises:
+        StoreError: the store refused a statement, or a deletion failed.
+    """
+    stop = stop or threading.Event()
+    expired: list[Expired] = []
+    for table, condition in OLD.items():
+        old = layout.reading(condition.format(cutoff=f"fromUnixTimestamp({before})", table=table))
+        _await_deletions(execute, table, layout, stop)
+        if stop.is_set():
+            return expired
+        # Every deletion handles every part of the table, if only to find nothing in it: none is begun for nothing.
+        rows = int(execute(f"SELECT count() FROM otel.{table} WHERE {old}"))
+        if not rows:
+            continue
+        # Replicas that find different rows, because one has not arrived at the other yet, take over one another's result.
+        execute(
+            f"ALTER TABLE otel.{layout.local(table)}{layout.on_cluster} DELETE WHERE {old}"
+            " SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1"
+        )
+        _await_deletions(execute, table, layout, stop)
+        expired.append(Expired(table, rows))
+        report(f"deleted {rows} old rows of otel.{table}")
+    return expired
+
+
+def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threading.Event) -> None:
+    """Wait for what is being deleted: asking again and again, for it may take longer than a connection lives."""
+    mutations = f"clusterAllReplicas('{layout.cluster}', system.mutations)" if layout.cluster else "system.mutations"
+    unfinished = f"FROM {mutations} WHERE database = 'otel' AND table = '{layout.local(table)}' AND NOT is_done"
+    while not stop.is_set():
+        count, reason = execute(f"SELECT count(), max(latest_fail_reason) {unfinished}").rstrip("\n").split("\t")
+        if reason:
+            raise StoreError(f"old rows of otel.{table} can't be deleted: {reason[:500]}")
+        if count == "0":
+            return
+        stop.wait(_POLL_SECONDS)
+
+
+class Expiry:
+    """The embedded store's own: a thread that deletes a day's rows when the day has gone by."""
+
+    def __init__(self, open_handle: Callable[[], Handle], ttl_days: int) -> None:
+        """Begin; `open_handle` gives the thread a session of its own."""
+        self._open = open_handle
+        self._ttl_days = ttl_days
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="expiry", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no further statement."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait for the one that runs, which may have been cancelled."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        handle = self._open()
+        try:
+            done: int | None = None
+            while not self._stop.is_set():
+                try:
+                    done = self._look(lambda sql: handle.query(sql).body.decode(), done)
+                except StoreError as error:
+                    if not self._stop.is_set():
+                        logger.error("old rows were not all deleted, next try in %d s: %s", LOOK_SECONDS, error)
+                self._stop.wait(LOOK_SECONDS)
+        finally:
+            handle.close()
+
+    def _look(self, execute: Execute, done: int | None) -> int:
+        before = cutoff(execute, self._ttl_days)
+        if before != done:
+            expire(execute, before, Layout(), stop=self._stop)
+        return before

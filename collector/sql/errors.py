@@ -1,0 +1,70 @@
+"""Errors of ClickHouse's HTTP interface, as a ClickHouse server reports them.
+
+In: what went wrong. Out: ClickHouse's code, an HTTP status and a sentence. Invariant: every refusal has a code that drivers know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collector.database import EngineRefusedError
+from collector.encodings import EncodingError, TooLargeError
+from collector.sql.guard import ForbiddenError
+from collector.write.ingest import QueueFullError
+from spangrad.http.client_timeouts import TooSlowError
+
+# As a ClickHouse server maps them, but for 164 and 516; 500 for the rest.
+_HTTP_STATUS = {
+    **dict.fromkeys((6, 26, 27, 32, 33, 36, 38, 41, 43, 53, 62, 72, 117, 130, 456, 457), 400),
+    **dict.fromkeys((46, 47, 50, 56, 60, 63, 73, 81, 115, 372), 404),
+    **dict.fromkeys((164, 497), 403),
+    48: 501,
+    159: 408,
+    202: 503,
+    241: 503,
+    307: 413,
+    516: 401,
+}
+
+
+class BadRequestError(ValueError):
+    """A request that the interface itself refuses; `code` is ClickHouse's, and `name` what ClickHouse calls it."""
+
+    def __init__(self, code: int, message: str, name: str) -> None:
+        super().__init__(f"Code: {code}. DB::Exception: {message} ({name})")
+        self.code = code
+
+
+REFUSALS = (BadRequestError, EngineRefusedError, ForbiddenError, QueueFullError, TooLargeError, TooSlowError, EncodingError)
+"""What a request may be refused with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as it goes to a client."""
+
+    code: int
+    message: str
+
+    @property
+    def status(self) -> int:
+        """Of an HTTP answer that has not begun."""
+        return _HTTP_STATUS.get(self.code, 500)
+
+
+def refusal(error: Exception) -> Refusal:
+    """What to tell of one of REFUSALS."""
+    match error:
+        case BadRequestError() | EngineRefusedError():
+            return Refusal(error.code, str(error))
+        case ForbiddenError():
+            return Refusal(497, f"Code: 497. DB::Exception: {error} (ACCESS_DENIED)")
+        case QueueFullError():
+            message = "the store holds as much as it may; send again later."
+            return Refusal(202, f"Code: 202. DB::Exception: {message} (TOO_MANY_SIMULTANEOUS_QUERIES)")
+        case TooLargeError():
+            return Refusal(307, f"Code: 307. DB::Exception: {error} (TOO_MANY_BYTES)")
+        case TooSlowError():
+            return Refusal(159, f"Code: 159. DB::Exception: {error} (TIMEOUT_EXCEEDED)")
+        case _:
+            return Refusal(117, f"Code: 117. DB::Exception: {error} (INCORRECT_DATA)")

@@ -1,0 +1,131 @@
+"""ClickHouse's HTTP interface over the embedded engine.
+
+In: requests of clickhouse-connect, clickhouse-go, Grafana, curl. Out: what a ClickHouse server would answer.
+Invariant: a request whose body does not arrive whole changes nothing; who shows no right token is told nothing.
+"""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import Future
+
+from aiohttp import web
+
+from collector.auth import Guardian, Role
+from collector.database import Engine
+from collector.encodings import accepted_encoding
+from collector.sql.answer import HELD, HELD_AT_MOST, QUICK_SECONDS, Wanted, send_answer, send_refusal
+from collector.sql.body import MAX_BODY, Unpacker, read_body, read_form
+from collector.sql.errors import REFUSALS, BadRequestError
+from collector.sql.frames import HANDSHAKE, frame, handshake
+from collector.sql.readers import ReaderLimits
+from collector.sql.statements import Request, Run, Runner
+from collector.write.ingest import Budget, Charge
+from collector.write.write_buffer import DeferredSpans
+
+_HELD_WAITING = 4 * HELD
+"""Held of an answer whose client waits for its end, before it goes to a file."""
+
+
+class ClickHouseInterface:
+    """The interface's requests, answered."""
+
+    def __init__(self, engine: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
+        """Answer from `engine`, with what waits in `spans`; `limits` hold for readers, `budget` for the bytes of all bodies at once."""
+        self._engine = engine
+        self._guardian = guardian
+        self._budget = budget
+        self._runner = Runner(engine, spans, limits)
+        # Of each role its own: readers cannot keep writers from theirs.
+        self._unpackers = {role: Unpacker(role) for role in Role}
+
+    def application(self) -> web.Application:
+        """The interface as an aiohttp application. Its handlers must be cancelled when their clients leave."""
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_get("/ping", _ok)
+        application.router.add_get("/replicas_status", _ok)
+        application.router.add_route("*", "/", self._handle)
+        return application
+
+    def close(self) -> None:
+        """Cancel what still runs, and close every session."""
+        for unpacker in self._unpackers.values():
+            unpacker.close()
+        self._runner.close()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        query_id = request.query.get("query_id") or str(uuid.uuid4())
+        wanted = self._wanted(request, query_id)
+        try:
+            role = self._guardian.clickhouse_role(request.headers, request.query)
+            if role is None:
+                raise BadRequestError(516, "the token (ClickHouse password) is wrong or missing.", "AUTHENTICATION_FAILED")
+            with self._budget.charge() as charge:
+                asked = await _read(request, role, charge, query_id, self._unpackers[role])
+                if not asked.body and not asked.parameters.get("query") and asked.safe:
+                    return await _ok(request)
+                if _is_handshake(asked):
+                    answer = handshake(self._engine.version, self._engine.timezone)
+                    return web.Response(body=frame(answer) if wanted.framed else answer, headers=wanted.headers)
+                run = Run(asked, QUICK_SECONDS)
+                charge.release_after(_end_of(run))
+            self._runner.start(run)
+            try:
+                return await send_answer(request, run, wanted)
+            finally:
+                self._runner.leave(run)
+        except REFUSALS as error:
+            return send_refusal(error, wanted)
+
+    def _wanted(self, request: web.Request, query_id: str) -> Wanted:
+        query = request.query
+        packed = query.get("enable_http_compression") == "1"
+        whole = query.get("wait_end_of_query") == "1"
+        size = query.get("buffer_size", "")
+        return Wanted(
+            framed=query.get("compress") == "1",
+            encoding=accepted_encoding(request.headers.get("Accept-Encoding", "")) if packed else None,
+            whole=whole,
+            held=min(HELD_AT_MOST, max(_HELD_WAITING if whole else HELD, int(size) if size.isdecimal() else 0)),
+            headers={
+                "X-ClickHouse-Server-Display-Name": "spangrad",
+                # One with the end of a line in it, say, would be more than this header.
+                **({"X-ClickHouse-Query-Id": query_id} if query_id.isprintable() else {}),
+            },
+            timezone=self._engine.timezone,
+            spool=self._engine.path,
+        )
+
+
+async def _ok(_: web.Request) -> web.Response:
+    return web.Response(body=b"Ok.\n")
+
+
+async def _read(request: web.Request, role: Role, charge: Charge, query_id: str, unpacker: Unpacker) -> Request:
+    parameters = dict(request.query)
+    body, files = b"", {}
+    if request.content_type == "multipart/form-data":
+        fields, files = await read_form(request, charge)
+        parameters |= fields
+    else:
+        body = await read_body(request, parameters, charge, unpacker)
+    return Request(
+        parameters=parameters,
+        headers=request.headers,
+        body=body,
+        files=files,
+        role=role,
+        safe=request.method in {"GET", "HEAD"},
+        query_id=query_id,
+    )
+
+
+def _is_handshake(asked: Request) -> bool:
+    begin = asked.parameters.get("query") or asked.body[: 2 * len(HANDSHAKE)].decode(errors="replace")
+    return "client_protocol_version" in asked.parameters and begin.strip() == HANDSHAKE
+
+
+def _end_of(run: Run) -> Future[None]:
+    ended: Future[None] = Future()
+    run.done.add_done_callback(lambda _: ended.set_result(None))
+    return ended

@@ -1,0 +1,149 @@
+"""A request to ClickHouse's HTTP interface, taken apart.
+
+In: URL parameters, headers, an unpacked body and the files of a form. Out: a `Statement`: the SQL, the rows and tables that came with
+it, and how to run and answer it. Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT says
+where they begin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from collector.encodings import TooLargeError
+from collector.sql.answer_clause import find_answer_clause
+from collector.sql.errors import BadRequestError
+from collector.sql.external_data import ExternalTable, take_tables
+from collector.sql.insert_head import HEAD, SKIP
+
+NOT_SETTINGS = frozenset(
+    {
+        *("query", "database", "default_format", "session_id", "session_timeout", "session_check", "query_id", "user", "password"),
+        *("compress", "decompress", "wait_end_of_query", "buffer_size", "client_protocol_version", "role", "quota_key"),
+        *("send_progress_in_http_headers", "http_headers_progress_interval_ms", "enable_http_compression", "http_zlib_compression_level"),
+        # The answer to an insert means that it is committed.
+        *(
+            "async_insert",
+            "wait_for_async_insert",
+            "wait_for_async_insert_timeout",
+            "async_insert_busy_timeout_ms",
+            "async_insert_max_data_size",
+        ),
+        # Only a server's own HTTP interface looks at these; ours always cancels, and has no log that a comment could go to.
+        *("cancel_http_readonly_queries_on_client_close", "http_write_exception_in_output_format", "http_response_buffer_size"),
+        *("http_wait_end_of_query", "log_comment", "log_queries", "add_http_cors_header"),
+    }
+)
+"""URL parameters that are not settings of the engine."""
+DEFAULT_SESSION_SECONDS = 60.0
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_INSERT_HEAD = re.compile(
+    rf"(?P<head>{HEAD})(?<!\w)FORMAT\s+(?!VALUES\b)(?P<format>\w+)[ \t]*\r?\n?",
+    re.IGNORECASE | re.DOTALL,
+)
+_FIRST_WORD = re.compile(rf"{SKIP}([(]|\w+)", re.DOTALL)
+_HEAD_BYTES = 1 << 16
+MAX_TEXT = 64 * 2**20
+"""Bytes of a statement's text, which is read several times; rows behind INSERT ... FORMAT are not text."""
+_ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
+_LASTING = frozenset({"SET", "USE"})
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What to run, where, and how to answer."""
+
+    sql: str
+    """Of an insert with rows: what stands before FORMAT."""
+    rows: bytes | None
+    """Rows to insert. None: the SQL is the whole statement."""
+    format: str
+    """Of the rows, or of the answer."""
+    database: str
+    settings: Mapping[str, str]
+    parameters: Mapping[str, str]
+    session: str | None
+    """None: a session of the request's own."""
+    session_seconds: float
+    session_must_exist: bool
+    tables: tuple[ExternalTable, ...] = ()
+    """Sent along with the question, and gone after it."""
+
+    @property
+    def first_word(self) -> str:
+        """In capitals; empty when there is none."""
+        found = _FIRST_WORD.match(self.sql)
+        return found.group(1).upper() if found else ""
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has a result, if an empty one."""
+        return self.rows is None and self.first_word in _ANSWERING
+
+    @property
+    def leaves_traces(self) -> bool:
+        """Whether it changes the session itself, which therefore can't serve others."""
+        return self.first_word in _LASTING or "TEMPORARY" in self.sql[:200].upper()
+
+
+def read_statement(
+    parameters: Mapping[str, str], headers: Mapping[str, str], body: bytes, files: Mapping[str, bytes] | None = None
+) -> Statement:
+    """Take a request apart.
+
+    Args:
+        parameters: of the URL, or of the URL and a form.
+        headers: of the request; names in any case.
+        body: unpacked.
+        files: of a form, by name: tables that the statement may read.
+
+    Raises:
+        BadRequestError: the statement is empty or not UTF-8, a setting's name is none, or a file has no structure.
+        TooLargeError: the statement has more than MAX_TEXT bytes of text.
+    """
+    tables, parameters = take_tables(files or {}, parameters)
+    settings = {key: value for key, value in parameters.items() if key not in NOT_SETTINGS and not key.startswith("param_")}
+    for key in settings:
+        if not _NAME.fullmatch(key):
+            raise BadRequestError(115, f"{key!r} is not the name of a setting.", "UNKNOWN_SETTING")
+    sql, rows, given_format = _split(parameters.get("query", "").encode(errors="surrogateescape"), body)
+    if not sql.strip():
+        raise BadRequestError(62, "Empty query.", "SYNTAX_ERROR")
+    try:
+        session_seconds = float(parameters.get("session_timeout", DEFAULT_SESSION_SECONDS))
+    except ValueError:
+        raise BadRequestError(374, "session_timeout is not a number.", "INVALID_SESSION_TIMEOUT") from None
+    return Statement(
+        sql=sql,
+        rows=rows,
+        format=given_format or parameters.get("default_format") or headers.get("X-ClickHouse-Format") or "TabSeparated",
+        database=parameters.get("database") or headers.get("X-ClickHouse-Database") or "default",
+        settings=settings,
+        parameters={key.removeprefix("param_"): value for key, value in parameters.items() if key.startswith("param_")},
+        session=parameters.get("session_id") or None,
+        session_seconds=session_seconds,
+        session_must_exist=parameters.get("session_check") == "1",
+        tables=tables,
+    )
+
+
+def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
+    """SQL, rows and the named format. The statement stands in the URL, in the body, or begins there and ends here."""
+    text, rest = (query, body) if query else (body, b"")
+    # Only the head may be read as text: the rows behind it are often binary. One character a byte keeps the places.
+    insert = _INSERT_HEAD.match(text[:_HEAD_BYTES].decode("latin-1"))
+    if insert:
+        return _decode(text[: insert.end("head")]), text[insert.end() :] + rest, insert["format"]
+    if len(text) + len(rest) > MAX_TEXT:
+        raise TooLargeError(f"the statement has more than {MAX_TEXT} bytes of text; send rows by INSERT ... FORMAT")
+    sql = _decode(text + b"\n" + rest if rest else text)
+    return sql, None, find_answer_clause(sql).format
+
+
+def _decode(sql: bytes) -> str:
+    try:
+        return sql.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequestError(62, f"the statement is not UTF-8: {error}.", "SYNTAX_ERROR") from None

@@ -1,0 +1,1 @@
+"""From accepted requests to committed rows: the queue, the journal, and inserts of many requests at once."""

@@ -1,0 +1,1 @@
+"""Commands over what the span store holds: exports, rewards, the schema."""

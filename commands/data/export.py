@@ -1,0 +1,222 @@
+"""`spangrad export`: what builders made, as files for other tools."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+from cyclopts import Parameter
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.stopped_store import answering_store
+from spangrad.errors import SettingsError, StoreError
+from spangrad.settings import Selection
+from spangrad.types import DropReason
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.settings import Settings
+    from transition_builder.export.formats import Exported
+
+_PIPE_WIDTH = 200
+_LOG_SECONDS = 10
+Several = Annotated[list[str] | None, Parameter(negative=())]
+
+
+def export(
+    format_: Annotated[Literal["parquet", "huggingface", "verl", "verl-sft", "sft", "sft-tokens", "preferences"], Parameter(name="FORMAT")],
+    /,
+    *,
+    out: Path,
+    dataset: str | None = None,
+    as_of: str | None = None,
+    run: Several = None,
+    mode: Several = None,
+    since: str | None = None,
+    agent: str | None = None,
+    model: str | None = None,
+    policy: str | None = None,
+    tool: str | None = None,
+    component: str | None = None,
+    min_return: float | None = None,
+    min_margin: float = 0.0,
+    dropped: Several = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Write transitions and their texts as files for other tools, and say what was left out and why.
+
+    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
+    demo's) is opened for the time of the export. Rewards are weighted by trainer.reward_weights.
+
+    Args:
+        format_: what to write.
+        out: the file; for huggingface the directory.
+        dataset: NAME, which means its newest revision, or NAME@REVISION; default: what the trainer reads, which is trainer.dataset, else
+            what the settings build.
+        as_of: export the store as it was then (ISO 8601; UTC where no zone is named).
+        run: only rollouts of this run; may be given several times.
+        mode: only rollouts of this mode; may be given several times.
+        since: only rollouts that were first built then or later.
+        agent: only calls of agents whose name matches this regular expression in full.
+        model: the same of the model that was asked for.
+        policy: the same of the policy that answered.
+        tool: the same of a tool that the call caused to run.
+        component: the same of an agent, chain or tool around the call.
+        min_return: only rollouts whose rewards sum up to this or more.
+        min_margin: preferences only: returns that differ by no more than this are a tie.
+        dropped: text formats only: also calls that were dropped for this reason, no_token_ids say; may be given several times.
+        force: replace what stands at --out.
+    """
+    settings = resolve(config, set_)
+    log_to_stderr()
+    from spangrad.store.clickhouse import connect
+    from transition_builder.export import formats
+    from transition_builder.export.reading import Wanted
+
+    if min_margin and format_ != "preferences":
+        raise SettingsError(f"--min-margin is of preferences, and {format_} compares no returns. Leave it out, or take --min-return.")
+    wanted = Wanted(
+        dataset or settings.trainer.dataset or settings.builder.dataset,
+        as_of=_moment("--as-of", as_of),
+        runs=tuple(run or ()),
+        modes=tuple(mode or ()),
+        since=_moment("--since", since),
+        selection=Selection(agents=agent, models=model, policies=policy, tools=tool, components=component),
+        min_return=min_return,
+        reward_weights=settings.trainer.reward_weights,
+        dropped=tuple(_reason(one) for one in dropped or ()),
+    )
+    formats.require_place(format_, wanted.dropped)
+    # So that a scheduler's stop removes what is half written, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _stopped)
+    with answering_store(settings.store) as store, _progress() as progress:
+        client = connect(store)
+        try:
+            if not (dataset or settings.trainer.dataset):
+                wanted = replace(wanted, dataset=_of_settings(client, store.url, settings, wanted.as_of))
+            done = formats.export(client, store.url, format_, wanted, out, force=force, min_margin=min_margin, progress=progress)
+            elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, wanted.runs)
+        finally:
+            client.close()
+    _show(done, out)
+    if not done.tally.calls:
+        print(f"nothing was written: {done.dataset} holds no call of the rollouts that were asked for.{elsewhere}", file=sys.stderr)
+    elif not done.tally.calls_written:
+        print("nothing was written: every call was left out, as the table says.", file=sys.stderr)
+
+
+def _of_settings(client: Client, url: str, settings: Settings, as_of: datetime | None) -> str:
+    """The revision of builder.dataset that the settings build, which is what the trainer reads.
+
+    Raises:
+        StoreError: nothing was built with these settings under that name.
+    """
+    from spangrad.store import datasets
+
+    name, spec = settings.builder.dataset, settings.builder.spec
+    there = [one for one in datasets.known(client, url) if one.name == name and (as_of is None or one.created <= as_of)]
+    if there and all(one.build_spec != spec for one in there):
+        raise StoreError(
+            f"the store at {url} holds no revision of {name} that was built with these settings. "
+            f"Name one with --dataset: {', '.join(map(str, there))}; or `spangrad build` with them first."
+        )
+    return next((str(one) for one in there if one.build_spec == spec), name)
+
+
+def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
+    """Where rollouts of these runs are instead; none named: of all."""
+    from spangrad.store import datasets
+    from spangrad.store.clickhouse import store_errors
+
+    of_runs = "WHERE RunId IN {runs:Array(String)}" if runs else ""
+    with store_errors(url):
+        rows = client.query(f"SELECT BuildSpec, count() FROM otel.v_builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
+    built = {str(spec): int(count) for spec, count in rows}
+    told = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
+    return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(told)}." if told else ""
+
+
+def _moment(flag: str, text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise SettingsError(f"{flag} {text!r} is no time. Write 2026-01-31, or 2026-01-31T12:00+00:00.") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _reason(text: str) -> DropReason:
+    try:
+        return DropReason(text)
+    except ValueError:
+        raise SettingsError(f"--dropped {text!r} is no reason of a drop. `spangrad rollout why` and otel.v_drops name them.") from None
+
+
+def _stopped(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[int, int], None]]:
+    """Show how far an export is: a bar on a terminal, lines in a log."""
+    if not sys.stderr.isatty():
+        yield _log_lines()
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from commands.console import plain_console
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
+    with Progress(*columns, console=plain_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _log_lines() -> Callable[[int, int], None]:
+    import logging
+
+    log = logging.getLogger("spangrad.export")
+    said = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _LOG_SECONDS:
+            said = time.monotonic()
+            log.info("%d of %d rollouts", done, total)
+
+    return line
+
+
+def _show(done: Exported, out: Path) -> None:
+    """Print what was written, what was left out and why, and that the sum is right."""
+    from rich.table import Table
+
+    from commands.console import plain_console
+
+    tally = done.tally
+    table = Table("", "count", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for name, count in sorted(tally.written.items()):
+        table.add_row(name.replace("_", " "), str(count))
+    table.add_row("calls written", str(tally.calls_written))
+    for reason, count in sorted(tally.left_out.items()):
+        table.add_row(f"calls left out, {reason}", str(count))
+    table.add_row("calls in all", str(tally.calls))
+    table.add_row("rollouts", str(tally.rollouts))
+    if tally.bare_rollouts:
+        table.add_row("rollouts without a call", str(tally.bare_rollouts))
+    for reason, count in sorted(tally.groups_left_out.items()):
+        table.add_row(f"groups without a pair, {reason}", str(count))
+    plain_console(_PIPE_WIDTH).print(table)
+    print(f"{done.dataset} -> {out}")

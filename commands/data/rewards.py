@@ -1,0 +1,206 @@
+"""`spangrad rewards`: what the store's rollouts were worth, and rewards that are defined after the fact."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.stopped_store import answering_store
+from spangrad.errors import SettingsError
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.store.datasets import Dataset
+
+_PIPE_WIDTH = 200
+_SPAN_OF_TIME = re.compile(r"(\d+)([smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_GIVEN = """
+SELECT Name, Source, uniqExact(RunId, RolloutId) AS Rollouts, countIf(CallId != '') AS OfCalls, count() AS Rewards, avg(Value) AS Mean,
+    min(Value) AS Least, max(Value) AS Most
+FROM (SELECT DISTINCT * EXCEPT (BuildSpec, Revision, Content, IngestedAt) FROM otel.v_rewards)
+GROUP BY Name, Source
+ORDER BY Name, Source
+"""
+"""Of several build specifications that give the same, once."""
+_OF_DATASET = """
+SELECT reward.1 AS Name, reward.3 AS Source, uniqExact(RunId, RolloutId) AS Rollouts, count() AS Rewards, avg(reward.2) AS Mean,
+    min(reward.2) AS Least, max(reward.2) AS Most
+FROM {transitions} AS t
+ARRAY JOIN arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) AS reward
+GROUP BY Name, Source
+ORDER BY Name, Source
+"""
+_DROPS_OF_DATASET = (
+    "SELECT Reason, Detail, count() AS Drops FROM {drops} AS d GROUP BY Reason, Detail ORDER BY Drops DESC, Reason, Detail LIMIT 20"
+)
+
+rewards = App(name="rewards", help="Look at rewards, define new ones over spans that are there already, serve an evaluator.")
+
+
+@rewards.command(name="list")
+def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Print the rewards in the store by name and source, and the files of builder.rewards_directory.
+
+    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
+    demo's) is opened for the time of the question.
+    """
+    from spangrad.store import datasets
+    from spangrad.store.clickhouse import connect, store_errors
+
+    settings = resolve(config, set_)
+    with answering_store(settings.store) as store:
+        client = connect(store)
+        with store_errors(store.url):
+            given = client.query(_GIVEN).result_rows
+        known = datasets.known(client, store.url)
+        client.close()
+    _print(("reward", "source", "rollouts", "of calls", "rewards", "mean", "least", "most"), given, "no rewards in the store")
+    files = sorted(settings.builder.rewards_directory.glob("*.sql"))
+    rows = [(file.name, version, _users(file.stem, version, known)) for file in files if (version := settings.builder.sql_hash(file.stem))]
+    _print(("file", "version", "datasets"), rows, f"no SQL rewards in {settings.builder.rewards_directory}")
+
+
+@rewards.command(name="backfill")
+def _backfill(
+    *,
+    since: str,
+    reward: Annotated[
+        list[str], Parameter(help="Name of a file NAME.sql in builder.rewards_directory; may be given several times.", negative=())
+    ],
+    dataset: str | None = None,
+    run_id: str | None = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Evaluate SQL rewards over what the store holds, and build its rollouts again as a new revision of a dataset.
+
+    Transitions that are there stay as they are. Run twice, it finds nothing to do.
+
+    Args:
+        since: rollouts of which something arrived since then: 2026-01-31T12:00 (UTC where it names no zone), or 7d, 12h, 30m ago.
+        dataset: the dataset that gets the revision; builder.dataset by default.
+        run_id: only rollouts whose spans name this run (spangrad.run.id). Another run can follow, into the same revision.
+    """
+    from spangrad.store import datasets
+    from spangrad.store.clickhouse import connect
+
+    settings = resolve(config, set_)
+    began = parse_time(since, datetime.now(UTC))
+    name = dataset or settings.builder.dataset
+    wanted = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
+    builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": wanted})
+    versions = ", ".join(f"{one}@{builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
+    log_to_stderr()
+    with answering_store(settings.store) as store:
+        client = connect(store)
+        from transition_builder import loop
+        from transition_builder.rewards import sql
+
+        sql.check(client, store.url, builder)
+        if not any(one.name == name for one in datasets.known(client, store.url)):
+            datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
+        why = f"backfill of {versions} over {f'run {run_id}' if run_id else 'all runs'} since {began.isoformat(timespec='seconds')}"
+        made = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
+        with _progress(f"building {made}") as said:
+            summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, said, run_id)
+        _report(client, store.url, made, str(summary) if summary.rollouts else "nothing new")
+        client.close()
+
+
+@rewards.command(name="serve")
+def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Serve a Python evaluator to runners, over HTTP, until told to end.
+
+    Args:
+        evaluator: MODULE:FUNCTION that is given (input, output), and `environment`, where it has a parameter of that name.
+        directory: where its modules are.
+        port: where it listens; runner.rewards_port by default.
+    """
+    settings = resolve(config, set_, {"runner.rewards_port": port})
+    log_to_stderr()
+    from runner.rewards.server import serve
+    from spangrad.callables import load
+
+    sys.path.insert(0, str(directory.resolve()))
+    serve(settings.runner, load(evaluator))
+
+
+def parse_time(text: str, now: datetime) -> datetime:
+    """A point in time, as ISO 8601 or as how long ago.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    ago = _SPAN_OF_TIME.fullmatch(text)
+    if ago:
+        return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise SettingsError(
+            f"--since {text!r} is no time. Write 2026-01-31, 2026-01-31T12:00+00:00, or 7d, 12h, 30m for how long ago."
+        ) from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+@contextmanager
+def _progress(what: str) -> Generator[Callable[[int, int], None]]:
+    """Show how far a build is: a bar on a terminal, lines in a log."""
+    if not sys.stderr.isatty():
+        import logging
+
+        log = logging.getLogger("spangrad.rewards")
+        yield lambda done, total: log.info("%s: %d of %d rollouts", what, done, total)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from commands.console import plain_console
+
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), MofNCompleteColumn(), TextColumn("rollouts"), TimeRemainingColumn())
+    with Progress(*columns, console=plain_console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _report(client: Client, url: str, made: Dataset, summary: str) -> None:
+    from spangrad.store import datasets
+    from spangrad.store.clickhouse import store_errors
+
+    where = f"BuildSpec = '{made.build_spec}'"  # a hash
+    with store_errors(url):
+        given = client.query(_OF_DATASET.format(transitions=datasets.rows_sql("transitions", where=where))).result_rows
+        dropped = client.query(_DROPS_OF_DATASET.format(drops=datasets.rows_sql("drops", where=where))).result_rows
+    _print(("reward", "source", "rollouts", "rewards", "mean", "least", "most"), given, "no rewards on its transitions")
+    if dropped:
+        _print(("drops", "detail", "calls"), dropped, "")
+    print(f"{made}: {summary}")
+
+
+def _users(name: str, version: str, known: Sequence[Dataset]) -> str:
+    """The datasets that were built with this version of a file."""
+    return ", ".join(str(one) for one in known if one.settings.get("sql_rewards", {}).get(name) == version)
+
+
+def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str) -> None:
+    from rich.table import Table
+
+    from commands.console import plain_console
+
+    if not rows:
+        print(otherwise)
+        return
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
+    plain_console(_PIPE_WIDTH).print(table)

@@ -1,0 +1,115 @@
+"""`spangrad schema`: the tables of any ClickHouse, the embedded store's included."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from collector.schema.cluster import Layout
+from collector.schema.migrations import SCHEMA, Execute, State, migrate, pending, preamble, read_migrations, status
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from spangrad.errors import SettingsError
+from spangrad.settings import StoreSettings
+
+OUTDATED = 3
+"""Exit code of `spangrad schema status` when the store's tables are not those of this installation."""
+
+schema = App(name="schema", help="Bring the span store's tables up to date, show them, expire old rows.")
+
+
+@schema.command(name="status")
+def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Print every migration and how it stands in the store at store.url; the exit code is 3 unless all are applied."""
+    from rich.table import Table
+
+    from commands.console import plain_console
+
+    store = resolve(config, set_).store
+    with _executing(store) as execute:
+        entries = status(execute, Layout.of(store))
+    table = Table("number", "name", "applied at (UTC)", "state", box=None, pad_edge=False)
+    for entry in entries:
+        state = f"{entry.state}: {', '.join(entry.lacks)} is gone" if entry.lacks else entry.state
+        table.add_row(f"{entry.number:04d}", entry.name, entry.applied_at, state)
+    plain_console(10_000).print(table)
+    if any(entry.state is not State.APPLIED for entry in entries):
+        sys.exit(OUTDATED)
+
+
+@schema.command(name="migrate")
+def _migrate(
+    *,
+    dry_run: Annotated[bool, Parameter(help="Print the statements, and run none.", negative=())] = False,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Apply to the store at store.url what it lacks."""
+    store = resolve(config, set_).store
+    layout = Layout.of(store)
+    with _executing(store) as execute:
+        if dry_run:
+            for migration in pending(execute, layout):
+                _print_script(migration.name, migration.script(layout))
+        elif not migrate(execute, layout, report=print):
+            print("up to date")
+
+
+@schema.command(name="show")
+def _show(*, cluster: str | None = None, sharded: bool | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Print the SQL that makes the tables, as it would be applied to an empty store; asks no store.
+
+    Args:
+        cluster: as for a cluster of this name, replicated.
+        sharded: spread over the cluster's shards.
+    """
+    layout = Layout.of(resolve(config, set_, {"store.cluster": cluster, "store.sharded": sharded}).store)
+    _print_script(f"tables of {layout}", preamble(layout))
+    for migration in read_migrations(SCHEMA):
+        _print_script(migration.name, migration.script(layout))
+
+
+@schema.command(name="expire")
+def _expire(*, ttl_days: int | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Delete from the store at store.url what is older than its time to live, but for what a committed batch used.
+
+    The embedded store does so by itself when store.ttl_days is set; for any other, run this once a day.
+
+    Args:
+        ttl_days: how long rows are kept.
+    """
+    from collector.schema.retention import cutoff, expire
+
+    store = resolve(config, set_, {"store.ttl_days": ttl_days}).store
+    if store.ttl_days is None:
+        raise SettingsError("store.ttl_days is not set: nothing expires. Set it, or pass --ttl-days.")
+    with _executing(store) as execute:
+        deleted = expire(execute, cutoff(execute, store.ttl_days), Layout.of(store), report=print)
+    if not deleted:
+        print("nothing to expire")
+
+
+@contextmanager
+def _executing(store: StoreSettings) -> Generator[Execute]:
+    from spangrad.store.clickhouse import connect, store_errors
+
+    log_to_stderr()
+    client = connect(store)
+
+    def execute(sql: str) -> str:
+        with store_errors(store.url):
+            return client.raw_query(sql).decode()
+
+    try:
+        yield execute
+    finally:
+        client.close()
+
+
+def _print_script(title: str, statements: list[str]) -> None:
+    print(f"-- {title}\n")
+    for statement in statements:
+        print(f"{statement};\n")

@@ -1,0 +1,229 @@
+"""Everything that the store knows of one rollout.
+
+In: a client of the store, the rollout's id. Out: a `Record`. Invariant: only this rollout's rows are read, by their keys; the newest
+revision of each build specification counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from spangrad import semconv
+from spangrad.store.clickhouse import moment
+from spangrad.store.datasets import builds_sql, rows_sql
+from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, Trained
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_NEAREST = 5
+_ROWS = """
+SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, toUnixTimestamp64Nano(Timestamp) AS Timestamp, TraceId, SpanId, ParentSpanId,
+    Choice, RowKind, ProcessId, Seq, SpanName, ServiceName, ScopeName, Duration, StatusCode, StatusMessage, Attributes,
+    toUnixTimestamp64Micro(IngestedAt) AS Arrived
+FROM otel.rollout_spans FINAL
+WHERE {where}
+"""
+_NAMED = "RolloutKey = {id:String}"
+_INHERITED = """RolloutKeySource != 'rollout' AND RolloutKey != {id:String} AND TraceId IN {traces:Array(String)} AND RolloutKey IN (
+    SELECT arrayJoin([TraceId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN {traces:Array(String)})"""
+_CALLS = """
+SELECT TraceId, SpanId, Choice, Policy, `Versions.Version`, length(PromptIds), length(ResponseIds), FinishReason, ErrorType,
+    HttpStatus, Aborted
+FROM otel.calls FINAL
+WHERE RolloutKey IN {keys:Array(String)}
+"""
+_OF_ROLLOUT = "RolloutId = {id:String}"
+_BUILDS = f"""
+SELECT RunId, BuildSpec, Mode, GroupId, GroupSize, Revision, Attempt, Calls, toUnixTimestamp64Micro(IngestedAt)
+FROM {builds_sql(where=_OF_ROLLOUT)} AS b
+ORDER BY BuildSpec, RunId
+"""
+_TRANSITIONS = f"""
+SELECT RunId, BuildSpec, Attempt, TraceId, SpanId, Choice, AgentName, Policy, Version, Turn,
+    `Rewards.Name`, `Rewards.Value`, `Rewards.Source`, `Rewards.Role`
+FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t
+ORDER BY Attempt, Turn, Choice, CallId
+"""
+_DROPS = f"""
+SELECT RunId, BuildSpec, Attempt, TraceId, if(CallId = '', '', SpanId), Choice, AgentName, if(Policy = '', Model, Policy), Reason, Detail,
+    Convention
+FROM {rows_sql("drops", where=_OF_ROLLOUT)} AS d
+ORDER BY Attempt, Timestamp, Choice, CallId
+"""
+_GROUP = f"""
+SELECT uniqExact(RolloutId) FROM {builds_sql(where="RunId = {run:String} AND BuildSpec = {spec:String}")} AS b
+WHERE GroupId = {{group:String}} AND Mode = {{mode:String}}
+"""
+_GIVEN = f"""
+SELECT DISTINCT TraceId, SpanId, Name, toString(Value), Source, Role
+FROM {rows_sql("rewards", where=_OF_ROLLOUT)} AS r
+WHERE Source IN ('sql', 'air')
+ORDER BY Name, Role, Source, TraceId, SpanId, Value
+"""
+"""Of several build specifications that give the same, once."""
+_DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM otel.v_datasets ORDER BY Name, Revision"
+_ROLES = """
+SELECT RunId, arraySort(groupUniqArray(Role)) FROM otel.rewards WHERE RunId IN {runs:Array(String)} AND Role != '' GROUP BY RunId
+"""
+_TRAINED = f"""
+SELECT b.RunId, b.BuildSpec, b.Policy, b.Branch, b.Version, b.BatchId, b.Revision, v.Status
+FROM (SELECT * FROM otel.batches FINAL WHERE {_OF_ROLLOUT}) AS b
+LEFT JOIN (SELECT * FROM otel.policy_versions FINAL) AS v ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
+ORDER BY b.Policy, b.Branch, b.Version
+"""
+_NEWEST = "SELECT Policy, Branch, max(Version) FROM otel.v_policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
+_KEYS = "SELECT RolloutKey FROM otel.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
+
+SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
+"""Run, mode, build specification and id of a group -> policy, branch, reason and detail of each trainer that skipped it."""
+
+
+def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
+    """What is known of a rollout, or of one of its attempts; without spans, where nothing is.
+
+    Args:
+        client: of the store.
+        id_: of the rollout; of a session, conversation or trace that no runner announced.
+        attempt: this one alone. None: all.
+        skipped: asks the trainers' ledger, in which alone it stands why groups were skipped. None: there is none at hand.
+    """
+
+    def rows(sql: str, **parameters: Any) -> list[Any]:
+        return list(client.query(sql, parameters={"id": id_, **parameters}).result_rows)
+
+    def of_spans(where: str, **parameters: Any) -> list[dict[str, Any]]:
+        return list(client.query(_ROWS.replace("{where}", where), parameters={"id": id_, **parameters}).named_results())
+
+    found = of_spans(_NAMED)
+    traces = sorted({row["TraceId"] for row in found} - {""})
+    found += of_spans(_INHERITED, traces=traces) if traces else []
+    spans = _described([row for row in found if row["RowKind"] == "span"])
+    if attempt is not None:
+        mine = {span.trace for span in spans if span.names_rollout and span.attempt == attempt}
+        spans = [span for span in spans if (span.attempt == attempt if span.names_rollout else span.trace in mine)]
+    if not spans:
+        return Record(id_, [], [], [], [])
+    kept = {span.key for span in spans}
+    rewards = [
+        _said(row)
+        for row in found
+        if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"] and attempt in {None, row["Attempt"]}
+    ]
+    rewards += [reward for reward in (Reward(*row) for row in rows(_GIVEN)) if attempt is None or (reward.trace, reward.span) in kept]
+    calls = [Call(*row) for row in rows(_CALLS, keys=[id_, *traces])]
+    ((now,),) = rows("SELECT toUnixTimestamp64Micro(now64(6))")
+    return Record(
+        id_,
+        spans,
+        [call for call in calls if (call.trace, call.span) in kept],
+        rewards,
+        _builds(rows, attempt, skipped),
+        [Trained(*row) for row in rows(_TRAINED)],
+        {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
+        moment(max(row["Arrived"] for row in found)),
+        moment(now),
+        roles_by_run=dict(rows(_ROLES, runs=sorted({span.run for span in spans} - {""}))),
+    )
+
+
+def near(client: Client, id_: str, attempt: int | None) -> str:
+    """What to ask for instead of an id that the store does not know."""
+
+    def keys(where: str) -> list[str]:
+        parameters = {"id": id_, "start": id_[:6], "most": _NEAREST}
+        return [str(row[0]) for row in client.query(_KEYS.replace("{where}", where), parameters=parameters).result_rows]
+
+    if attempt is not None and keys(_NAMED):
+        return "Leave --attempt out to see those that it had."
+    if alike := keys("startsWith(RolloutKey, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
+        return f"Did you mean {' or '.join(alike)}?"
+    newest = keys("RolloutKeySource = 'rollout' AND SpanName = 'rollout'") or keys("true")
+    return f"The newest rollouts are {', '.join(newest)}." if newest else "It holds no rollouts at all: is store.url the right one?"
+
+
+def _said(row: Mapping[str, Any]) -> Reward:
+    """An evaluation result."""
+    said = row["Attributes"]
+    name = said.get(semconv.EVALUATION_NAME) or semconv.REWARD_NAME
+    source = "event" if row["RowKind"] == "evaluation_event" else "log"
+    return Reward(row["TraceId"], row["SpanId"], name, said[semconv.EVALUATION_SCORE], source, said.get(semconv.REWARD_ROLE, ""))
+
+
+def _described(rows: Sequence[Mapping[str, Any]]) -> list[Span]:
+    """Spans, each with what the builder's dialects take it for."""
+    import polars as pl
+
+    from transition_builder.dialects import describe
+    from transition_builder.schemas import SPANS
+
+    columns = {name: [row.get(name) for row in rows] for name in SPANS}
+    frame = pl.DataFrame(columns, schema=dict(SPANS), strict=False).with_columns(RolloutId=pl.col("RolloutKey"))
+    said = describe(frame).select(*_KINDS, "AgentName", "ToolName").iter_rows(named=True)
+    spans = [_span(row, one) for row, one in zip(rows, said, strict=True)]
+    # Every request to a model's server is suspect; beside calls that a dialect reads it is one of those.
+    read = {span.trace for span in spans if span.kind in _READ}
+    return [replace(span, kind="") if span.kind == _SUSPECT and span.trace in read else span for span in spans]
+
+
+_SUSPECT = "unknown model call"
+_READ = frozenset({"gateway", "llm", "engine"})
+_KINDS = {
+    "IsTool": "tool",
+    "IsClient": "llm",
+    "IsModel": "llm",
+    "IsEngine": "engine",
+    "IsChain": "chain",
+    "IsSuspect": _SUSPECT,
+}
+
+
+def _span(row: Mapping[str, Any], said: Mapping[str, Any]) -> Span:
+    kind = row["Attributes"].get(semconv.OPENINFERENCE_KIND, "").lower()
+    if row["ScopeName"] == semconv.GATEWAY_SCOPE:
+        kind = "gateway"
+    return Span(
+        run=row["RunId"],
+        mode=row["Mode"],
+        attempt=row["Attempt"],
+        names_rollout=row["RolloutKeySource"] == "rollout",
+        started=row["Timestamp"],
+        trace=row["TraceId"],
+        span=row["SpanId"],
+        parent=row["ParentSpanId"],
+        process=row["ProcessId"],
+        seq=row["Seq"],
+        name=row["SpanName"],
+        service=row["ServiceName"],
+        scope=row["ScopeName"],
+        duration=row["Duration"],
+        status=row["StatusCode"],
+        message=row["StatusMessage"],
+        attributes=row["Attributes"],
+        kind=kind or next((kind for name, kind in _KINDS.items() if said[name]), ""),
+        agent=said["AgentName"] or "",
+        tool=(said["ToolName"] or "") if said["IsTool"] else "",
+    )
+
+
+def _builds(rows: Any, attempt: int | None, skipped: SkipLookup | None) -> list[Build]:
+    datasets = defaultdict[str, list[str]](list)
+    for spec, name in rows(_DATASETS):
+        datasets[spec].append(name)
+    made = defaultdict[tuple[str, str], list[Conclusion]](list)
+    for run, spec, number, trace, span, choice, agent, policy, version, turn, *rewards in rows(_TRANSITIONS):
+        given = tuple(zip(*rewards, strict=True))
+        made[run, spec].append(Conclusion(number, trace, span, choice, agent, policy, version, turn, given))
+    for run, spec, *told, reason, detail, convention in rows(_DROPS):
+        made[run, spec].append(Conclusion(*told, reason=reason, detail=detail, convention=convention))
+    builds = list[Build]()
+    for run, spec, mode, group, size, revision, final, calls, at in rows(_BUILDS):
+        of_attempt = [one for one in made[run, spec] if attempt is None or one.attempt == attempt]
+        ((built,),) = rows(_GROUP, run=run, spec=spec, group=group, mode=mode)
+        by = skipped(run, mode, spec, group) if skipped else ()
+        names = ", ".join(datasets[spec])
+        builds.append(Build(spec, of_attempt, names, run, revision, final, calls, moment(at), group, size, built, by))
+    return builds

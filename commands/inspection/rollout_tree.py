@@ -1,0 +1,252 @@
+"""A rollout as a tree for a terminal: what called what, how long it took, what it cost, what it earned, what became of it.
+
+In: everything that the store knows of one rollout (`Record`). Out: a tree of rich. Invariant: every span stands there once, however
+often it was delivered, below its parent; order is that of parent links and of each process's own count, never of two clocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.text import Text
+from rich.tree import Tree
+
+from spangrad import semconv
+from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, attempts, counted, titled
+
+_SEPARATOR = " · "
+_TOKEN_COUNTS = (
+    (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS),
+    ("llm.token_count.prompt", "llm.token_count.completion"),
+)
+"""Where a span may say how many tokens went in and out."""
+_MESSAGE_LENGTH = 200
+
+
+def draw(record: Record) -> Tree:
+    """The rollout's tree; each attempt's root is a branch of the first level."""
+    spans = {span.key: span for span in reversed(record.spans)}
+    calls, rewards = defaultdict[tuple[str, str], list[Call]](list), defaultdict[tuple[str, str], list[Reward]](list)
+    for call in sorted({(call.trace, call.span, call.choice): call for call in record.calls}.values(), key=lambda call: call.choice):
+        calls[call.trace, call.span].append(call)
+    for reward in dict.fromkeys(record.rewards):
+        rewards[reward.trace, reward.span].append(reward)
+
+    concluded = defaultdict[tuple[str, str], list[tuple[str, Conclusion]]](list)
+    for build in record.builds:
+        for one in build.conclusions:
+            concluded[one.trace, one.span].append((build.title if len(record.builds) > 1 else "", one))
+
+    attempt_of = attempts(list(spans.values()))
+    parents = {key: _parent(span, spans, attempt_of) for key, span in spans.items()}
+    below = defaultdict[tuple[str, str] | None, list[Span]](list)
+    for key in spans:
+        below[parents[key] if _leads_up(key, parents) else None].append(spans[key])
+
+    tree = Tree(_header(record, list(spans.values()), attempt_of), guide_style="dim")
+    waiting: list[tuple[Tree, Span | None, tuple[str, str] | None]] = [(tree, None, None)]
+    while waiting:
+        branch, parent, key = waiting.pop()
+        for child in sorted(below[key], key=lambda one: _order(one, parent, attempt_of)):
+            strayed = parent is not None and child.parent != parent.span
+            lost = parent is None and bool(child.parent)
+            label = _label(child, calls[child.key], rewards[child.key], concluded[child.key], strayed=strayed or lost)
+            waiting.append((branch.add(label), child, child.key))
+    for where, those in (
+        ("of the whole rollout", [("", "")]),
+        ("of no span here", [key for key in rewards if key[1] and key not in spans]),
+    ):
+        if elsewhere := [one for key in those for one in rewards[key]]:
+            tree.add(_joined([Text(where, "dim"), *map(_reward, elsewhere)]))
+    unseen = [one for key, ones in concluded.items() if key[1] and key not in spans for one in ones]
+    for title, one in unseen:
+        tree.add(_joined([Text(f"span {one.span} is not here", "dim"), *_became([(title, one)])]))
+    return tree
+
+
+def _parent(span: Span, spans: Mapping[tuple[str, str], Span], attempt_of: Mapping[tuple[str, str], int]) -> tuple[str, str] | None:
+    """The span that this one hangs below: its parent, else the root of its trace or attempt, else none."""
+    if (span.trace, span.parent) in spans:
+        return span.trace, span.parent
+    if span.is_root:
+        return None
+    roots = [one for one in spans.values() if one.is_root and attempt_of[one.key] == attempt_of[span.key]]
+    nearest = min(roots, key=lambda root: (root.trace != span.trace, root.key), default=None)
+    return nearest.key if nearest else None
+
+
+def _leads_up(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str] | None]) -> bool:
+    """Whether the way up from a span ends: spans that are their own ancestors stand at the top."""
+    seen = {key}
+    above = parents[key]
+    while above is not None:
+        if above in seen:
+            return above != key
+        seen.add(above)
+        above = parents[above]
+    return True
+
+
+def _order(span: Span, parent: Span | None, attempt_of: Mapping[tuple[str, str], int]) -> tuple[object, ...]:
+    """By attempt; the parent's own process before others; then each process's own count."""
+    foreign = parent is None or span.counted_by != parent.counted_by
+    return attempt_of[span.key], not span.is_root, foreign, span.counted_by, span.place, span.key
+
+
+def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str, str], int]) -> Text:
+    roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
+    facts = [_said(spans, "run"), _said(spans, "mode")]
+    if roots:
+        last = roots[-1].attributes
+        size = last.get(semconv.GROUP_SIZE)
+        facts.append(f"task {last[semconv.TASK_ID]}" if semconv.TASK_ID in last else "")
+        facts.append(f"group {last[semconv.GROUP_ID]}{f' of {size}' if size else ''}" if semconv.GROUP_ID in last else "")
+    tries = len(set(attempt_of.values()))
+    facts.append(f"{tries} attempts" if tries > 1 else "")
+    facts.append(_duration(sum(span.duration for span in roots) or max((span.duration for span in spans), default=0)))
+    facts.append(counted(len(spans), "span"))
+    if record.calls:
+        calls = {(call.trace, call.span, call.choice): call for call in record.calls}.values()
+        prompts = {(call.trace, call.span): call.prompt_tokens for call in calls}
+        facts.append(f"{counted(len(prompts), 'call')} {_tokens(sum(prompts.values()), sum(call.response_tokens for call in calls))}")
+    header = Text.assemble(("rollout ", "bold"), (record.rollout, "bold"), "\n", _SEPARATOR.join(fact for fact in facts if fact))
+    if who := _SEPARATOR.join(part for part in (_agents(record), _tools(spans)) if part):
+        header.append(f"\n{who}")
+    for build in record.builds:
+        header.append("\n")
+        header.append_text(_built(build, len(record.builds) > 1))
+    if not record.builds:
+        header.append("\nnot built yet", "yellow")
+    return header
+
+
+def _agents(record: Record) -> str:
+    """The agents that made calls, each with how many."""
+    newest = record.builds[-1].conclusions if record.builds else ()
+    calls = Counter(one.agent for one in {(one.trace, one.span): one for one in newest if one.span}.values() if one.agent)
+    names = dict.fromkeys([*calls, *(span.agent for span in record.spans if span.agent and span.kind in {"agent", "llm"})])
+    told = [f"{name} ({counted(calls[name], 'call')})" if calls[name] else name for name in names]
+    return f"agents {', '.join(told)}" if told else ""
+
+
+def _tools(spans: Sequence[Span]) -> str:
+    """The tools that ran, each with how often, and how often it failed."""
+    ran = Counter(span.tool or span.name for span in spans if span.kind == "tool")
+    failed = Counter(span.tool or span.name for span in spans if span.kind == "tool" and span.status == "Error")
+    told = [
+        f"{name}{f' x{times}' if times > 1 else ''}{f' ({failed[name]} failed)' if failed[name] else ''}" for name, times in ran.items()
+    ]
+    return f"tools {', '.join(told)}" if told else ""
+
+
+def _said(spans: Iterable[Span], what: str) -> str:
+    values = sorted({str(getattr(span, what)) for span in spans} - {""})
+    return f"{what} {', '.join(values)}" if values else ""
+
+
+def _built(build: Build, several: bool) -> Text:
+    text = Text(f"built{f' as {build.title}' if several else ''}: ")
+    text.append(counted(build.transitions, "transition"), "green" if build.transitions else "")
+    for (reason, detail), count in sorted(build.drops.items()):
+        text.append(", ")
+        text.append(f"{count} dropped as {reason}{f' ({detail})' if detail else ''}", "yellow")
+    return text
+
+
+def _label(
+    span: Span, calls: Sequence[Call], rewards: Sequence[Reward], concluded: Sequence[tuple[str, Conclusion]], *, strayed: bool
+) -> Text:
+    parts = [Text(span.name or "(no name)", "bold" if span.is_root else "")]
+    parts += [Text(fact, "dim") for fact in _what(span)]
+    parts.append(Text(_duration(span.duration)))
+    parts += _of_calls(calls) or _told_tokens(span)
+    parts += _status(span, calls)
+    parts += [_reward(reward) for reward in rewards]
+    parts += _became(concluded)
+    if strayed:
+        parts.append(Text("parent span is not here", "yellow"))
+    return _joined(parts)
+
+
+def _became(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
+    """What builds made of a call: one text for all choices that fared alike."""
+    texts = Counter[tuple[str, str]]()
+    for title, one in concluded:
+        of_build = f" in {title}" if title else ""
+        if one.reason:
+            texts[f"dropped as {one.reason}{f' ({one.detail})' if one.detail else ''}{of_build}", "yellow"] += 1
+        else:
+            earned = "".join(f", {titled(name, role)} = {value:g} ({source})" for name, value, source, role in one.rewards)
+            agent = f" of {one.agent}" if one.agent else ""
+            texts[f"transition, turn {one.turn}{agent}{earned}{of_build}", "green"] += 1
+    return [Text(f"→ {text}{f' x{count}' if count > 1 else ''}", style) for (text, style), count in texts.items()]
+
+
+def _what(span: Span) -> list[str]:
+    """Attempt, kind and agent."""
+    if span.is_root:
+        return [f"attempt {span.attempt}", "final" if span.is_final else "tried again"]
+    return [fact for fact in dict.fromkeys((span.kind, span.agent, span.tool)) if fact and fact != span.name]
+
+
+def _of_calls(calls: Sequence[Call]) -> list[Text]:
+    """Tokens, versions and finish reasons of a call's choices."""
+    if not calls:
+        return []
+    first = calls[0]
+    parts = [Text(_tokens(first.prompt_tokens, sum(call.response_tokens for call in calls)), "cyan")]
+    if len(calls) > 1:
+        parts.append(Text(f"{len(calls)} choices"))
+    if first.policy or first.versions:
+        versions = sorted({version for call in calls for version in call.versions})
+        parts.append(Text(f"{first.policy} {'→'.join(f'v{version}' for version in versions)}".strip()))
+    reasons = Counter(call.finish_reason for call in calls if call.finish_reason)
+    parts += [Text(f"{reason}{f' x{count}' if count > 1 else ''}") for reason, count in reasons.items()]
+    return parts
+
+
+def _told_tokens(span: Span) -> list[Text]:
+    for sent, received in _TOKEN_COUNTS:
+        if sent in span.attributes:
+            return [Text(_tokens(span.attributes[sent], span.attributes.get(received, "?")), "cyan")]
+    return []
+
+
+def _status(span: Span, calls: Sequence[Call]) -> list[Text]:
+    failed = next((call for call in calls if call.error or call.http_status >= 400), None)
+    failure = span.attributes.get(semconv.ROLLOUT_FAILURE, "")
+    if span.status == "Error" or failed or failure:
+        refused = f"HTTP {failed.http_status}" if failed and failed.http_status >= 400 else ""
+        kind = failed.error if failed and failed.error != str(failed.http_status) else ""
+        message = ": ".join(part for part in (failure, refused, kind, _sentence(span.message)) if part)
+        return [Text(f"error{f': {message}' if message else ''}", "bold red")]
+    if any(call.aborted for call in calls):
+        return [Text("aborted", "bold red")]
+    return [Text("ok", "green")] if span.status == "Ok" else []
+
+
+def _sentence(message: str) -> str:
+    """What went wrong, without the traceback that OpenInference appends to it."""
+    words = " ".join(message.partition("Traceback (")[0].split())
+    return words if len(words) <= _MESSAGE_LENGTH else words[:_MESSAGE_LENGTH] + "…"
+
+
+def _reward(reward: Reward) -> Text:
+    return Text(f"{reward.title} = {reward.value} ({reward.source})", "magenta")
+
+
+def _tokens(sent: object, received: object) -> str:
+    return f"{sent}→{received} tokens"
+
+
+def _duration(nanoseconds: int) -> str:
+    """With three digits, in the unit that people would use."""
+    for unit, size in (("h", 3600e9), ("min", 60e9), ("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:.0f} {unit}"
+    return f"{nanoseconds / 1e3:.3g} µs" if nanoseconds else "0 s"
+
+
+def _joined(parts: Iterable[Text]) -> Text:
+    return Text(_SEPARATOR, "dim").join(parts)

@@ -1,0 +1,235 @@
+"""One rollout in sentences: what it is, whether it is complete, what became of each call and why, and what it waits for.
+
+In: a `Record`, and the settings of the builder and the trainer. Out: lines of text. Invariant: nothing is said that the store (and a ledger
+at hand) does not show; what only somebody else knows is named with the place where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from commands.training.build_report import remedy
+from spangrad import semconv
+from spangrad.settings import Settings
+from commands.inspection.rollout_record import Build, Conclusion, Record, Span, attempts, counted, titled
+from spangrad.types import Mode
+
+_SHORT = 8
+ALREADY_TRAINED = "already_trained"
+"""Of a rollout that was built again, or by another specification, after a branch had trained it: otel.v_already_trained."""
+LEDGER = "ledger.db"
+"""Of the trainer, in trainer.directory."""
+
+
+def explain(record: Record, settings: Settings) -> list[str]:
+    """Tell of a rollout; where several runs have one of this id, of one after the other.
+
+    Args:
+        record: with at least one span.
+        settings: the waiting times, and what the trainer takes.
+    """
+    runs = sorted({span.run for span in record.spans} - {""}) or [""]
+    lines = list[str]()
+    for run in runs:
+        mine = record.of_run(run)
+        lines += ["", *_of_run(mine, settings)] if lines else _of_run(mine, settings)
+    return lines
+
+
+def _of_run(record: Record, settings: Settings) -> list[str]:
+    spans = list({span.key: span for span in reversed(record.spans)}.values())
+    roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
+    lines = [_what(record, spans, roots), *_attempts(roots), _arrived(record, spans, roots), *_roles(record, settings)]
+    if not record.builds:
+        return [*lines, _waits(record, spans, roots, settings)]
+    for build in record.builds:
+        lines += [*_built(build, spans), *_trained(build, record, settings)]
+    return lines
+
+
+def _what(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
+    modes = sorted({span.mode for span in spans} - {""})
+    run = next((span.run for span in spans if span.run), "")
+    of_run = f" of run {run}" if run else ""
+    if roots:
+        last = roots[-1].attributes
+        size = last.get(semconv.GROUP_SIZE, "")
+        task = f"task {last[semconv.TASK_ID]}, " if semconv.TASK_ID in last else ""
+        group = f"group {last[semconv.GROUP_ID]}{f' of {size}' if size else ''}, " if semconv.GROUP_ID in last else ""
+        mode = f" (mode {', '.join(modes)})" if modes else ""
+        return f"Rollout {record.rollout}{of_run}{mode}: {task}{group}{counted(len(roots), 'attempt')}."
+    if run and modes:
+        return f"Rollout {record.rollout}{of_run} (mode {', '.join(modes)}): a runner announced it, and no root span of it has arrived."
+    named = any(span.names_rollout for span in spans)
+    known = "its spans name it" if named else "it is known by its session, conversation or trace"
+    return f"Rollout {record.rollout}{of_run}: no runner announced it ({known}), so it counts as mode {Mode.PRODUCTION.value}."
+
+
+def _attempts(roots: Sequence[Span]) -> Iterable[str]:
+    for root in roots:
+        failure = root.attributes.get(semconv.ROLLOUT_FAILURE, "")
+        said = " ".join(root.message.split())[:200]
+        told = f"failed: {failure}{f' ({said})' if said else ''}" if failure else "ended well"
+        yield f"Attempt {root.attempt} {told}{', and counts.' if root.is_final else ', and was tried again.'}"
+
+
+def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
+    """How much of it is there, and how much should be."""
+    final = next((root for root in reversed(roots) if root.is_final), None)
+    number = attempts(spans)
+    recorded = [span for span in spans if span.scope == semconv.GATEWAY_SCOPE]
+    given = [reward for reward in dict.fromkeys(record.rewards) if reward.source in {"event", "log"}]
+    rewards = ", ".join(f"{one.title} = {one.value} ({one.source})" for one in given) or "none arrived"
+    there = f"{counted(len(spans), 'span')} arrived"
+    if final is None:
+        return f"{there}, {counted(len(recorded), 'call')} of the gateway among them. Evaluations: {rewards}."
+    of_final = sum(number[span.key] == final.attempt for span in recorded)
+    answered = final.attributes.get(semconv.ROLLOUT_CALLS)
+    if answered is None:
+        calls = "; no gateway counted its calls, so that it is complete once it is quiet"
+    else:
+        lacks = int(answered) - of_final
+        there_of = f"{lacks} of them did not arrive" if lacks > 0 else "all of them arrived"
+        calls = f"; the gateway answered {counted(int(answered), 'call')} of attempt {final.attempt}, and {there_of}"
+    return f"{there}{calls}. Evaluations: {rewards}."
+
+
+def _roles(record: Record, settings: Settings) -> Iterable[str]:
+    """Name the roles of the run, and whose rewards the trainer counts."""
+    if record.roles:
+        chosen = settings.trainer.reward_roles
+        counts = f"those of {', '.join(chosen)} and everybody's" if chosen else "all of them"
+        yield f"Rewards of the run are of the roles {', '.join(record.roles)}; the trainer, as it is set up here, counts {counts}."
+
+
+def _waits(record: Record, spans: Sequence[Span], roots: Sequence[Span], settings: Settings) -> str:
+    """What a rollout that nobody has built waits for."""
+    spec = settings.builder
+    silent = f"{(record.now - record.last_arrival).total_seconds():.0f} s" if record.now and record.last_arrival else "some time"
+    patience = f"builder.incomplete_after_seconds ({spec.incomplete_after_seconds:g} s)"
+    ours = any(span.run and span.mode and span.names_rollout for span in spans)
+    final = next((root for root in reversed(roots) if root.is_final), None)
+    if final is not None:
+        if lacks := _lacks(record, spans, roots, final, awaited=spec.waits_for_reward):
+            wait = f"it waits for {' and '.join(lacks)}, at most {patience} after its end"
+            return f"It is not built yet: {wait}; the newest span arrived {silent} ago."
+        return "It is not built yet, and nothing that it needs is missing: the next `spangrad build` takes it. Is a builder running?"
+    if ours:
+        wait = f"it waits for its runner's final root span, until it has been silent for {patience}"
+        return f"It is not built yet: {wait}; it has been for {silent}."
+    if not any(span.kind in {"gateway", "llm", "engine", "unknown model call"} for span in spans):
+        return "It is not built: nothing in it calls a model, as far as any dialect knows."
+    torn = {(span.trace, span.parent) for span in spans if span.parent} - {span.key for span in spans}
+    wait = f"{patience}, because the parent of some span has not arrived" if torn else f"builder.quiet_seconds ({spec.quiet_seconds:g} s)"
+    return f"It is not built yet: it waits to be silent for {wait}; it has been for {silent}. Then the next `spangrad build` takes it."
+
+
+def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: Span, *, awaited: bool) -> list[str]:
+    number = attempts(spans)
+    lacks = list[str]()
+    for root in roots:
+        there = sum(span.scope == semconv.GATEWAY_SCOPE and number[span.key] == root.attempt for span in spans)
+        missing = int(root.attributes.get(semconv.ROLLOUT_CALLS) or 0) - there
+        if missing > 0:
+            lacks.append(f"{counted(missing, 'call')} of attempt {root.attempt}")
+    seen = {root.attempt for root in roots}
+    if roots_missing := [str(one) for one in range(final.attempt) if one not in seen]:
+        lacks.append(f"the root span of attempt {', '.join(roots_missing)}")
+    awaited = awaited and not final.attributes.get(semconv.ROLLOUT_FAILURE)
+    if awaited and not any(one.source in {"event", "log"} for one in record.rewards):
+        lacks.append("a reward")
+    return lacks
+
+
+def _built(build: Build, spans: Sequence[Span]) -> list[str]:
+    at = f" at {build.built_at:%Y-%m-%d %H:%M:%S} UTC" if build.built_at else ""
+    dataset = f"dataset {build.dataset}, " if build.dataset else ""
+    named = [one for one in build.conclusions if one.span]
+    what = f"{counted(len(named), 'call')}: {counted(build.transitions, 'transition')}, {counted(len(named) - build.transitions, 'drop')}"
+    lines = [f"It is built ({dataset}specification {build.spec}, revision {build.revision}){at}, attempt {build.attempt} counting. {what}."]
+    names = {span.key: span.name for span in spans}
+    lines += [f"- {_call(one, names)}: {_became(one)}" for one in named]
+    lines += [f"- The rollout itself: {_became(one)}" for one in build.conclusions if not one.span]
+    lines += [
+        f"{reason}: {remedy(reason)}" for reason in dict.fromkeys(one.reason for one in build.conclusions if one.reason) if remedy(reason)
+    ]
+    return lines
+
+
+def _call(one: Conclusion, names: dict[tuple[str, str], str]) -> str:
+    choice = f", choice {one.choice}" if one.choice else ""
+    agent = f" by {one.agent}" if one.agent else ""
+    return f"Attempt {one.attempt}, span {one.span[:_SHORT]} ({names.get((one.trace, one.span), 'not here')}{choice}){agent}"
+
+
+def _became(one: Conclusion) -> str:
+    if one.reason:
+        told = f" ({one.detail})" if one.detail else ""
+        convention = f", told by {one.convention}" if one.convention else ""
+        return f"dropped as {one.reason}{told}{convention}."
+    given = (f"{titled(name, role)} = {value:g} ({source})" for name, value, source, role in one.rewards)
+    rewards = ", ".join(given) or "no reward of its own"
+    return f"transition, turn {one.turn}, sampled by policy {one.policy} version {one.version}; {rewards}."
+
+
+def _trained(build: Build, record: Record, settings: Settings) -> list[str]:
+    used = [one for one in record.trained if one.spec == build.spec]
+    if used:
+        lines = list[str]()
+        for one in used:
+            orphaned = ", which is orphaned" if one.status == "orphaned" else ""
+            lines.append(
+                f"It is trained: batch {one.batch} made version {one.version} of policy {one.policy} (branch {one.branch}){orphaned}."
+            )
+            if one.revision != build.revision:
+                since = f"that was revision {one.revision}; what came since changes no version: a rollout is trained once."
+                lines.append(f"{ALREADY_TRAINED}: {since}")
+        return lines
+    trainer = settings.trainer
+    if mine := [one for one in record.trained if (one.policy, one.branch) == (trainer.policy, trainer.branch) and one.status != "orphaned"]:
+        made = f"built by specification {mine[0].spec}, it helped to make version {mine[0].version} of policy {mine[0].policy}"
+        return [f"{ALREADY_TRAINED}: {made}, and branch {mine[0].branch} trains no rollout twice."]
+    elsewhere = ", ".join(sorted({f"{one.policy} version {one.version}" for one in record.trained}))
+    also = f" (As another specification built it, it helped to make {elsewhere}.)" if elsewhere else ""
+    return [f"It is not trained: {reason}{also}" for reason in _untrained(build, record, settings)]
+
+
+def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
+    """Why no version has used it."""
+    trainer = settings.trainer
+    mode = next((span.mode for span in record.spans if span.mode), Mode.PRODUCTION.value)
+    if build.skipped:
+        return [
+            f"the trainer of policy {policy} (branch {branch}) skipped its group as {reason}{f': {detail}' if detail else '.'} "
+            f"docs/training.md says what that depends on; `spangrad train restore {build.group}` brings the group back."
+            for policy, branch, reason, detail in build.skipped
+        ]
+    if not build.transitions:
+        return ["it left no transitions."]
+    if mode == Mode.GREEDY:
+        return [f"it is greedy: what the other rollouts of its group {build.group} are compared with (trainer.estimator = 'remax')."]
+    if mode not in trainer.modes:
+        return [f"trainer.modes takes {', '.join(trainer.modes)} only, and this is {mode}."]
+    if not build.group_size:
+        return ["nobody said how many rollouts its group has, so that the group is never whole."]
+    if build.group_built < build.group_size:
+        return [f"its group {build.group} has {build.group_built} of {counted(build.group_size, 'rollout')} built so far."]
+    if build.spec != settings.builder.spec and trainer.dataset is None:
+        return ["the trainer, as it is set up here, takes what the present builder settings make, which is another specification."]
+    return [_ready(build, record, settings)]
+
+
+def _ready(build: Build, record: Record, settings: Settings) -> str:
+    trainer = settings.trainer
+    newest = record.newest.get((trainer.policy, trainer.branch))
+    oldest = min((one.version for one in build.conclusions if one.version is not None and one.policy == trainer.policy), default=None)
+    if oldest is None:
+        return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
+    place = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
+    look = f"If `spangrad train` has passed it by, the reason stands in its log and its ledger ({place})."
+    if record.ledger_silent:
+        look = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
+    if newest is not None and newest - oldest > trainer.max_staleness:
+        behind = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
+        return f"it is stale: {behind} (trainer.max_staleness = {trainer.max_staleness}). {look}"
+    return f"its group is whole and waits for `spangrad train`. {look}"

@@ -1,0 +1,71 @@
+"""`spangrad sql`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from commands.options import ConfigFile, Overrides, resolve
+from commands.stopped_store import answering_store
+from spangrad.errors import StoreError
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_FORMAT = re.compile(r"\bFORMAT\s+(\w+)\s*;?\s*$", re.IGNORECASE)
+_SYNTAX_ERROR = 62
+_READONLY = 164
+
+
+def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Ask the span store a question in SQL, and print the answer as a table. It is asked read-only, whatever the token allows.
+
+    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
+    demo's) is opened for the time of the question.
+
+    Args:
+        statement: one SELECT, SHOW or DESCRIBE; tables live in the database `otel`.
+    """
+    from rich.table import Table
+
+    from commands.console import plain_console
+    from spangrad.store.clickhouse import connect, store_errors
+
+    with answering_store(resolve(config, set_).store) as store:
+        client = connect(store)
+        with store_errors(store.url), _remedies(statement):
+            answer = client.query(statement, settings=_read_only(client))
+        client.close()
+    table = Table(*(str(name) for name in answer.column_names), box=None, pad_edge=False)
+    for row in answer.result_rows:
+        table.add_row(*(str(value) for value in row))
+    plain_console(10_000).print(table)
+
+
+def _read_only(client: Client) -> dict[str, int]:
+    """What keeps a statement from changing anything; it may still have SETTINGS of its own."""
+    held = client.server_settings.get("readonly")
+    # Who may only read is refused the setting itself.
+    return {} if held and held.value != "0" else {"readonly": 2}
+
+
+@contextmanager
+def _remedies(statement: str) -> Generator[None]:
+    """Say what to do about a statement that the store takes, but not from this command."""
+    from clickhouse_connect.driver.exceptions import Error
+
+    try:
+        yield
+    except Error as error:
+        form = _FORMAT.search(statement)
+        if error.code == _SYNTAX_ERROR and form:
+            raise StoreError(
+                f"`spangrad sql` prints a table of its own. Leave FORMAT {form[1]} out, or ask the store with curl (docs/sql.md)."
+            ) from error
+        if error.code == _READONLY and "Cannot execute query in readonly mode" in str(error):
+            raise StoreError(
+                "`spangrad sql` changes nothing: give one SELECT, SHOW or DESCRIBE, or send the statement with curl (docs/sql.md)."
+            ) from error
+        raise

@@ -1,0 +1,1 @@
+"""Commands that run a service, or look after one that runs."""

@@ -1,0 +1,1 @@
+"""Commands that make rollouts, build transitions and train."""

@@ -1,0 +1,86 @@
+"""Which agent a command line names, shared by `spangrad run` and `spangrad worker`; and how both end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from spangrad.callables import is_file, split
+from spangrad.errors import AgentError
+from spangrad.settings import RunnerSettings
+
+if TYPE_CHECKING:
+    from runner.workers.agents import AgentSpec
+
+Command = Annotated[str, Parameter(allow_leading_hyphen=True)]
+
+
+def agent_spec(
+    command: tuple[str, ...],
+    agent: str | None,
+    evaluator: str | None,
+    directory: Path,
+    runner: RunnerSettings,
+    *,
+    instrument: bool,
+    image: str | None = None,
+    environment: str | None = None,
+) -> AgentSpec:
+    """The agent that is named: a callable, a container image (then the command is given to it), or a command.
+
+    One word that ends in `.py`, or in `.py:FUNCTION`, is a file with a callable.
+
+    Raises:
+        AgentError: none is, or two are; or a file is not there.
+    """
+    from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent
+
+    evaluator = None if evaluator is None else _located(evaluator, directory)
+    if agent is None and image is None and len(command) == 1 and is_file(command[0]):
+        agent, command = command[0], ()
+    if sum(map(bool, (agent, image, command and not image))) != 1:
+        raise AgentError("name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, or a command after `--`.")
+    if agent:
+        return CallableAgent(_located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
+    if not image:
+        return CommandAgent(command, evaluator=evaluator, environment=environment, directory=directory, instrument=instrument)
+    return ContainerAgent(
+        image,
+        command,
+        evaluator=evaluator,
+        environment=environment,
+        directory=directory,
+        engine=runner.container_engine,
+        network=runner.container_network,
+        arguments=tuple(runner.container_arguments),
+        address=runner.container_address,
+    )
+
+
+def _located(reference: str, directory: Path) -> str:
+    """A reference whose file, if it names one, is found from anywhere: below the agent's directory, else where we are."""
+    place, function = split(reference)
+    if not is_file(reference):
+        return reference
+    for file in (directory / place, Path(place)):
+        if file.is_file():
+            return str(file.resolve()) + (f":{function}" if function is not None else "")
+    raise AgentError(f"{place} is no file{'' if directory == Path() else f', neither here nor in {directory}'}. Name the agent's file.")
+
+
+def on_signals(act: Callable[[], object]) -> None:
+    """Do something at the first SIGTERM or SIGINT; the second one has its usual effect."""
+    loop = asyncio.get_running_loop()
+
+    def once() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        act()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, once)

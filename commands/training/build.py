@@ -1,0 +1,55 @@
+"""`spangrad build`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from spangrad.errors import SettingsError
+
+
+def build(
+    *,
+    follow: bool = False,
+    everything: Annotated[bool, Parameter("--all", negative=())] = False,
+    as_of: datetime | None = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Build transitions from complete rollouts, once or as they finish.
+
+    Args:
+        follow: keep building until stopped.
+        everything: conclude all that has ended without waiting for what is missing, and print what became of all calls. The exit code is 1
+            when a call is unaccounted for.
+        as_of: build from the spans that had arrived by then, as a dataset revision of its own (builder.as_of).
+    """
+    if follow and (everything or as_of):
+        raise SettingsError("--follow waits for what comes; --all and --as-of look at what is there. Leave one out.")
+    settings = resolve(config, set_, {"builder.as_of": as_of.isoformat() if as_of else None})
+    log_to_stderr()
+    # Its frames are small: threads cost the machine more than they save the builder.
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    from transition_builder import loop
+
+    if follow:
+        loop.follow(settings)
+    elif not everything:
+        loop.build_once(settings)
+    else:
+        loop.build_all(settings)
+        from commands.training.build_report import show
+        from spangrad.store.clickhouse import connect
+        from transition_builder.report import reconcile_report
+
+        client = connect(settings.store)
+        try:
+            code = show(reconcile_report(client, settings.store.url, settings.builder.spec))
+        finally:
+            client.close()
+        sys.exit(code)

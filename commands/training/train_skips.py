@@ -1,0 +1,138 @@
+"""`spangrad train skipped` and `spangrad train restore`: the groups that the trainer skipped.
+
+In: the ledger of the trainer's branch. Out: a table or JSON; groups that are ready once more. Invariant: listing changes nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from commands.options import ConfigFile, Overrides, resolve
+
+if TYPE_CHECKING:
+    from spangrad.settings import Settings
+    from trainer.ledger.ledger import Ledger
+    from trainer.ledger.skipped_groups import SkippedGroup
+    from trainer.ledger.skips import SkipReason
+
+_PIPE_WIDTH = 200
+Groups = Annotated[list[str] | None, Parameter(name="GROUP")]
+Reason = Annotated[str | None, Parameter(name="--reason")]
+
+
+def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:
+    """List the groups that the trainer's branch skipped, oldest first.
+
+    Args:
+        reason: list those of this reason alone.
+        json: print them as JSON, with what each reason depends on.
+    """
+    settings = resolve(config, set_)
+    with closing(_ledger(settings)) as ledger:
+        rows = ledger.skips.read(_reason(reason))
+    if json:
+        from json import dumps
+
+        print(dumps([_facts(row) for row in rows]))
+        return
+    from rich.table import Table
+
+    from commands.console import plain_console
+
+    table = Table("group", "run", "mode", "reason", "when", "build spec", "detail", box=None, pad_edge=False)
+    for row in rows:
+        group = row.group
+        when = row.skipped_at.isoformat(timespec="seconds")
+        table.add_row(group.group_id, group.run_id, group.mode, row.reason.value, when, group.build_spec, row.detail)
+    console = plain_console(_PIPE_WIDTH)
+    if rows:
+        console.print(table)
+    else:
+        place = f"{settings.trainer.policy}/{settings.trainer.branch}"
+        console.print(f"{place} has skipped no group{f' as {reason}' if reason else ''}.", highlight=False)
+
+
+def restore(
+    group: Groups = None,
+    /,
+    *,
+    reason: Reason = None,
+    all_: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> None:
+    """Bring skipped groups back: the trainer looks at them again, and skips those that still may not be trained.
+
+    Args:
+        group: ids of groups.
+        reason: bring back those of this reason alone.
+        all_: bring back all of them.
+    """
+    from spangrad.errors import SettingsError
+
+    if not group and not reason and not all_:
+        raise SettingsError("nothing says which groups to bring back. Give ids of groups, --reason or --all.")
+    if all_ and (group or reason):
+        raise SettingsError("--all brings back every group, and ids or --reason some: give one of them.")
+    settings = resolve(config, set_)
+    with closing(_ledger(settings)) as ledger:
+        chosen = _reason(reason)
+        unknown = set(group or ()) - {row.group.group_id for row in ledger.skips.read(chosen)}
+        if unknown:
+            names, place = ", ".join(sorted(unknown)), f"{settings.trainer.policy}/{settings.trainer.branch}"
+            raise SettingsError(
+                f"{place} has not skipped {names}{f' as {reason}' if reason else ''}. `spangrad train skipped` lists groups."
+            )
+        restored = ledger.skips.restore(group or (), chosen)
+    for row in restored:
+        print(f"{row.group.group_id} of run {row.group.run_id} is ready again; it was skipped as {row.reason.value}.")
+    if not restored:
+        print("No group was skipped for it.")
+
+
+def _ledger(settings: Settings) -> Ledger:
+    """The ledger of the trainer's branch.
+
+    Raises:
+        LedgerError: nothing was ever trained there.
+    """
+    from spangrad.errors import LedgerError
+    from trainer.ledger.recovery import existing_ledger
+
+    ledger = existing_ledger(settings)
+    if ledger is None:
+        raise LedgerError(
+            f"there is no ledger in {settings.trainer.directory}. Set trainer.directory or trainer.ledger_url to the trainer's."
+        )
+    return ledger
+
+
+def _reason(name: str | None) -> SkipReason | None:
+    from spangrad.errors import SettingsError
+    from trainer.ledger.skips import SkipReason
+
+    if name is None:
+        return None
+    try:
+        return SkipReason(name)
+    except ValueError:
+        known = ", ".join(reason.value for reason in SkipReason)
+        raise SettingsError(f"{name!r} is no reason that groups are skipped for. The reasons are {known}.") from None
+
+
+def _facts(row: SkippedGroup) -> dict[str, Any]:
+    from json import loads
+
+    return {
+        "group": row.group.group_id,
+        "run": row.group.run_id,
+        "mode": row.group.mode,
+        "build_spec": row.group.build_spec,
+        "reason": row.reason.value,
+        "detail": row.detail,
+        "skipped_at": row.skipped_at.isoformat(),
+        "depends_on": {"version": row.head, "settings": loads(row.basis)},
+    }

@@ -1,0 +1,291 @@
+"""What trainers and operators ask of the pool: backends that come and go, new weights, and how both stand.
+
+In: HTTP requests. Out: JSON. Invariant: an order is carried out to its end though whoever gave it has left; a backend's key is never
+told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from aiohttp import web
+from pydantic import SecretStr, ValidationError
+
+from gateway.metrics import Metrics
+from gateway.pool.backend import Backend
+from gateway.pool.policy import Policy
+from gateway.pool.pool import BackendRefusedError, Pool
+from gateway.pool.sleeping import send_to_sleep, wake_up
+from gateway.pool.upstream import BackendStatus, Upstream
+from gateway.proxy.admin import error_response, json_response
+from gateway.weights.publication import CallsInFlight, InFlight, PublicationError
+from gateway.weights.release import Order, Publication, PublicationRequest, promote, publish, roll_back
+from spangrad.errors import EngineError
+from spangrad.settings import BackendSettings
+
+_T = TypeVar("_T")
+_Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A backend that is registered; the fields are those of `gateway.backends`."""
+
+    url: str
+    policy: str | None = None
+    """None: the policy of `gateway.policy`."""
+    kind: Literal["engine", "openai", "anthropic"] = "engine"
+    key: str | None = None
+    limit: int | None = None
+    model: str | None = None
+
+
+class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How engines go over to a version that the gateway knows."""
+
+    order: Order = Order.ALL_AT_ONCE
+    in_flight: InFlight = InFlight.KEEP
+    drain_seconds: float | None = None
+
+    @property
+    def calls(self) -> CallsInFlight:
+        """Treatment of calls in flight."""
+        return CallsInFlight(self.in_flight, self.drain_seconds)
+
+
+class SleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How deep an engine sleeps."""
+
+    level: Literal[1, 2] = 1
+
+
+class BackendState(msgspec.Struct, frozen=True):
+    """How a backend stands."""
+
+    name: str
+    url: str
+    policy: str
+    kind: str
+    status: BackendStatus
+    reason: str
+    version: int | None
+    """None: it is no engine, or was never reached."""
+    checksum: str
+    in_flight: int
+    calls: int
+    limit: int | None
+    has_key: bool
+
+
+class CanaryState(msgspec.Struct, frozen=True):
+    """What a share of the rollouts is served."""
+
+    backend: str
+    version: int
+    share: float
+
+
+class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a policy stands; what is empty is left out."""
+
+    policy: str
+    version: int | None
+    tokenizer_hash: str | None
+    status: BackendStatus
+    """The best of its backends'."""
+    reason: str = ""
+    """Why calls are refused."""
+    waiting: int = 0
+    before: int | None = None
+    """The version that a rollback leads to. None: not known."""
+    canary: CanaryState | None = None
+
+
+class PoolAdmin:
+    """The routes."""
+
+    def __init__(self, pool: Pool, metrics: Metrics) -> None:
+        self._pool = pool
+        self._metrics = metrics
+
+    def routes(self) -> list[web.RouteDef]:
+        """What aiohttp registers."""
+        return [
+            web.get("/admin/backends", self.backends),
+            web.post("/admin/backends", _in_words(self.add)),
+            web.delete("/admin/backends/{backend}", _in_words(self.remove)),
+            web.post("/admin/backends/{backend}/sleep", _in_words(self.sleep)),
+            web.post("/admin/backends/{backend}/wake_up", _in_words(self.wake)),
+            web.get("/admin/policies", self.policies),
+            web.get("/admin/policies/{policy}", _in_words(self.policy)),
+            web.post("/admin/policies/{policy}/versions", _in_words(self.publish)),
+            web.post("/admin/policies/{policy}/promote", _in_words(self.promote)),
+            web.post("/admin/policies/{policy}/rollback", _in_words(self.roll_back)),
+        ]
+
+    async def backends(self, request: web.Request) -> web.Response:
+        """How the backends stand."""
+        return json_response({"backends": [_backend_state(one) for one in self._pool.backends]})
+
+    async def add(self, request: web.Request) -> web.Response:
+        """Register a backend."""
+        said = await _read(request, BackendRequest, "a backend is JSON with url, and maybe policy, kind, key, limit and model")
+        try:
+            settings = BackendSettings(
+                url=said.url,
+                policy=said.policy or self._pool.default,
+                kind=said.kind,
+                key=SecretStr(said.key) if said.key is not None else None,
+                limit=said.limit,
+                model=said.model,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise PublicationError(400, f"the backend's {'.'.join(map(str, first['loc']))} cannot be right: {first['msg']}") from None
+        return json_response(_backend_state(self._pool.add(settings)), 201)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """Take a backend out, when its calls have ended or at once."""
+        backend = self._backend(request)
+        now = request.query.get("now", "false")
+        if now not in {"true", "false"}:
+            raise PublicationError(400, f"now = {now!r} is neither true nor false.")
+        await _to_its_end(self._pool.remove(backend, now=now == "true"))
+        return json_response({"name": backend.name, "status": "removed"})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        """Have an engine lend its memory."""
+        backend = self._engine(request)
+        said = await _read(request, SleepRequest, "an order to sleep is JSON with level 1 or 2, or empty")
+        await _to_its_end(send_to_sleep(backend, said.level))
+        return json_response(_backend_state(backend))
+
+    async def wake(self, request: web.Request) -> web.Response:
+        """Have an engine take its memory back."""
+        backend = self._engine(request)
+        await _to_its_end(wake_up(backend, self._pool.policies[backend.policy]))
+        return json_response(_backend_state(backend))
+
+    async def policies(self, request: web.Request) -> web.Response:
+        """How the policies stand."""
+        return json_response({"policies": [policy_state(one) for one in self._pool.policies.values()]})
+
+    async def policy(self, request: web.Request) -> web.Response:
+        """How one policy stands."""
+        return json_response(policy_state(self._policy(request)))
+
+    async def publish(self, request: web.Request) -> web.Response:
+        """Serve a new version."""
+        said = await _read(
+            request,
+            PublicationRequest,
+            "a publication is JSON with version, path and checksum, and maybe order, in_flight, drain_seconds, canary and again",
+        )
+        return json_response(await self._change(self._policy(request), lambda policy: publish(policy, said)))
+
+    async def promote(self, request: web.Request) -> web.Response:
+        """Serve the canary's version everywhere."""
+        said = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
+        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, said.order, said.calls)))
+
+    async def roll_back(self, request: web.Request) -> web.Response:
+        """Serve the version before."""
+        said = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
+        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, said.order, said.calls)))
+
+    async def _change(self, policy: Policy, change: Callable[[Policy], Coroutine[Any, Any, Publication]]) -> Publication:
+        """Change what a policy serves, and count it."""
+        began = time.monotonic()
+        outcome = "failed"
+        try:
+            changed = await _to_its_end(change(policy))
+            outcome = "ok"
+            return changed
+        finally:
+            self._metrics.published(policy.name, outcome, time.monotonic() - began)
+
+    def _policy(self, request: web.Request) -> Policy:
+        name = request.match_info["policy"]
+        policy = self._pool.policies.get(name)
+        if policy is None:
+            served = ", ".join(map(repr, self._pool.policies)) or "none"
+            raise PublicationError(404, f"policy {name!r} is not served here. This gateway serves {served}.")
+        return policy
+
+    def _backend(self, request: web.Request) -> Upstream:
+        name = request.match_info["backend"]
+        backend = self._pool.find(name)
+        if backend is None:
+            known = ", ".join(one.name for one in self._pool.backends) or "none"
+            raise PublicationError(404, f"there is no backend {name!r}. There are: {known}.")
+        return backend
+
+    def _engine(self, request: web.Request) -> Backend:
+        backend = self._backend(request)
+        if not isinstance(backend, Backend):
+            raise PublicationError(409, f"backend {backend.name} is of kind {backend.kind!r}, and takes no orders.")
+        return backend
+
+
+def policy_state(policy: Policy) -> PolicyState:
+    """How a policy stands."""
+    canary = policy.canary
+    return PolicyState(
+        policy=policy.name,
+        version=policy.version,
+        tokenizer_hash=next((one.info.tokenizer_hash for one in policy.engines if one.info), None),
+        status=policy.status,
+        reason=policy.why_down() if policy.status is BackendStatus.DOWN else "",
+        waiting=policy.waiting,
+        before=policy.releases[-2].version if len(policy.releases) > 1 else None,
+        canary=CanaryState(canary.backend.name, canary.release.version, canary.share) if canary else None,
+    )
+
+
+def _backend_state(backend: Upstream) -> BackendState:
+    engine = backend if isinstance(backend, Backend) else None
+    return BackendState(
+        name=backend.name,
+        url=backend.url,
+        policy=backend.policy,
+        kind=backend.kind,
+        status=backend.status,
+        reason=backend.reason,
+        version=engine.info.version if engine and engine.info else None,
+        checksum=engine.checksum if engine else "",
+        in_flight=backend.in_flight,
+        calls=backend.calls,
+        limit=backend.limit,
+        has_key=bool(backend.headers),
+    )
+
+
+def _in_words(handler: _Handler) -> _Handler:
+    """Answer what cannot be done with the reason."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            return await handler(request)
+        except PublicationError as error:
+            return error_response(error.status, str(error))
+        except BackendRefusedError as error:
+            return error_response(409, str(error))
+        except EngineError as error:
+            return error_response(502, str(error))
+
+    return answer
+
+
+async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
+    try:
+        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise PublicationError(400, f"{form}: {error}") from None
+
+
+async def _to_its_end(order: Coroutine[Any, Any, _T]) -> _T:
+    """Carry out an order; a client that leaves must not leave an engine half-way."""
+    return await asyncio.shield(asyncio.create_task(order))

@@ -1,0 +1,231 @@
+"""One engine: what it serves, whether calls may go to it, and the orders it takes.
+
+In: vLLM's control routes and our plugin's. Out: a `Backend` that calls pass through. Invariant: a backend is `serving`
+only after it has answered a generation probe with the weights that it says it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from gateway.dialects import CHAT
+from gateway.dialects.answer import Answer
+from gateway.pool.upstream import BackendStatus, Upstream, unreachable
+from gateway.vllm_plugin.middleware import ADAPTER_PATH
+from spangrad.errors import EngineError
+from spangrad.settings import BackendSettings
+
+log = logging.getLogger(__name__)
+
+CONTROL_SECONDS = 60
+"""How long an order may take that moves no weights."""
+PROBE_SECONDS = 60
+CHECKSUM_METHOD = "spangrad_checksum"
+
+_T = TypeVar("_T")
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What our plugin in the engine says of it."""
+
+    policy: str
+    version: int
+    tokenizer_hash: str
+    warm: bool
+    model: str = ""
+    """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not say."""
+    lora_rank: int = 0
+    """Largest rank of the adapters that it takes. 0: it takes whole models."""
+    bare: str = ""
+    """Directory of the adapter that changes nothing; empty: it takes none."""
+    transfer: str = ""
+    """Over what it takes weights from a trainer; empty: it does not."""
+    api_servers: int = 1
+    data_parallel_size: int = 1
+
+
+class _Results(msgspec.Struct):
+    results: list[str]
+
+
+class _Pause(msgspec.Struct):
+    is_paused: bool
+
+
+class Backend(Upstream):
+    """One engine."""
+
+    def __init__(self, name: str, settings: BackendSettings, session: aiohttp.ClientSession, reload_seconds: float) -> None:
+        super().__init__(name, settings)
+        self.model = self.model or self.policy
+        self.reason = f"the engine at {self.url} is not admitted yet"
+        self.info: EngineInfo | None = None
+        """None: never reached while it was warm."""
+        self.checksum = ""
+        """Of the parameters in the engine's memory, in its dtype; empty: not known."""
+        self.publication: dict[str, float] = {}
+        """Seconds of each step of the last publication that succeeded; empty: there was none."""
+        self.lock = asyncio.Lock()
+        """Held by whoever changes the status."""
+        self.group = ""
+        """The connection for weights that it has with a trainer; empty: none that is known to stand."""
+        self.restart_command = settings.restart_command
+        self.broken = False
+        """Whether it is sent no calls until it is published to, or starts anew."""
+        self.seconds = reload_seconds
+        """How long an order may take that moves weights."""
+        self._session = session
+
+    @property
+    def worth_a_try(self) -> bool:
+        """An engine that was never reached is tried all the same: it may be up by now, and if not the call says so."""
+        return self.status is BackendStatus.DOWN and not self.broken
+
+    def serve(self, info: EngineInfo, checksum: str) -> None:
+        """Admit the backend."""
+        self.info, self.checksum, self.broken = info, checksum, False
+        self.become(BackendStatus.SERVING)
+
+    def take_down(self, reason: str, *, broken: bool) -> None:
+        """Withdraw the backend; a broken one is sent no calls until it is published to, or starts anew."""
+        log.error("backend %s is down: %s", self.name, reason)
+        self.group = ""
+        self.broken = broken
+        self.become(BackendStatus.DOWN, reason)
+
+    def could_not_connect(self, error: Exception) -> None:
+        """Nobody is there: whoever watches it admits it again."""
+        if self.status is BackendStatus.SERVING:
+            self.take_down(unreachable(self, error), broken=False)
+
+    async def drained(self, most: float | None = None) -> None:
+        """Wait until no call is in flight.
+
+        Args:
+            most: seconds after which the calls that are left are waited for no more. None: they have the time of a call.
+
+        Raises:
+            EngineError: some are still in flight after the time of a call.
+        """
+        try:
+            await asyncio.wait_for(self.idle.wait(), self.seconds if most is None else most)
+        except TimeoutError:
+            if most is not None:
+                log.info("%d calls are still in flight at %s after %g s: they go on with the new weights", self.in_flight, self.url, most)
+                return
+            raise EngineError(f"{self.in_flight} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
+
+    async def read_info(self) -> EngineInfo:
+        """What the engine serves."""
+        return await self.fetch("/spangrad/info", EngineInfo)
+
+    async def read_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return (await self.fetch("/is_paused", _Pause)).is_paused
+
+    async def read_checksum(self, *, base_only: bool = False) -> str:
+        """Checksum of the parameters in the engine's memory, and of the adapter that it computes with unless `base_only`."""
+        order = {"method": CHECKSUM_METHOD, **({"kwargs": {"base_only": True}} if base_only else {})}
+        body = await self.order("/collective_rpc", order, self.seconds)
+        checksums = self._decode("/collective_rpc", body, _Results).results
+        if len(checksums) != 1:
+            raise EngineError(f"the engine at {self.url} has {len(checksums)} workers; the parameters of one only can be compared.")
+        return checksums[0]
+
+    async def reload(self, path: str) -> None:
+        """Load weights from a directory that the engine's machine sees."""
+        await self.order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}, self.seconds)
+
+    async def load_adapter(self, path: str) -> None:
+        """Load an adapter, in place of the one that calls are answered with, from a directory that the engine's machine sees."""
+        order = {"lora_name": self.info.policy if self.info else self.policy, "lora_path": path, "load_inplace": True}
+        await self.order(ADAPTER_PATH, order, self.seconds)
+
+    async def probe(self, version: int) -> None:
+        """Have one token generated, outside the record, and check that it comes with everything that training needs.
+
+        Raises:
+            EngineError: it does not.
+        """
+        question = {"model": self.model, "messages": [{"role": "user", "content": "probe"}], "max_tokens": 1}
+        request = CHAT.parse(msgspec.json.encode(question))
+        body = await self._request("POST", CHAT.path, request.for_engine(), PROBE_SECONDS)
+        try:
+            answer, _ = CHAT.read(body, request)
+        except ValueError as error:
+            raise EngineError(f"its answer to a probe cannot be read: {error}") from None
+        lacking = _lacking(answer, version)
+        if lacking:
+            raise EngineError(f"its answer to a probe has no {lacking}. Start it with `spangrad engine`.")
+
+    async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> bytes:
+        """Give an order; the answer's body.
+
+        Raises:
+            EngineError: it was refused, or nobody answered.
+        """
+        return await self._request("POST", path, msgspec.json.encode(body or {}), seconds)
+
+    async def fetch(self, path: str, kind: type[_T]) -> _T:
+        """What it answers a question."""
+        return self._decode(path, await self._request("GET", path, None, CONTROL_SECONDS), kind)
+
+    async def ask_sender(self, url: str, token: str, path: str, body: dict[str, Any], kind: type[_T]) -> _T:
+        """What the trainer that has weights for this engine says.
+
+        Raises:
+            EngineError: nothing, or that it cannot.
+        """
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        try:
+            timeout = aiohttp.ClientTimeout(total=self.seconds)
+            async with self._session.post(url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout) as answer:
+                text = await answer.read()
+                if answer.status != 200:
+                    raise EngineError(f"the trainer at {url} refuses to send: {text[:500].decode(errors='replace')}")
+                return msgspec.json.decode(text, type=kind)
+        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            raise EngineError(
+                f"the trainer at {url} does not answer ({error or type(error).__name__}). Set trainer.transfer_host to an address that "
+                "gateway and engines reach, or trainer.road = disk."
+            ) from error
+
+    def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"the engine at {self.url} answers {path} with something else than expected: {error}") from None
+
+    async def _request(self, method: str, path: str, body: bytes | None, seconds: float) -> bytes:
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            headers = {"Content-Type": "application/json", **self.headers}
+            async with self._session.request(
+                method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                text = await answer.read()
+                if answer.status != 200:
+                    said = self.scrub(text[:500]).decode(errors="replace")
+                    raise EngineError(f"the engine at {self.url} answers {path} with {answer.status}: {said}")
+                return text
+        except TimeoutError:
+            raise EngineError(f"the engine at {self.url} does not answer {path} within {seconds:g} s.") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(unreachable(self, error)) from error
+
+
+def _lacking(answer: Answer, version: int) -> str:
+    """What an answer lacks of what training needs; empty: nothing."""
+    choices = answer.ordered()
+    if not answer.prompts or not choices or not choices[0].token_ids:
+        return "token ids"
+    if len(choices[0].logprobs) != len(choices[0].token_ids):
+        return "logprobs"
+    if answer.engine is None or answer.engine.versions != [[(0, version)]]:
+        return f"policy version {version}"
+    return ""

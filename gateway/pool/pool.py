@@ -1,0 +1,184 @@
+"""All backends, by the policies whose calls they answer.
+
+In: settings, backends registered and removed at run time, calls by the model that they ask for. Out: for each call a lease of a
+backend. Invariant: every lease is given back exactly once, however the call ends; engines are watched as long as they are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Set
+from contextlib import asynccontextmanager
+from itertools import count
+
+import aiohttp
+from pydantic import ValidationError
+
+from gateway.pool.backend import Backend
+from gateway.pool.policy import NOTHING, Policy
+from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream
+from gateway.pool.watch import watch
+from gateway.proxy.context import Attempt
+from spangrad.errors import GatewayError, SettingsError
+from spangrad.settings import BackendSettings, GatewaySettings, Settings
+
+log = logging.getLogger(__name__)
+
+
+class BackendRefusedError(GatewayError):
+    """A backend cannot be registered."""
+
+
+class Lease:
+    """A backend for the time of a call."""
+
+    def __init__(self, policy: Policy, backend: Upstream, model: str | None, attempt: Attempt | None, avoid: Set[str]) -> None:
+        self.backend = backend
+        self.model = model
+        """The name to ask the backend for. None: what the client named."""
+        self._policy = policy
+        self._attempt = attempt
+        self._avoid = avoid
+
+    def failed_to_connect(self, error: Exception) -> Set[str] | None:
+        """Nobody was there, and nothing was sent. The backends to avoid in the next lease; None: there is no other to try."""
+        self.backend.could_not_connect(error)
+        avoid = self._avoid | {self.backend.name}
+        return avoid if self._policy.worth_waiting(self._attempt, avoid) else None
+
+
+class Pool:
+    """The backends."""
+
+    def __init__(self, settings: Settings, session: aiohttp.ClientSession) -> None:
+        self.policies: dict[str, Policy] = {}
+        self.default = settings.gateway.policy
+        """The policy of models that no policy is named after."""
+        self.models = settings.gateway.models
+        """Other names of policies."""
+        self._session = session
+        self._queue_limit = settings.gateway.queue_limit
+        self._call_seconds = settings.gateway.request_timeout_seconds
+        self._start_seconds = settings.engine.start_timeout_seconds
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        for backend in _configured(settings.gateway):
+            self.add(backend)
+
+    @property
+    def backends(self) -> list[Upstream]:
+        """All of them."""
+        return [one for policy in self.policies.values() for one in policy.backends]
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a backend."""
+        return sum(policy.waiting for policy in self.policies.values())
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may ask for."""
+        return [*self.policies, *self.models]
+
+    def find(self, name: str) -> Upstream | None:
+        """The backend of that name."""
+        return next((one for one in self.backends if one.name == name), None)
+
+    def policy_of(self, model: str | None) -> Policy:
+        """The policy that answers for a model; the default one when none is named so, in whose engine's own words it is refused."""
+        name = self.models.get(model or "", model or "")
+        return self.policies.get(name) or self.policies.setdefault(self.default, Policy(self.default, self._queue_limit))
+
+    @asynccontextmanager
+    async def lease(self, model: str | None, attempt: Attempt | None, avoid: Set[str] = NOTHING) -> AsyncGenerator[Lease]:
+        """A backend for a call, waited for when all are busy or taking new weights.
+
+        Args:
+            model: what the client asks for.
+            attempt: whose call it is. None: of no rollout; such calls share one turn.
+            avoid: what `Lease.failed_to_connect` said.
+
+        Raises:
+            BackendDownError: no backend is admitted.
+            PoolFullError: too many wait already.
+        """
+        policy = self.policy_of(model)
+        backend = await policy.acquire(attempt, avoid)
+        try:
+            named = model in self.models or model == policy.name
+            yield Lease(policy, backend, backend.model if named else None, attempt, avoid)
+        finally:
+            policy.give_back(backend)
+
+    def add(self, settings: BackendSettings) -> Upstream:
+        """Register a backend. An engine answers calls once it is admitted, a frozen upstream at once.
+
+        Raises:
+            BackendRefusedError: it is here already, or a policy would have backends of both kinds.
+        """
+        policy = self.policies.setdefault(settings.policy, Policy(settings.policy, self._queue_limit))
+        name = next(name for number in count() if (name := f"{settings.policy}-{number}") not in {one.name for one in self.backends})
+        if settings.kind == "engine":
+            backend = Backend(name, settings, self._session, self._call_seconds)
+        else:
+            backend = FrozenUpstream(name, settings)
+        for other in policy.backends:
+            if other.url == backend.url:
+                raise BackendRefusedError(f"{backend.url} is a backend of policy {policy.name!r} already: {other.name}.")
+            if other.is_engine != backend.is_engine:
+                raise BackendRefusedError(
+                    f"policy {policy.name!r} has backends of kind {other.kind!r}: one of kind {backend.kind!r} answers with other weights. "
+                    "Register it for a policy of its own."
+                )
+        if isinstance(backend, Backend) and any(one.url == backend.url and one.is_engine for one in self.backends):
+            raise BackendRefusedError(f"the engine at {backend.url} serves another policy already. Remove it there first.")
+        backend.changed = policy.changed
+        policy.backends.append(backend)
+        if isinstance(backend, Backend) and self._tasks is not None:
+            self._watch(self._tasks, backend)
+        log.info("backend %s: %s of policy %r at %s", backend.name, backend.kind, backend.policy, backend.url)
+        policy.changed()
+        return backend
+
+    async def remove(self, backend: Upstream, *, now: bool) -> None:
+        """Take a backend out: it gets no calls from now on, and leaves when those in flight have ended, or with `now` at once."""
+        watcher = self._watchers.pop(backend.name, None)
+        if watcher is not None:
+            watcher.cancel()
+        backend.become(BackendStatus.DRAINING)
+        if not now:
+            await backend.idle.wait()
+        policy = self.policies[backend.policy]
+        if backend in policy.backends:
+            policy.backends.remove(backend)
+        if policy.canary and policy.canary.backend is backend:
+            policy.canary = None
+        backend.close()
+        policy.changed()
+        log.info("backend %s at %s has left", backend.name, backend.url)
+
+    async def run(self) -> None:
+        """Watch the engines; never returns, and ends by an error of a watcher only."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for backend in self.backends:
+                if isinstance(backend, Backend):
+                    self._watch(tasks, backend)
+            await asyncio.Event().wait()
+
+    def _watch(self, tasks: asyncio.TaskGroup, backend: Backend) -> None:
+        watching = watch(backend, self.policies[backend.policy], self._start_seconds)
+        self._watchers[backend.name] = tasks.create_task(watching, name=f"watcher of {backend.name}")
+
+
+def _configured(settings: GatewaySettings) -> list[BackendSettings]:
+    """The backends that the settings name, `gateway.engine_url` first unless it is in the list."""
+    listed = list(settings.backends)
+    if not settings.engine_url:
+        return listed
+    try:
+        first = BackendSettings(url=settings.engine_url, policy=settings.policy)
+    except ValidationError:
+        raise SettingsError(f"gateway.engine_url = {settings.engine_url!r} is no engine's URL, such as http://127.0.0.1:8000.") from None
+    return listed if any((one.url, one.policy) == (first.url, first.policy) for one in listed) else [first, *listed]

@@ -1,0 +1,74 @@
+"""An engine's sleep, where it shares a GPU with the trainer: it lends its memory, and takes it back.
+
+In: an operator's or trainer's orders. Out: an engine that sleeps, or serves again. Invariant: an engine that was woken answers no call
+before it has shown that it holds the weights that it fell asleep with, or was given those that its policy serves.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gateway.pool.backend import Backend
+from gateway.pool.policy import Policy
+from gateway.pool.upstream import BackendStatus
+from gateway.weights.publication import Expected, PublicationError, put
+from spangrad.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+
+async def send_to_sleep(backend: Backend, level: int) -> None:
+    """Let calls in flight end, keep new ones waiting, and have the engine free its memory.
+
+    Args:
+        backend: the engine.
+        level: vLLM's: 1 keeps the weights in the host's memory, 2 forgets them.
+
+    Raises:
+        PublicationError: it does not serve.
+        EngineError: it did not fall asleep in good order, and is down.
+    """
+    async with backend.lock:
+        if backend.status is not BackendStatus.SERVING:
+            raise PublicationError(409, f"backend {backend.name} is {backend.status}: only one that serves is sent to sleep.")
+        backend.become(BackendStatus.ASLEEP)
+        try:
+            await backend.drained()
+        except EngineError:
+            backend.become(BackendStatus.SERVING)
+            raise
+        try:
+            await backend.order(f"/sleep?level={level}", seconds=backend.seconds)
+        except EngineError as error:
+            backend.take_down(f"it could not be sent to sleep: {error} Publish again, or restart the engine.", broken=True)
+            raise EngineError(backend.reason) from error
+    log.info("backend %s sleeps", backend.name)
+
+
+async def wake_up(backend: Backend, policy: Policy) -> None:
+    """Have an engine take its memory back, and serve.
+
+    Raises:
+        PublicationError: it does not sleep.
+        EngineError: it does not serve after it was woken, and is down.
+    """
+    async with backend.lock:
+        info = backend.info
+        if backend.status is not BackendStatus.ASLEEP or info is None:
+            raise PublicationError(409, f"backend {backend.name} is {backend.status}, not asleep.")
+        wanted = policy.wanted(backend)
+        try:
+            await backend.order("/wake_up", seconds=backend.seconds)
+            backend.become(BackendStatus.PUBLISHING)
+            if await backend.read_checksum() == backend.checksum and not policy.missed(backend, info.version):
+                await backend.probe(info.version)
+                backend.serve(info, backend.checksum)
+            elif wanted:
+                await put(backend, wanted, await Expected(wanted).by(backend))
+            else:
+                raise EngineError("it has other weights than it fell asleep with, and nobody has published any.")
+        except (EngineError, PublicationError) as error:
+            if not backend.broken:
+                backend.take_down(f"it could not be woken: {error} Publish again, or restart the engine.", broken=True)
+            raise EngineError(backend.reason) from error
+    log.info("backend %s is awake", backend.name)

@@ -1,0 +1,156 @@
+"""Watches one engine: admits it when it is there, brings it up to the version that its policy serves, restarts it when it is spoiled.
+
+In: a backend, and what it ought to serve. Out: its status. Invariant: an engine that holds older weights than its policy serves, or some
+that were rolled back, say because it was restarted or could not be reached, answers no call before it holds the served ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+
+from gateway.pool.backend import Backend, EngineInfo
+from gateway.pool.policy import Policy
+from gateway.pool.upstream import BackendStatus
+from gateway.weights.publication import Expected, PublicationError, Release, put
+from spangrad.errors import EngineError
+from spangrad.processes import die_with_parent
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+RESTARTS = 3
+"""How often in a row a spoiled engine is restarted before it is left alone."""
+OUTPUT_BYTES = 2000
+"""How much of a failed restart command's output is told."""
+
+
+async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
+    """Watch an engine; never returns.
+
+    Args:
+        backend: the engine.
+        policy: its policy, which knows what the engine ought to serve.
+        start_seconds: how long an engine may take to start before that is worth a word.
+    """
+    loop = asyncio.get_running_loop()
+    overdue = loop.time() + start_seconds
+    restarts = 0
+    while True:
+        try:
+            absent = await _look(backend, policy)
+            if absent is None:
+                overdue = float("inf")
+            elif loop.time() > overdue:
+                log.error("no engine within engine.start_timeout_seconds = %g: %s", start_seconds, absent)
+                overdue = float("inf")
+            if backend.status is BackendStatus.SERVING:
+                restarts = 0
+            elif backend.broken and backend.restart_command and restarts < RESTARTS:
+                restarts += 1
+                await _restart(backend, start_seconds)
+        except Exception as error:
+            # A fault of ours at one engine must not end the others.
+            log.exception("backend %s could not be watched", backend.name)
+            backend.take_down(f"the gateway failed at the engine at {backend.url}: {error!r}. Publish again, or restart it.", broken=True)
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _look(backend: Backend, policy: Policy) -> EngineError | None:
+    """See whether the engine is there, and admit it if it may be; why it is not there, or None."""
+    async with backend.lock:
+        try:
+            info = await backend.read_info()
+        except EngineError as error:
+            if backend.status in {BackendStatus.SERVING, BackendStatus.ASLEEP} or backend.broken:
+                backend.take_down(str(error), broken=False)
+            else:
+                backend.reason = str(error)
+            return error
+        restarted = backend.info is not None and info.version != backend.info.version
+        if not backend.broken and (backend.status is BackendStatus.DOWN or restarted):
+            await _try_to_admit(backend, policy, info)
+        return None
+
+
+async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> None:
+    if info.policy != backend.policy:
+        backend.take_down(
+            f"the engine at {backend.url} serves policy {info.policy!r}, this gateway {backend.policy!r}. "
+            "Set gateway.policy to the same for both, and restart the other.",
+            broken=True,
+        )
+        return
+    if info.api_servers > 1 or info.data_parallel_size > 1:
+        backend.take_down(
+            f"the engine at {backend.url} runs {info.api_servers} API servers and {info.data_parallel_size} data-parallel ranks: "
+            "orders reach one of them, and the others would answer with weights that nobody has compared. "
+            "Start one `spangrad engine` for each replica.",
+            broken=True,
+        )
+        return
+    if not info.warm:
+        backend.reason = f"the engine at {backend.url} is warming up"
+        return
+    try:
+        # Known before the verdict: whoever publishes to an engine that is down compares with its dtype.
+        backend.info, backend.checksum = info, await backend.read_checksum()
+        if await backend.read_paused():
+            raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
+        missed = policy.missed(backend, info.version)
+        if missed:
+            await _bring_up(backend, missed)
+            return
+        await backend.probe(info.version)
+    except EngineError as error:
+        if not backend.broken:
+            backend.take_down(f"the engine at {backend.url} was not admitted: {error}", broken=True)
+        return
+    if not policy.releases and info.model and info.version >= (policy.version or 0):
+        policy.served(Release(info.version, info.model, backend.checksum))
+    backend.serve(info, backend.checksum)
+    log.info("engine admitted: %s, policy %r version %d at %s, %s", backend.name, info.policy, info.version, backend.url, backend.checksum)
+
+
+async def _bring_up(backend: Backend, wanted: Release) -> None:
+    """Put what the policy serves into an engine that holds older weights, or some that were rolled back.
+
+    Raises:
+        EngineError: that failed.
+    """
+    log.info("backend %s holds what is not served any more: version %d from %s is put into it", backend.name, wanted.version, wanted.path)
+    try:
+        expected = await Expected(wanted).by(backend)
+    except PublicationError as error:
+        raise EngineError(f"it does not hold version {wanted.version}, which cannot be had: {error}") from error
+    await put(backend, wanted, expected)
+
+
+async def _restart(backend: Backend, seconds: float) -> None:
+    """Run the command that restarts an engine, and let it be admitted anew; it is killed when it takes too long."""
+    log.warning("backend %s is restarted: %s", backend.name, " ".join(backend.restart_command))
+    why = backend.reason
+    # A file, as a command may leave an engine behind that keeps its output open.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *backend.restart_command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
+            )
+        except OSError as error:
+            backend.reason = f"{why} Its restart command cannot be run: {error}."
+            return
+        try:
+            await asyncio.wait_for(process.wait(), seconds)
+        except TimeoutError:
+            backend.reason = f"{why} Its restart command did not end within {seconds:g} s."
+            return
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            output.seek(0)
+            said = output.read()[-OUTPUT_BYTES:].decode(errors="replace")
+            backend.reason = f"{why} Its restart command ended with exit code {process.returncode}: {said}"
+        elif backend.broken:
+            backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)

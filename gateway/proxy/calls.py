@@ -1,0 +1,321 @@
+"""The road of a policy call: from the agent to the engine and back, its span on the way to the store.
+
+In: requests in one of the dialects. Out: answers. Invariant: a call is counted when it is accepted, is one span when it ends, and only
+then is no longer in flight; the span is on disk before the agent has the last of the answer; the engine stops generating as
+soon as the agent has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from gateway.dialects import DIALECTS, Dialect
+from gateway.dialects.answer import Answer
+from gateway.dialects.base import Request
+from gateway.metrics import Metrics
+from gateway.pool.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
+from gateway.pool.pool import Lease, Pool
+from gateway.pool.upstream import BackendDownError, Scrubber, unreachable
+from gateway.proxy.admin import json_response, url_attempt
+from gateway.proxy.context import Attempt, attempt_of, call_context, parse_baggage
+from gateway.proxy.counts import Counts
+from gateway.proxy.headers import forwarded, returned
+from gateway.proxy.passthrough import pass_through
+from gateway.proxy.redaction import Redactor
+from gateway.proxy.relax import relax
+from gateway.recorder.exporter import SpanExporter
+from gateway.recorder.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
+from spangrad.agent.failures import names_context_overflow
+from spangrad.settings import Settings
+from spangrad.types import Mode
+
+log = logging.getLogger(__name__)
+
+ATTEMPT_PREFIX = r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}"
+
+_LAST_EVENT = re.compile(rb"data: ?\[DONE\]|event: ?(message_stop|response\.(completed|incomplete|failed))")
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A call while it lasts."""
+
+    request: web.Request
+    facts: CallFacts
+    stream: web.StreamResponse | None = None
+    """None: no part of a stream has gone to the client."""
+    recorded: bool = False
+    """Whether its span is written."""
+    began: float = field(default_factory=time.perf_counter)
+    first_byte: float | None = None
+    """When the client was sent the first part of a stream. None: it was not."""
+
+
+class _ClientLeftError(Exception):
+    """The client closed its connection."""
+
+
+class Calls:
+    """The routes that agents use."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: aiohttp.ClientSession,
+        pool: Pool,
+        exporter: SpanExporter,
+        counts: Counts,
+        process_id: str,
+        metrics: Metrics,
+        redactor: Redactor | None,
+    ) -> None:
+        self._session = session
+        self._pool = pool
+        self._exporter = exporter
+        self._counts = counts
+        self._redactor = redactor
+        self._process_id = process_id
+        self._metrics = metrics
+        self._seconds = settings.gateway.request_timeout_seconds
+        self._relaxations = settings.gateway.relax
+        self._seq = count()
+
+    def routes(self) -> list[web.RouteDef]:
+        """What aiohttp registers."""
+        calls = [(prefix + path, partial(self.call, dialect)) for prefix in ("", ATTEMPT_PREFIX) for path, dialect in DIALECTS.items()]
+        passed = [web.route("*", prefix + "/v1/{rest:.*}", self.pass_through) for prefix in ("", ATTEMPT_PREFIX)]
+        return [*(web.post(path, handler) for path, handler in calls), *passed]
+
+    async def pass_through(self, request: web.Request) -> web.StreamResponse:
+        """What is no policy call: models, embeddings and the like, unread and unrecorded."""
+        return await pass_through(request, self._session, self._pool, _url_attempt(request))
+
+    async def call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """One policy call."""
+        try:
+            asked = dialect.parse(await request.read())
+        except ValueError as error:
+            message = f"the request is not a JSON object: {error}"
+            return json_response(dialect.error(400, message, "invalid_request_error"), 400)
+        await self._exporter.room()
+        baggage = parse_baggage(request.headers.get("baggage"))
+        attempt = attempt_of(_url_attempt(request), baggage)
+        context = call_context(attempt, self._counts.announced(attempt), baggage, request.headers.get("traceparent"))
+        facts = CallFacts(context, asked, next(self._seq), time.time_ns())
+        exchange = _Exchange(request, facts)
+        self._counts.begin(attempt)
+        self._metrics.began()
+        try:
+            return await self._answered(exchange)
+        except asyncio.CancelledError:
+            facts.aborted = True
+            raise
+        except _ClientLeftError:
+            facts.aborted = True
+            return exchange.stream or web.Response()  # nobody reads it
+        except Exception:
+            # A fault of ours: the client gets aiohttp's 500, and the span says so.
+            facts.error_type = facts.error_type or GATEWAY_ERROR
+            raise
+        finally:
+            await self._record(exchange)
+
+    async def _record(self, exchange: _Exchange) -> None:
+        """Write the call's span, once; what happens to the call from then on is not told."""
+        if exchange.recorded:
+            return
+        exchange.recorded = True
+        try:
+            await self._exporter.put(self._span(exchange.facts))
+        finally:
+            facts = exchange.facts
+            self._counts.end(facts.context.attempt, overflowed=facts.http_status == 400 and names_context_overflow(facts.error_message))
+            self._count(exchange)
+
+    def _span(self, facts: CallFacts) -> bytes:
+        """The call's span: what is counted is recorded, whatever stands in it."""
+        try:
+            return build_span(facts, self._process_id, time.time_ns(), self._redactor)
+        except Exception as fault:
+            log.exception("a call could not be recorded whole: %s", facts.context.span.header())
+            return bare_span(facts, self._process_id, time.time_ns(), fault)
+
+    def _count(self, exchange: _Exchange) -> None:
+        """Add an ended call to the metrics."""
+        facts, now = exchange.facts, time.perf_counter()
+        answer = facts.answer
+        self._metrics.ended(
+            answer.engine.policy if answer.engine else self._named(facts.request.model),
+            facts.request.dialect.path,
+            str(facts.http_status or ""),
+            facts.error_type or ("aborted" if facts.aborted else ""),
+            tokens_in=sum(map(len, answer.prompts)) or _used(answer, "prompt_tokens", "input_tokens"),
+            tokens_out=sum(len(choice.token_ids) for choice in answer.choices.values())
+            or _used(answer, "completion_tokens", "output_tokens"),
+            first_byte_seconds=(exchange.first_byte or now) - exchange.began if answer.choices else None,
+            seconds=now - exchange.began,
+        )
+
+    def _named(self, model: str | None) -> str:
+        """The policy that a model names; empty: none, since what clients make up would be labels without end."""
+        return self._pool.policy_of(model).name if model in self._pool.names else ""
+
+    async def _answered(self, exchange: _Exchange) -> web.StreamResponse:
+        """Answer a call; what can go wrong with the engine becomes an answer and a fact."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._by_some_backend(exchange)
+        except BackendDownError as error:
+            return _failed(exchange, 503, "engine_down", str(error))
+        except PoolFullError as error:
+            response = _failed(exchange, 503, "pool_full", str(error))
+            response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+            return response
+        except TimeoutError:
+            message = f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}."
+            return _failed(exchange, 504, "timeout", message)
+
+    async def _by_some_backend(self, exchange: _Exchange) -> web.StreamResponse:
+        """Have a backend answer; another one is tried only where nothing was sent to the first."""
+        facts, avoid = exchange.facts, NOTHING
+        while True:
+            async with self._pool.lease(facts.request.model, facts.context.attempt, avoid) as lease:
+                try:
+                    return await self._forward(exchange, lease)
+                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                    others = lease.failed_to_connect(error)
+                    if others is None:
+                        return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
+                    avoid = others
+                except aiohttp.ClientError as error:
+                    return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
+
+    async def _forward(self, exchange: _Exchange, lease: Lease) -> web.StreamResponse:
+        request, facts, backend = exchange.request, exchange.facts, lease.backend
+        facts.provider = backend.provider
+        if backend.is_engine and facts.context.mode == Mode.GREEDY:
+            facts.request = facts.request.greedy()  # recorded as it is answered
+        if backend.is_engine and facts.context.mode == Mode.TRAIN:
+            facts.request, relaxed = relax(facts.request, self._relaxations)
+            facts.relaxed = facts.relaxed or relaxed  # another backend may have been tried before
+        refusal = backend.refusal(facts.request.engine_path)
+        if refusal:
+            return _failed(exchange, 400, "invalid_request_error", refusal)
+        headers = forwarded(request.headers)
+        if backend.is_engine:
+            headers["traceparent"] = facts.context.span.header()
+        backend.add_headers(headers)
+        url = backend.url + facts.request.engine_path
+        # Not followed: the key and the conversation are for this upstream alone.
+        async with self._session.post(url, data=_asked(facts.request, lease), headers=headers, allow_redirects=False) as upstream:
+            facts.http_status = upstream.status
+            if upstream.content_type == "text/event-stream":
+                return await self._stream(exchange, upstream, backend.scrubber())
+            body = backend.scrub(await upstream.read())
+            if upstream.status == 200:
+                body = _read_whole(facts, body)
+            else:
+                facts.answer.json = body
+                facts.error_type = str(upstream.status)
+                facts.error_message = body.decode(errors="replace")
+            return web.Response(body=body, status=upstream.status, headers=returned(upstream.headers))
+
+    async def _stream(self, exchange: _Exchange, upstream: aiohttp.ClientResponse, scrubber: Scrubber) -> web.StreamResponse:
+        facts = exchange.facts
+        reader = facts.request.dialect.stream(facts.request)
+        facts.answer = reader.answer
+        response = web.StreamResponse(status=upstream.status, headers=returned(upstream.headers))
+        await _to_client(response.prepare(exchange.request))
+        exchange.stream = response
+        async for data in upstream.content.iter_any():
+            events = reader.feed(scrubber.feed(data))
+            if _is_end(events):
+                await self._record_stream(exchange)
+            if events:
+                exchange.first_byte = exchange.first_byte or time.perf_counter()
+                await _to_client(response.write(events))
+        await self._record_stream(exchange)
+        await _to_client(response.write_eof(reader.rest() + scrubber.rest()))
+        return response
+
+    async def _record_stream(self, exchange: _Exchange) -> None:
+        """Write the span of a stream that has come whole."""
+        facts = exchange.facts
+        if facts.answer.failed:
+            facts.error_type, facts.error_message = "engine_error", "the stream held an error, or something that is no part of an answer"
+        _note_abort(facts)
+        await self._record(exchange)
+
+
+def _used(answer: Answer, *names: str) -> int:
+    """Tokens by the upstream's own word, where it gave no ids."""
+    found = [(answer.usage or {}).get(name) for name in names]
+    return next((one for one in found if isinstance(one, int)), 0)
+
+
+def _is_end(events: bytes) -> bool:
+    """Whether the last of these events tells the client that it has the whole answer."""
+    last = events.replace(b"\r\n", b"\n").removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    return _LAST_EVENT.match(last) is not None
+
+
+def _asked(request: Request, lease: Lease) -> bytes:
+    """What a backend is asked: under the name by which it knows the model, and for ids if it can give them."""
+    if lease.model is not None and lease.model != request.model:
+        fields = {**request.fields, "model": lease.model}
+        request = replace(request, fields=fields, raw=msgspec.json.encode(fields))
+    return request.for_engine() if lease.backend.is_engine else request.raw
+
+
+def _read_whole(facts: CallFacts, body: bytes) -> bytes:
+    """Keep what a whole answer says; what the client gets of it."""
+    try:
+        facts.answer, body = facts.request.dialect.read(body, facts.request)
+    except ValueError as error:
+        facts.answer.json = body
+        facts.error_type, facts.error_message = "malformed_answer", str(error)
+    _note_abort(facts)
+    return body
+
+
+def _note_abort(facts: CallFacts) -> None:
+    """The engine ends calls with `abort` when its operator, or a failed publication, cuts them."""
+    facts.aborted = any(choice.finish_reason == "abort" for choice in facts.answer.choices.values())
+
+
+def _failed(exchange: _Exchange, status: int, kind: str, message: str) -> web.StreamResponse:
+    """Answer with an error, or cut a stream that has begun: only a broken connection says that this was not all."""
+    exchange.facts.error_type, exchange.facts.error_message = kind, message
+    if exchange.stream is None:
+        exchange.facts.http_status = status
+        return json_response(exchange.facts.request.dialect.error(status, message, kind), status)
+    if exchange.request.transport is not None:
+        exchange.request.transport.abort()
+    return exchange.stream
+
+
+async def _to_client(writing: Awaitable[object]) -> None:
+    """Write to the client.
+
+    Raises:
+        _ClientLeftError: it is gone (the engine's broken connections raise errors of the same classes).
+    """
+    try:
+        await writing
+    except ConnectionResetError as error:
+        raise _ClientLeftError from error
+
+
+def _url_attempt(request: web.Request) -> Attempt | None:
+    return url_attempt(request) if "rollout" in request.match_info else None

@@ -1,0 +1,89 @@
+"""How many policy calls each attempt has made: what makes a rollout's completeness checkable.
+
+In: announcements of the runner, beginnings and ends of calls. Out: a count that waits for calls in flight. Invariant: a
+call is counted when it is accepted, and ends here only after its span is queued for export.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, Attempt
+
+ATTEMPTS_KEPT = 100_000
+"""Attempts remembered; the longest unused without a call in flight are forgotten first (some 50 MB in all)."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    announced: Announcement = NOTHING_ANNOUNCED
+    calls: int = 0
+    in_flight: int = 0
+    overflowed: bool = False
+    """Whether the last call that ended was refused because its prompt was longer than the model's context."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Counts:
+    """The attempts that were announced or seen."""
+
+    def __init__(self) -> None:
+        self._tallies: OrderedDict[Attempt, _Tally] = OrderedDict()
+
+    def announce(self, attempt: Attempt, announcement: Announcement) -> None:
+        """Keep what the runner says; calls by URL alone inherit it."""
+        self._touch(attempt).announced = announcement
+
+    def announced(self, attempt: Attempt | None) -> Announcement:
+        """What was announced of an attempt, or nothing."""
+        tally = self._tallies.get(attempt) if attempt else None
+        return tally.announced if tally else NOTHING_ANNOUNCED
+
+    def begin(self, attempt: Attempt | None) -> None:
+        """Count an accepted call."""
+        if attempt is not None:
+            tally = self._touch(attempt)
+            tally.calls += 1
+            tally.in_flight += 1
+            tally.idle.clear()
+
+    def end(self, attempt: Attempt | None, *, overflowed: bool = False) -> None:
+        """Note that a call's span is queued, and whether the engine refused the call for the length of its prompt."""
+        if attempt is not None:
+            tally = self._tallies[attempt]
+            tally.in_flight -= 1
+            tally.overflowed = overflowed
+            if not tally.in_flight:
+                tally.idle.set()
+
+    async def calls(self, attempt: Attempt, wait_seconds: float) -> int | None:
+        """Calls of an attempt, after waiting for those in flight; None when this process cannot know them all.
+
+        The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
+        that was started later, or that had forgotten the attempt: earlier calls are missing from it.
+        """
+        tally = self._tallies.get(attempt)
+        if tally is None or tally.announced is NOTHING_ANNOUNCED:
+            return None
+        if tally.in_flight:
+            try:
+                await asyncio.wait_for(tally.idle.wait(), wait_seconds)
+            except TimeoutError:
+                pass  # a call that hangs is counted all the same: its span will come when it ends
+        return tally.calls
+
+    def overflowed(self, attempt: Attempt) -> bool:
+        """Whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
+        tally = self._tallies.get(attempt)
+        return tally is not None and tally.overflowed
+
+    def _touch(self, attempt: Attempt) -> _Tally:
+        tally = self._tallies.setdefault(attempt, _Tally())
+        self._tallies.move_to_end(attempt)
+        if len(self._tallies) > ATTEMPTS_KEPT:
+            oldest = next((key for key, one in self._tallies.items() if not one.in_flight and one is not tally), None)
+            if oldest is not None:
+                del self._tallies[oldest]
+        return tally

@@ -1,0 +1,255 @@
+"""Who may ask what of the gateway, how large and how slowly.
+
+In: requests as they come, settings `gateway.token`, `gateway.clients`, `gateway.tls_*` and the limits. Out: the same requests, their bodies
+read, or refusals in OpenAI's form. Invariant: a route that nobody classified asks for full access, and a body is read whole, in
+bounded time and bytes, before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from gateway.proxy.admin import error_response, url_attempt
+from gateway.proxy.context import attempt_of, parse_baggage
+from spangrad.errors import GatewayError, SettingsError
+from spangrad.http.client_timeouts import TooSlowError, arriving
+from spangrad.processes import require_safe_bind
+from spangrad.settings import ClientSettings, GatewaySettings
+
+_OPEN = frozenset({"/healthz", "/readyz"})
+_UNKNOWN = "/{rest}"
+_CALLS = ("/v1/", "/rollout/{rollout}/attempt/{attempt}/v1/")
+_ANY_ROLLOUT = "*"
+_LOOK_SECONDS = 1.0
+_ASKS_FOR_TOKEN = (
+    "this gateway asks for a token. Send gateway.token, or that of one of gateway.clients, as `Authorization: Bearer` or `x-api-key`."
+)
+
+
+log = logging.getLogger("gateway.http")
+"""What the HTTP server says; see `without_headers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request, and what it may do."""
+
+    name: str
+    rollouts: str = _ANY_ROLLOUT
+    """Pattern of rollouts that its calls may name."""
+    policies: frozenset[str] | None = None
+    """None: every policy."""
+    may_admin: bool = False
+
+
+FULL_ACCESS = Caller("gateway.token", may_admin=True)
+
+
+class _Asked(msgspec.Struct):
+    model: str | None = None
+
+
+class Guards:
+    """The middleware before every route."""
+
+    def __init__(self, settings: GatewaySettings, policy_of: Callable[[str | None], str]) -> None:
+        """Read who may call.
+
+        Args:
+            settings: of the gateway.
+            policy_of: the policy that answers for a request's `model`.
+
+        Raises:
+            SettingsError: two clients have the same name or token.
+        """
+        self._callers = _callers(settings)
+        self._policy_of = policy_of
+        self._max_bytes = settings.max_request_bytes
+        self._body_seconds = settings.body_seconds
+
+    @web.middleware
+    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request that may not pass; read the body of one that may."""
+        route = request.match_info.route.resource
+        path = route.canonical if route else _UNKNOWN
+        if path in _OPEN:
+            return await handler(request)
+        caller = self._caller(request.headers)
+        if caller is None:
+            return error_response(401, _ASKS_FOR_TOKEN, "authentication_error")
+        calls = path.startswith(_CALLS)
+        refusal = _refuse_call(caller, request) if calls else _refuse_admin(caller, path)
+        refusal = refusal or await self._read(request)
+        if refusal is None and calls and caller.policies is not None:
+            refusal = await self._refuse_policy(caller, caller.policies, request)
+        return refusal or await handler(request)
+
+    def _caller(self, headers: Mapping[str, str]) -> Caller | None:
+        """Whose token a request shows; without any in the settings, everybody may do everything."""
+        if not self._callers:
+            return FULL_ACCESS
+        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+        shown = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        # By their hashes: how long a look-up takes tells nothing of a token.
+        return next((caller for token in shown if token and (caller := self._callers.get(_digest(token)))), None)
+
+    async def _read(self, request: web.Request) -> web.Response | None:
+        """Have the body read; a refusal where it is too large or too slow."""
+        if not request.can_read_body:
+            return None
+        if (request.content_length or 0) > self._max_bytes:
+            return self._too_large()
+        try:
+            if request.content.is_eof():
+                await request.read()
+            else:
+                await self._arrive(request)
+        except web.HTTPRequestEntityTooLarge:
+            return self._too_large()
+        except TooSlowError as error:
+            refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
+            refusal.force_close()
+            return refusal
+        return None
+
+    def _too_large(self) -> web.Response:
+        sentence = f"the request's body has more than gateway.max_request_bytes = {self._max_bytes} bytes. Send a smaller one."
+        return error_response(413, sentence, "request_too_large")
+
+    async def _arrive(self, request: web.Request) -> None:
+        loop = asyncio.get_running_loop()
+        async with arriving(self._body_seconds) as arrived:
+
+            def look() -> None:
+                nonlocal looking
+                arrived(request.content.total_bytes)
+                looking = loop.call_later(pause, look)
+
+            pause = min(_LOOK_SECONDS, self._body_seconds / 4)
+            looking = loop.call_later(pause, look)
+            try:
+                await request.read()
+            finally:
+                looking.cancel()
+
+    async def _refuse_policy(self, caller: Caller, policies: frozenset[str], request: web.Request) -> web.Response | None:
+        body = await request.read()
+        if not body and request.method in {"GET", "HEAD"}:
+            return None
+        try:
+            model = msgspec.json.decode(body, type=_Asked).model
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return _forbidden(f"client {caller.name!r} must name its policy as `model` in a JSON object.")
+        policy = self._policy_of(model)
+        if policy in policies:
+            return None
+        return _forbidden(f"client {caller.name!r} may not call policy {policy!r}: gateway.clients allows it {sorted(policies)}.")
+
+
+def require_safe(settings: GatewaySettings) -> None:
+    """Refuse to bind beyond loopback when nobody is asked for a token.
+
+    Raises:
+        SpangradError: `gateway.host` is not loopback, and there is no token.
+    """
+    require_safe_bind(settings.host, settings.token or settings.clients, "gateway")
+
+
+def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """What clients are greeted with; None: plain HTTP.
+
+    Raises:
+        SettingsError: only one of certificate and key is set.
+        GatewayError: a file cannot be read, or the two do not belong together.
+    """
+    certificate, key = settings.tls_cert, settings.tls_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        lacking = "gateway.tls_cert" if certificate is None else "gateway.tls_key"
+        raise SettingsError(f"{lacking} is not set, and TLS needs both a certificate and its key. Set it, or unset the other.")
+    for name, file in (("tls_cert", certificate), ("tls_key", key)):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise GatewayError(f"gateway.{name} = {str(file)!r} cannot be read ({error.strerror}). Name a PEM file that can.") from None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An empty password keeps OpenSSL from asking the terminal for that of an encrypted key.
+        context.load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise GatewayError(
+            f"gateway.tls_cert = {str(certificate)!r} and gateway.tls_key = {str(key)!r} do not make a pair ({error}). "
+            "Name a PEM certificate and its own PEM key, not encrypted."
+        ) from None
+    return context
+
+
+def without_headers(record: logging.LogRecord) -> bool:
+    """Filter of the HTTP server's log: its complaints of malformed heads quote them, keys included."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        record.exc_info = None
+    return True
+
+
+log.addFilter(without_headers)
+
+
+def _callers(settings: GatewaySettings) -> dict[bytes, Caller]:
+    """Callers by the hash of their token."""
+    callers = {_digest(settings.token.get_secret_value()): FULL_ACCESS} if settings.token else {}
+    names: set[str] = set()
+    for client in settings.clients:
+        digest = _digest(client.token.get_secret_value())
+        if digest in callers:
+            raise SettingsError(f"gateway.clients: {client.name!r} has the same token as {callers[digest].name!r}. Give it another one.")
+        if client.name in names:
+            raise SettingsError(f"gateway.clients names {client.name!r} twice. Give each client a name of its own.")
+        names.add(client.name)
+        callers[digest] = _caller_of(client)
+    return callers
+
+
+def _caller_of(client: ClientSettings) -> Caller:
+    policies = None if client.policies is None else frozenset(client.policies)
+    return Caller(client.name, client.rollouts, policies, client.may_admin)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _refuse_call(caller: Caller, request: web.Request) -> web.Response | None:
+    """Refuse a call under a rollout that is not the caller's."""
+    if caller.rollouts == _ANY_ROLLOUT:
+        return None
+    url = url_attempt(request) if "rollout" in request.match_info else None
+    attempt = attempt_of(url, parse_baggage(request.headers.get("baggage")))
+    if attempt is None:
+        return _forbidden(f"client {caller.name!r} must name a rollout like {caller.rollouts!r}, in the URL or as baggage.")
+    if fnmatchcase(attempt.rollout_id, caller.rollouts):
+        return None
+    return _forbidden(
+        f"client {caller.name!r} may not call under rollout {attempt.rollout_id!r}: gateway.clients allows it {caller.rollouts!r}."
+    )
+
+
+def _refuse_admin(caller: Caller, path: str) -> web.Response | None:
+    if caller.may_admin or path == _UNKNOWN:
+        return None
+    return _forbidden(f"client {caller.name!r} may only call models. Use gateway.token, or set may_admin in its gateway.clients entry.")
+
+
+def _forbidden(message: str) -> web.Response:
+    return error_response(403, message, "permission_error")

@@ -1,0 +1,98 @@
+"""What agents ask of an engine that is no policy call: models, embeddings, token counts.
+
+In: a request to a path below /v1 that no dialect answers. Out: the engine's answer, as it comes. Invariant: nothing is
+read, recorded or counted; and nothing passes that would change what the engine serves, or that would be a call.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from yarl import URL
+
+from gateway.dialects import DIALECTS
+from gateway.pool.policy import PoolFullError
+from gateway.pool.pool import Pool
+from gateway.pool.upstream import BackendDownError, Upstream, unreachable
+from gateway.proxy.admin import error_response, json_response
+from gateway.proxy.context import Attempt
+from gateway.proxy.headers import forwarded, forwarded_query, returned
+
+REFUSED = {
+    "load_lora_adapter": "only a publication changes what the engine serves",
+    "unload_lora_adapter": "only a publication changes what the engine serves",
+    "chat/completions/batch": "its choices would not be recorded; send a call for each conversation",
+}
+"""Paths below /v1 that do not pass, and why."""
+
+
+class _Asked(msgspec.Struct):
+    model: str | None = None
+
+
+async def pass_through(request: web.Request, session: aiohttp.ClientSession, pool: Pool, attempt: Attempt | None) -> web.StreamResponse:
+    """Let a backend answer: one of the policy that the request's model names."""
+    rest = request.match_info["rest"]
+    refusal = _refusal(request.method, rest)
+    if refusal:
+        return error_response(403, f"/v1/{rest} does not pass: {refusal}.", "permission_error")
+    body = await request.read()
+    try:
+        model = msgspec.json.decode(body, type=_Asked).model
+    except (msgspec.DecodeError, RecursionError):
+        model = None
+    if request.method == "GET" and rest == "models" and len(pool.names) > 1:
+        return json_response({"object": "list", "data": [_model(name) for name in pool.names]})
+    try:
+        async with pool.lease(model, attempt) as lease:
+            return await _let_answer(request, body, session, lease.backend)
+    except (BackendDownError, PoolFullError) as error:
+        return error_response(503, str(error), "engine_down")
+
+
+def _model(name: str) -> dict[str, object]:
+    """A model of which the gateway knows the name alone."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "spangrad"}
+
+
+async def _let_answer(request: web.Request, body: bytes, session: aiohttp.ClientSession, backend: Upstream) -> web.StreamResponse:
+    headers = forwarded(request.headers)
+    backend.add_headers(headers)
+    rest = request.match_info["rest"]
+    response = None
+    try:
+        async with session.request(
+            request.method,
+            URL(f"{backend.url}/v1/{quote(rest)}?{forwarded_query(request.rel_url.raw_query_string)}", encoded=True),
+            data=body,
+            headers=headers,
+            allow_redirects=False,
+        ) as upstream:
+            response = web.StreamResponse(status=upstream.status, headers=returned(upstream.headers))
+            await response.prepare(request)
+            scrubber = backend.scrubber()
+            async for data in upstream.content.iter_any():
+                if shown := scrubber.feed(data):
+                    await response.write(shown)
+            await response.write_eof(scrubber.rest())
+            return response
+    except (aiohttp.ClientError, OSError) as error:
+        if response is None:
+            return error_response(502, unreachable(backend, error), "engine_unreachable")
+        if request.transport is not None:
+            request.transport.abort()  # only a broken connection says that this was not all
+        return response
+
+
+def _refusal(method: str, rest: str) -> str:
+    """Why a path below /v1, percent-decoded, does not pass; empty: it does."""
+    parts = rest.strip("/")
+    if any(part in (".", "..") for part in rest.split("/")):
+        return "it leads elsewhere"
+    # However it is spelt (%2F, a slash more), it would reach the engine as a call that nobody records.
+    if method == "POST" and f"/v1/{parts}" in DIALECTS:
+        return f"calls go to /v1/{parts}, spelt like that"
+    return REFUSED.get(parts, "")

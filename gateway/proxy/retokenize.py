@@ -1,0 +1,207 @@
+"""Token ids for calls whose upstream gives none: made anew from their text, and marked as such.
+
+In: serialized spans on their way to the store, the tokenizer directory `gateway.retokenize`. Out: the same spans; those of whole calls that
+an upstream without ids answered hold ids of this tokenizer and its chat template, its hash, and `spangrad.ids.source` = `retokenized`.
+Invariant: a span that holds an engine's ids, or that was redacted, stays as it is; no call waits for any of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from gateway.vllm_plugin.asking import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH
+from spangrad import semconv
+from spangrad.errors import CheckpointError, GatewayError
+from spangrad.weights.checksums import tokenizer_hash
+
+log = logging.getLogger(__name__)
+
+RETOKENIZED = "retokenized"
+"""The value of `spangrad.ids.source`. Absent: the engine's."""
+_ENGINES = (semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.TOKENIZER_HASH)
+"""What only an engine with our plugin leaves on a span. They are looked for in its bytes: a text that speaks of them goes without ids."""
+_REPLACED = {semconv.PROMPT_LENGTHS, semconv.RESPONSE_LENGTHS}
+
+_Json = dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What is used of transformers' tokenizers."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[_Json], *, tools: Sequence[_Json] | None, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        """The text of a conversation, as the model reads it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A call's texts."""
+
+    prompts: list[str]
+    answers: list[str]
+    """Of each choice."""
+    special_tokens: bool
+    """Whether the tokenizer adds its own to a prompt: a chat template has written them already."""
+
+
+class Retokenizer:
+    """Fills spans that came without ids."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        """Use a tokenizer that is loaded; `name` is the hash of its directory."""
+        self._tokenizer = tokenizer
+        self._name = name
+        self._readers: Mapping[str, Callable[[_Json, _Json], _Texts]] = {
+            CHAT_PATH: self._chat,
+            COMPLETIONS_PATH: _completions,
+            MESSAGES_PATH: self._messages,
+        }
+
+    def __call__(self, spans: Sequence[bytes]) -> list[bytes]:
+        """Fill those of the spans that need it; takes milliseconds for each."""
+        return [self._fill(span) for span in spans]
+
+    def _fill(self, serialized: bytes) -> bytes:
+        if any(name.encode() in serialized for name in _ENGINES):
+            return serialized
+        span = Span.FromString(serialized)
+        said = {one.key: one.value for one in span.attributes}
+        reader = self._readers.get(said[semconv.HTTP_ROUTE].string_value) if semconv.HTTP_ROUTE in said else None
+        whole = semconv.RESPONSE_JSON in said and semconv.REQUEST_JSON in said
+        if reader is None or not whole or {semconv.REDACTED, semconv.ERROR_TYPE, semconv.ABORTED} & said.keys():
+            return serialized
+        try:
+            request, response = (
+                msgspec.json.decode(said[name].string_value, type=_Json) for name in (semconv.REQUEST_JSON, semconv.RESPONSE_JSON)
+            )
+            ids = self._ids(reader(request, response))
+        except Exception as error:  # whatever a template raises, and whatever stands in a foreign answer
+            log.warning("a call of %s could not be retokenised (%s): it is stored without ids", span.name, type(error).__name__)
+            return serialized
+        kept = [one for one in span.attributes if one.key not in _REPLACED]
+        del span.attributes[:]
+        span.attributes.extend([*kept, *ids])
+        return span.SerializeToString()
+
+    def _ids(self, texts: _Texts) -> list[KeyValue]:
+        prompts = [self._tokenizer.encode(text, add_special_tokens=texts.special_tokens) for text in texts.prompts]
+        answers = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts.answers]
+        return [
+            KeyValue(key=semconv.PROMPT_TOKEN_IDS, value=_packed(prompts)),
+            KeyValue(key=semconv.PROMPT_LENGTHS, value=_lengths(prompts)),
+            KeyValue(key=semconv.RESPONSE_TOKEN_IDS, value=_packed(answers)),
+            KeyValue(key=semconv.RESPONSE_LENGTHS, value=_lengths(answers)),
+            KeyValue(key=semconv.IDS_SOURCE, value=AnyValue(string_value=RETOKENIZED)),
+            KeyValue(key=semconv.TOKENIZER_HASH, value=AnyValue(string_value=self._name)),
+        ]
+
+    def _chat(self, request: _Json, response: _Json) -> _Texts:
+        return self._templated(request["messages"], [choice["message"] for choice in response["choices"]], request.get("tools"))
+
+    def _messages(self, request: _Json, response: _Json) -> _Texts:
+        system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
+        return self._templated([*system, *request["messages"]], [{"role": "assistant", "content": response["content"]}], None)
+
+    def _templated(self, messages: Sequence[_Json], answers: Sequence[_Json], tools: Sequence[_Json] | None) -> _Texts:
+        asked = [_plain(message) for message in messages]
+        prompt = self._render(asked, tools, prompting=True)
+        return _Texts([prompt], [self._answer(asked, _plain(one), tools, prompt) for one in answers], special_tokens=False)
+
+    def _answer(self, asked: list[_Json], answer: _Json, tools: Sequence[_Json] | None, prompt: str) -> str:
+        """The text of an answer; tool calls as the template writes them after the prompt."""
+        if not answer.get("tool_calls"):
+            return answer["content"]
+        whole = self._render([*asked, answer], tools, prompting=False)
+        if not whole.startswith(prompt):
+            raise ValueError("the template writes the prompt differently below an answer")
+        return whole[len(prompt) :]
+
+    def _render(self, messages: list[_Json], tools: Sequence[_Json] | None, *, prompting: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=prompting, tokenize=False)
+
+
+def load(directory: Path) -> Retokenizer:
+    """Load the tokenizer of a model directory; takes seconds.
+
+    Raises:
+        GatewayError: transformers is not installed, or the directory holds no tokenizer with a chat template.
+    """
+    unusable = f"gateway.retokenize = {str(directory)!r} holds no tokenizer that can be used"
+    try:
+        name = tokenizer_hash(directory)
+    except CheckpointError as error:
+        raise GatewayError(f"{unusable}: {error}") from None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise GatewayError(
+            "gateway.retokenize needs transformers, which the extra `trainer` brings: pip install 'spangrad-server[trainer]'."
+        ) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise GatewayError(f"{unusable}: {error}") from None
+    if not tokenizer.chat_template:
+        raise GatewayError(f"gateway.retokenize = {str(directory)!r} holds no chat template. Put its chat_template.jinja there.")
+    return Retokenizer(cast("Tokenizer", tokenizer), name)
+
+
+def _completions(request: _Json, response: _Json) -> _Texts:
+    prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
+    return _Texts([_text(one) for one in prompts], [_text(choice["text"]) for choice in response["choices"]], special_tokens=True)
+
+
+def _plain(message: _Json) -> _Json:
+    """A message as chat templates read it: its content one text, the arguments of its tools decoded.
+
+    Raises:
+        ValueError: it holds something else than text and tool calls.
+    """
+    plain = {name: value for name, value in message.items() if value is not None} | {"content": _content(message.get("content"))}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _content(content: object) -> str:
+    if not isinstance(content, list):
+        return _text("" if content is None else content)
+    parts = cast("list[_Json]", content)
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError("a part is no text")
+    return "".join(_text(part["text"]) for part in parts)
+
+
+def _decoded(call: _Json) -> _Json:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"] or "{}")}}
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a text is none")
+    return value
+
+
+def _packed(ids: list[list[int]]) -> AnyValue:
+    flat = [one for some in ids for one in some]
+    return AnyValue(bytes_value=struct.pack(f"<{len(flat)}I", *flat))
+
+
+def _lengths(ids: list[list[int]]) -> AnyValue:
+    return AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=len(some)) for some in ids]))

@@ -1,0 +1,1 @@
+"""Spans of policy calls, on disk until the span store has them."""

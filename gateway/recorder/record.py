@@ -1,0 +1,234 @@
+"""A policy call as a span: OpenTelemetry's message, built directly.
+
+In: the facts of a call. Out: the bytes of one `opentelemetry.proto.trace.v1.Span`. Invariant: token ids and logprobs are
+little-endian uint32 and float32 as bytes, exactly as the engine gave them; what is not known is absent, never zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from pydantic import TypeAdapter, ValidationError
+
+from gateway.dialects.answer import Answer, Sampling
+from gateway.dialects.base import Request
+from gateway.proxy.context import CallContext
+from gateway.proxy.modality import modality
+from gateway.proxy.redaction import Redactor
+from spangrad import semconv
+from spangrad.sampling import is_constrained
+
+PROVIDER = "vllm"
+MESSAGE_CHARACTERS = 2000
+"""How much of an error's body goes into the span's status."""
+GATEWAY_ERROR = "gateway_error"
+"""`error.type` of what is a fault of ours."""
+_SAMPLED_FLAG = 1
+
+SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
+    "temperature": (semconv.SAMPLING_TEMPERATURE, 1.0),
+    "top_p": (semconv.SAMPLING_TOP_P, 1.0),
+    "top_k": (semconv.SAMPLING_TOP_K, 0),
+    "min_p": (semconv.SAMPLING_MIN_P, 0.0),
+    "presence_penalty": (semconv.SAMPLING_PRESENCE_PENALTY, 0.0),
+    "frequency_penalty": (semconv.SAMPLING_FREQUENCY_PENALTY, 0.0),
+    "repetition_penalty": (semconv.SAMPLING_REPETITION_PENALTY, 1.0),
+}
+"""Request field -> attribute, and vLLM's default with `--generation-config vllm`."""
+_READ: dict[type[int | float], TypeAdapter[int] | TypeAdapter[float]] = {int: TypeAdapter(int), float: TypeAdapter(float)}
+"""What vLLM reads numbers with: it takes "0.5" for one."""
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises what is asked between 0 and this to this."""
+
+_Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | None
+
+
+@dataclass(slots=True)
+class CallFacts:
+    """What is known of a call; filled while it lasts."""
+
+    context: CallContext
+    request: Request
+    seq: int
+    """Place among the calls that this process began."""
+    started_ns: int
+    provider: str = PROVIDER
+    """What kind of upstream answers."""
+    answer: Answer = field(default_factory=Answer)
+    http_status: int | None = None
+    """What the client was answered. None: it left before."""
+    error_type: str | None = None
+    """None: the call did not fail."""
+    error_message: str = ""
+    relaxed: tuple[str, ...] = ()
+    """Names of `gateway.relax` that changed the request."""
+    aborted: bool = False
+    """Whether the client, or the engine's operator, cut the answer."""
+
+
+def build_span(facts: CallFacts, process_id: str, ended_ns: int, redactor: Redactor | None = None) -> bytes:
+    """Serialize the span of a call, without what the redactor finds in it."""
+    operation, model = facts.request.dialect.operation, facts.request.fields.get("model")
+    name, message = f"{operation} {model}" if model else operation, facts.error_message
+    attributes = {**_identity(facts, process_id), **_told(facts)}
+    if redactor is not None:
+        name, message, attributes = redactor.redact(name, message, attributes)
+    return _serialized(facts, ended_ns, name, message, attributes)
+
+
+def bare_span(facts: CallFacts, process_id: str, ended_ns: int, fault: Exception) -> bytes:
+    """Serialize the span of a call of which more cannot be told: whose it was, and that the gateway failed at it."""
+    # Of the fault its kind alone: its words may be the call's, which nobody has redacted.
+    message = f"the call could not be recorded ({type(fault).__name__})"
+    attributes = {**_identity(facts, process_id), semconv.ERROR_TYPE: GATEWAY_ERROR}
+    return _serialized(replace(facts, error_type=GATEWAY_ERROR), ended_ns, facts.request.dialect.operation, message, attributes)
+
+
+def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attributes: Mapping[str, _Value]) -> bytes:
+    context = facts.context
+    span = Span(
+        trace_id=context.span.trace_id,
+        span_id=context.span.span_id,
+        parent_span_id=context.parent.span_id if context.parent else b"",
+        name=name.encode("utf-8", "replace").decode(),
+        kind=Span.SPAN_KIND_SERVER,
+        flags=_SAMPLED_FLAG,
+        start_time_unix_nano=facts.started_ns,
+        end_time_unix_nano=ended_ns,
+        attributes=[attribute(key, value) for key, value in attributes.items() if value is not None],
+    )
+    if facts.error_type is not None:
+        span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=message[:MESSAGE_CHARACTERS]))
+    return span.SerializeToString()
+
+
+def attribute(key: str, value: _Value) -> KeyValue:
+    """One attribute."""
+    return KeyValue(key=key, value=_any_value(value))
+
+
+def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
+    """Whose call it was, and how it ended."""
+    context = facts.context
+    return {
+        semconv.GEN_AI_OPERATION: facts.request.dialect.operation,
+        semconv.HTTP_ROUTE: facts.request.dialect.path,
+        semconv.GEN_AI_PROVIDER: facts.provider,
+        semconv.RUN_ID: context.run_id,
+        semconv.ROLLOUT_ID: context.attempt.rollout_id if context.attempt else None,
+        semconv.ROLLOUT_ATTEMPT: context.attempt.number if context.attempt else None,
+        semconv.ROLLOUT_MODE: context.mode,
+        semconv.PROCESS_ID: process_id,
+        semconv.SEQ: facts.seq,
+        semconv.HTTP_STATUS: facts.http_status,
+        semconv.ERROR_TYPE: facts.error_type,
+        semconv.ABORTED: True if facts.aborted else None,
+    }
+
+
+def _told(facts: CallFacts) -> dict[str, _Value]:
+    """What was asked and answered."""
+    answer, request = facts.answer, facts.request.fields
+    engine, response = answer.engine, answer.response_json()
+    return {
+        semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
+        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
+        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p"), float),
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
+            request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens"), int
+        ),
+        # What another upstream takes for granted is not known.
+        **(_sampling(request, engine.sampling if engine else None) if facts.provider == PROVIDER else {}),
+        **_answer(answer, response),
+        semconv.POLICY_NAME: engine.policy if engine else None,
+        semconv.POLICY_VERSIONS: msgspec.json.encode(engine.versions).decode() if engine and engine.versions else None,
+        semconv.TOKENIZER_HASH: engine.tokenizer_hash if engine else None,
+        semconv.RELAXED: facts.relaxed or None,
+        semconv.MODALITY: modality(facts.request, response) or None,
+        semconv.REQUEST_JSON: (facts.request.client_raw or facts.request.raw).decode(errors="replace"),
+    }
+
+
+def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str, _Value]:
+    """Return the parameters that were in effect: the engine's word, else what was asked for and the engine's defaults."""
+    if sampling is not None:
+        in_effect: dict[str, _Value] = {key: getattr(sampling, name) for name, (key, _) in SAMPLING_DEFAULTS.items()}
+        return in_effect | {semconv.SAMPLING_CONSTRAINED: sampling.constrained or is_constrained(request)}
+    asked = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
+    effective: dict[str, _Value] = {
+        key: default if value is None else _number(value, type(default)) for key, (value, default) in asked.items()
+    }
+    # Of what cannot be read nobody knows that it leaves the distribution as it is.
+    effective[semconv.SAMPLING_CONSTRAINED] = is_constrained(request) or None in effective.values()
+    temperature = effective[semconv.SAMPLING_TEMPERATURE]
+    if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
+        effective[semconv.SAMPLING_TEMPERATURE] = LEAST_TEMPERATURE
+    return effective
+
+
+def _answer(answer: Answer, response: bytes | None) -> dict[str, _Value]:
+    choices = answer.ordered()
+    response_json = response.decode(errors="replace") if response is not None else None
+    if not choices:
+        return {semconv.RESPONSE_JSON: response_json}
+    prompt_ids = answer.prompts[0] if len(answer.prompts) == 1 else [one for prompt in answer.prompts for one in prompt]
+    ids = [one for choice in choices for one in choice.token_ids]
+    logprobs = [one for choice in choices for one in choice.logprobs]
+    usage = answer.usage or {}
+    return {
+        semconv.GEN_AI_RESPONSE_ID: answer.id,
+        semconv.GEN_AI_RESPONSE_MODEL: answer.model,
+        # One a choice: the place tells which. A choice that was cut has none.
+        semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
+        semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens")), int),
+        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens")), int),
+        semconv.PROMPT_TOKEN_IDS: struct.pack(f"<{len(prompt_ids)}I", *prompt_ids) or None,
+        semconv.PROMPT_LENGTHS: [len(prompt) for prompt in answer.prompts] if len(answer.prompts) > 1 else None,
+        semconv.RESPONSE_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
+        semconv.RESPONSE_LOGPROBS: struct.pack(f"<{len(logprobs)}f", *logprobs) or None,
+        semconv.RESPONSE_LENGTHS: [len(choice.token_ids) for choice in choices] if len(choices) > 1 else None,
+        semconv.RESPONSE_JSON: response_json,
+    }
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: object, kind: type[int | float]) -> int | float | None:
+    """A request's number as vLLM reads it, from a text too. None: there is none, or it cannot be read."""
+    if value is None or type(value) is kind:
+        return value
+    try:
+        return _READ[kind].validate_python(value)
+    except ValidationError:
+        return None
+
+
+def _any_value(value: _Value) -> AnyValue:
+    # bool before int: True is an int.
+    match value:
+        case bool():
+            return AnyValue(bool_value=value)
+        case str():
+            # Headers may hold bytes that are no UTF-8, which Python carries as lone surrogates.
+            return AnyValue(string_value=value.encode("utf-8", "replace").decode())
+        case bytes():
+            return AnyValue(bytes_value=value)
+        case int() if -(2**63) <= value < 2**63:
+            return AnyValue(int_value=value)
+        case int():
+            return AnyValue(string_value=str(value))
+        case float():
+            return AnyValue(double_value=value)
+        case None:
+            return AnyValue()
+        case _:
+            return AnyValue(array_value=ArrayValue(values=[_any_value(one) for one in value]))

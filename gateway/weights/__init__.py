@@ -1,0 +1,1 @@
+"""New weights for running engines: releases, publications and weight sync methods."""

@@ -1,0 +1,155 @@
+"""The roads by which weights come into an engine: files that it reads anew, an adapter beside its base, or straight from the trainer.
+
+In: a release, and what an engine says that it can take. Out: one order that has the engine take it. Invariant: what an engine cannot take
+is refused before it is touched; an engine that takes adapters keeps the base that it was started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gateway.pool.backend import Backend
+from gateway.weights.transfer import Sender, Transfer
+from spangrad.errors import CheckpointError, EngineError
+from spangrad.weights.adapters import AdapterFacts, adapter_facts
+from spangrad.weights.checksums import checksum_base
+
+
+class Road(Protocol):
+    """One of them, for one release and one engine."""
+
+    @property
+    def step(self) -> str:
+        """What the step of a publication is called that takes it."""
+        ...
+
+    async def check(self, backend: Backend) -> None:
+        """Compare what takes long to compare, while the engine goes on answering.
+
+        Raises:
+            EngineError: it cannot take it, and holds what it held.
+        """
+        ...
+
+    async def prepare(self, backend: Backend) -> None:
+        """Do what leaves the weights of the engine, which is paused, as they are.
+
+        Raises:
+            EngineError: it cannot take it, and holds what it held.
+        """
+        ...
+
+    async def take(self, backend: Backend) -> None:
+        """Have the engine take it.
+
+        Raises:
+            EngineError: it failed; only the checksum tells what the engine holds.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Reload:
+    """The engine reads a whole model from a directory."""
+
+    path: str
+    step: str = "reload"
+
+    async def check(self, backend: Backend) -> None:
+        """Nothing is to be done."""
+
+    async def prepare(self, backend: Backend) -> None:
+        """Nothing is to be done."""
+
+    async def take(self, backend: Backend) -> None:
+        """Replace all weights."""
+        await backend.reload(self.path)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The engine reads an adapter in place of the one it has."""
+
+    path: str
+    base: Path
+    """Directory of the model that it is of."""
+    dtype: str
+    """The engine's."""
+    step: str = "adapter"
+
+    async def check(self, backend: Backend) -> None:
+        """Compare the engine's base with the adapter's; its files are read at the first publication only."""
+        try:
+            wanted = await asyncio.to_thread(checksum_base, self.base, self.dtype or None)
+        except CheckpointError as error:
+            raise EngineError(str(error)) from error
+        held = await backend.read_checksum(base_only=True)
+        if held != wanted:
+            raise EngineError(
+                f"the engine's base has checksum {held}, and {self.base}, which the version is of, {wanted}. Start the engine with that "
+                "model."
+            )
+
+    async def prepare(self, backend: Backend) -> None:
+        """Nothing is to be done."""
+
+    async def take(self, backend: Backend) -> None:
+        """Replace the adapter; vLLM lets go of the old one once it has the new one."""
+        await backend.load_adapter(self.path)
+
+
+def unfit(backend: Backend, path: Path, sender: Sender | None) -> str:
+    """Why an engine cannot take a release; empty: it can, or nobody has reached the engine yet.
+
+    Args:
+        backend: the engine.
+        path: where the release lies.
+        sender: who sends it. None: it is read from there.
+
+    Raises:
+        CheckpointError: an adapter's configuration cannot be read.
+    """
+    info = backend.info
+    if info is None:
+        return ""
+    if sender:
+        if info.transfer:
+            return ""
+        return (
+            f"the engine at {backend.url} takes no weights from a trainer. Start it with engine.transfer = http, or nccl where it and "
+            "the trainer have a GPU each; or train with trainer.road = disk."
+        )
+    adapter = adapter_facts(path)
+    if adapter is None:
+        return ""
+    if not info.lora_rank:
+        return (
+            f"{path} is an adapter, and the engine at {backend.url} takes none. Start it with engine.lora_rank = {adapter.rank} or more, "
+            "or train with trainer.road = disk."
+        )
+    if adapter.rank > info.lora_rank:
+        return (
+            f"{path} is an adapter of rank {adapter.rank}, and the engine at {backend.url} takes ranks up to {info.lora_rank}. Start it "
+            f"with engine.lora_rank = {adapter.rank}."
+        )
+    return ""
+
+
+def road_of(backend: Backend, path: Path, sender: Sender | None) -> Road:
+    """How an engine takes a release, read or sent. One that takes adapters takes a whole model only where that is its base, bare.
+
+    Raises:
+        CheckpointError: an adapter's configuration cannot be read.
+    """
+    info, dtype = backend.info, backend.checksum.partition(":")[0]
+    assert info, "an engine that was never reached is not published to"
+    if sender:
+        return Transfer(sender, dtype)
+    adapter = adapter_facts(path)
+    if info.lora_rank:
+        facts = adapter or AdapterFacts(path, 1, 1.0)
+        return Adapter(str(path) if adapter else info.bare, facts.base, dtype)
+    return Reload(str(path))

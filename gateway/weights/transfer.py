@@ -1,0 +1,92 @@
+"""Weights straight from the trainer into an engine's workers, by vLLM's weight-transfer protocol; no file is read.
+
+In: a publication that names the trainer's sender. Out: the orders to the engine between which the trainer sends. Invariant: the trainer
+sends only what the gateway has asked it for, once the engine is paused; the gateway gives all orders to the engine, and the trainer none.
+
+The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype"} -> {"checksum", "whole"}, and
+`POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the connection that engine and
+sender have; `init` is null where they have it already, else what the engine is to be told to make it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.pool.backend import Backend
+from spangrad.errors import EngineError
+
+
+class Sender(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a trainer stands by with the weights of a version."""
+
+    url: str
+    token: str
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """What the sender says of its weights."""
+
+    checksum: str
+    """As an engine of the asked dtype holds them."""
+    whole: str
+    """As the version's files hold them."""
+
+
+class _Transfer(msgspec.Struct, frozen=True):
+    group: str
+    init: dict[str, Any] | None
+    update: dict[str, Any]
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class Transfer:
+    """The road from a sender into one engine."""
+
+    step = "transfer"
+
+    def __init__(self, sender: Sender, dtype: str) -> None:
+        self._sender = sender
+        self._dtype = dtype
+        self._update: dict[str, Any] = {}
+
+    async def check(self, backend: Backend) -> None:
+        """Nothing is to be done: the release's checksum says what the sender has."""
+
+    async def prepare(self, backend: Backend) -> None:
+        """Have engine and trainer meet; the engine is paused, since vLLM's workers wait for the trainer."""
+        assert backend.info
+        workers = (await backend.fetch("/get_world_size", _WorldSize)).world_size
+        if workers != 1:
+            raise EngineError(
+                f"the engine at {backend.url} has {workers} workers; the weights of one only can be compared. Use one a backend."
+            )
+        wanted = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "dtype": self._dtype, "group": backend.group}
+        answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", wanted, _Transfer)
+        if answer.init is not None:
+            backend.group = ""
+            await backend.order("/shutdown_weight_transfer_engine", seconds=backend.seconds)
+            await backend.order("/init_weight_transfer_engine", {"init_info": answer.init}, backend.seconds)
+            backend.group = answer.group
+        self._update = answer.update
+
+    async def take(self, backend: Backend) -> None:
+        """Have the workers receive; what was begun and not finished spoils the engine."""
+        group, backend.group = backend.group, ""
+        await backend.order("/start_weight_update", seconds=backend.seconds)
+        await backend.order("/update_weights", {"update_info": self._update}, backend.seconds)
+        await backend.order("/finish_weight_update", seconds=backend.seconds)
+        backend.group = group
+
+
+async def checksums(backend: Backend, sender: Sender, dtype: str) -> Checksums:
+    """What an engine of a dtype must show once it has the sender's weights.
+
+    Raises:
+        EngineError: the sender does not answer.
+    """
+    return await backend.ask_sender(sender.url, sender.token, "/checksum", {"dtype": dtype}, Checksums)

@@ -1,0 +1,1 @@
+"""Reward services: a Python evaluator served over HTTP, and its client."""

@@ -1,0 +1,82 @@
+"""Asks a reward service what an attempt is worth.
+
+In: what the agent was given and gave. Out: rewards, or a failure with the service's words. Invariant: what is no finite number is never a
+reward; only a service that is busy or away is asked again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from runner.http_retry import TimeUpError, again, away, checked
+from runner.workers.jobs import Answer
+from spangrad.agent.reward_values import rewards_from
+from spangrad.agent.telemetry import bearer
+from spangrad.types import AttemptFailure, Stage
+
+
+class RewardClient:
+    """Connections to one service; an async context manager."""
+
+    def __init__(self, url: str, token: str | None, connections: int) -> None:
+        """Connect when something is asked first.
+
+        Args:
+            url: what is posted to.
+            token: what it asks for. None: nothing.
+            connections: that are kept.
+        """
+        self._url = url
+        self._headers = bearer(token)
+        self._connections = connections
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Self:
+        """Open the pool of connections."""
+        connector = aiohttp.TCPConnector(limit=self._connections)
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close them."""
+        await self._session.close()
+
+    async def judge(self, body: Mapping[str, object], seconds: float) -> Answer:
+        """What the attempt is worth, asked again for at most so long.
+
+        Args:
+            body: rollout_id, attempt, task_id, input, output, environment.
+            seconds: for all tries together.
+        """
+        try:
+            status, content = await again(lambda: self._ask(body), seconds)
+        except TimeUpError as error:
+            said = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
+            return Answer(None, AttemptFailure.EVALUATION, said)
+        text = content.decode(errors="replace")
+        if status != 200:
+            return Answer(None, AttemptFailure.EVALUATION, f"{self._url} answers HTTP {status}: {text[:500]}")
+        try:
+            value: Any = json.loads(text)
+        except ValueError:
+            return Answer(None, AttemptFailure.EVALUATION, f"{self._url} answers what is not JSON: {text[:200]!r}")
+        try:
+            rewards = rewards_from(value)
+        except ValueError as error:
+            return Answer(None, AttemptFailure.EVALUATION, f"{self._url}: {error}")
+        if rewards is None:
+            return Answer(None, AttemptFailure.NO_REWARD, f"{self._url} gave no reward")
+        return Answer(rewards, None)
+
+    async def _ask(self, body: Mapping[str, object]) -> tuple[int, bytes]:
+        try:
+            async with self._session.post(self._url, json=body) as answer:
+                return answer.status, await checked(answer)
+        except (aiohttp.ClientError, OSError) as error:
+            raise away(error) from None

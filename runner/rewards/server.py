@@ -1,0 +1,96 @@
+"""`spangrad rewards serve`: a Python evaluator over HTTP.
+
+In: what an attempt was given and gave, as JSON. Out: its reward, a number or an object of numbers, or null. Invariant: no more evaluators
+run at once than runner.evaluations; who comes then is asked to come again; beyond loopback nobody is answered without the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from runner import small_server
+from runner.small_server import Address, BusyError
+from spangrad.agent.reward_values import rewards_from
+from spangrad.settings import RunnerSettings
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """What is posted; a field that nobody knows is passed over."""
+
+    rollout_id: str
+    attempt: int
+    task_id: str
+    input: Any = None
+    output: Any = None
+    environment: Any = None
+    """What the attempt's environment gave. None: it had none."""
+
+
+def address_of(settings: RunnerSettings) -> Address:
+    """Where it listens."""
+    return Address("rewards", "docs/environments.md", settings.rewards_host, settings.rewards_port, settings.rewards_token)
+
+
+def serve(settings: RunnerSettings, evaluator: Callable[..., Any]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        SpangradError: the address may not be bound, or is in use.
+    """
+    small_server.serve(address_of(settings), lambda: running(settings, evaluator))
+
+
+@asynccontextmanager
+async def running(settings: RunnerSettings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
+    """The service, listening."""
+    judge = Judge(evaluator, settings.evaluations)
+    async with small_server.listening(address_of(settings), [web.post("/", judge.answer)]):
+        yield f"{settings.evaluations} evaluators at once"
+
+
+class Judge:
+    """An evaluator, and how many of it run."""
+
+    def __init__(self, evaluator: Callable[..., Any], most: int) -> None:
+        """At most so many at once."""
+        self._evaluator = evaluator
+        self._most = most
+        self._running = 0
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="evaluator")
+        self._wants = inspect.signature(evaluator).parameters.keys() & {"environment"}
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Judge one attempt."""
+        judged = msgspec.json.decode(await small_server.body(request), type=Judged)
+        if self._running >= self._most:
+            raise BusyError(f"{self._most} evaluators are at work")
+        self._running += 1
+        try:
+            task = asyncio.ensure_future(self._judge(judged))
+            # A thread goes on when its client has left: it counts until it ends.
+            task.add_done_callback(self._ended)
+            value = rewards_from(await asyncio.shield(task))
+        except Exception as error:  # somebody's code
+            return small_server.answer({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
+        return small_server.answer(value)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._running -= 1
+        if not task.cancelled():
+            task.exception()  # seen
+
+    async def _judge(self, judged: Judged) -> Any:
+        work = partial(self._evaluator, judged.input, judged.output, **dict.fromkeys(self._wants, judged.environment))
+        if inspect.iscoroutinefunction(self._evaluator):
+            return await work()
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,1 @@
+"""Workers: attempts of leased rollouts, in agent processes, programs and containers."""

@@ -1,0 +1,360 @@
+"""Agent hosts, seen from the runner: processes that run attempts, and are replaced when they die or hang.
+
+In: an agent. Out: hosts with places for attempts; `runner.workers.hosted` takes one attempt through them. Invariant: each job is answered
+even when its process dies (`crash`), and no process outlives its pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from runner.workers.agents import AgentSpec, Limits, host_command, initialises
+from runner.workers.containers import remove_of_host
+from runner.workers.slots import Places
+from spangrad.agent.host import LINE_LIMIT_BYTES
+from spangrad.errors import AgentError
+from spangrad.processes import MARK, die_with_parent, kill_marked
+from spangrad.types import AttemptFailure
+
+_START_SECONDS = 120.0
+_DRAIN_SECONDS = 1.0
+"""How long a dead host's answers are read: a process that it left behind may hold their pipe open for ever."""
+_END_SECONDS = 12.0
+"""How long a host may take to end: its spans may wait 10 s for the store."""
+_TAIL_BYTES = 2000
+_LOAD_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before a host that was killed while it loaded is started again; after the last one the pool gives up."""
+_LOADED = ""
+"""Stands for the id of a host's first message, which has none."""
+
+_logger = logging.getLogger(__name__)
+
+
+class HostPlaces:
+    """Places for what is done in one host, by its stage."""
+
+    def __init__(self, concurrency: int, limits: Limits) -> None:
+        """All are free."""
+        self.initialising = Places(limits.initialisations)
+        self.running = Places(concurrency)
+        self.judging = Places(limits.evaluations)
+
+
+class _KilledLoadingError(AgentError):
+    """A signal ended the process before the agent was loaded: somebody, or the kernel, killed it. The next one may live."""
+
+
+class AgentHost:
+    """One process, and the jobs that it has not answered yet."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        jobs: asyncio.WriteTransport,
+        answers: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+        log: _Log,
+        mark: str,
+        spec: AgentSpec,
+        places: HostPlaces,
+    ) -> None:
+        self._process = process
+        self._jobs = jobs
+        self._answers = answers
+        self._pipe = pipe
+        self._log = log
+        self._mark = mark
+        self._spec = spec
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self.moves: dict[str, Callable[[str], None]] = {}
+        """Who is told that a stage of an attempt is over, and which one waits."""
+        self.places = places
+        self._groups: set[int] = set()
+        """Process groups of the programs that it runs, by leader."""
+        self._life = asyncio.create_task(self._live())
+        self.retired = False
+        """Whether it gets no further jobs."""
+
+    @classmethod
+    async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: Limits) -> AgentHost:
+        """Start a process and wait until it has loaded the agent.
+
+        Raises:
+            AgentError: the interpreter, the agent or the evaluator cannot be loaded.
+        """
+        command = host_command(spec, limits)
+        log = _Log(log_file)
+        mark = uuid.uuid4().hex
+        jobs_out, jobs_in = os.pipe()
+        answers_out, answers_in = os.pipe()
+        try:
+            with log.open() as err:
+                # Pipes of our own: asyncio's would hide the process's end for as long as a child of it holds them open.
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=jobs_out,
+                    stdout=answers_in,
+                    stderr=err,
+                    env={**environment, MARK: mark},
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+        except OSError as error:
+            os.close(jobs_in)
+            os.close(answers_out)
+            raise AgentError(f"the agent's interpreter {command[0]} cannot be started: {error.strerror}. Name another one.") from None
+        finally:
+            os.close(jobs_out)
+            os.close(answers_in)
+        loop = asyncio.get_running_loop()
+        answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
+        jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
+        host = cls(process, jobs, answers, pipe, log, mark, spec, HostPlaces(concurrency, limits))
+        loaded = host.expect(_LOADED)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                message = await loaded
+        except (TimeoutError, asyncio.CancelledError) as stopped:
+            await host.stop()
+            if isinstance(stopped, TimeoutError):
+                raise AgentError(f"the agent is not loaded after {_START_SECONDS:g} s. Its log is {log.file}.") from None
+            raise
+        if not message.get("ready"):
+            await host.stop()
+            kind = AgentError if "error" in message or (process.returncode or 0) >= 0 else _KilledLoadingError
+            raise kind(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
+        return host
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has, and was answered for."""
+        return self._life.done()
+
+    @property
+    def attempts(self) -> int:
+        """Attempts under way in it."""
+        return len(self.moves)
+
+    def expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
+        """Done with the next answer to this id."""
+        self._waiting[id] = asyncio.get_running_loop().create_future()
+        return self._waiting[id]
+
+    async def _live(self) -> None:
+        """Hand out answers until the process ends; then answer for it."""
+        reading = asyncio.create_task(self._read())
+        code = await self._process.wait()
+        self.retired = True
+        _kill_group(self._process.pid)
+        await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
+        reading.cancel()
+        for leader in self._groups:
+            _kill_group(leader)
+        await asyncio.to_thread(kill_marked, self._mark)
+        await asyncio.to_thread(remove_of_host, self._spec, self._mark)
+        self._pipe.close()
+        self._jobs.close()
+        detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_result({"reward": None, "failure": AttemptFailure.CRASH, "detail": detail})
+        self._waiting.clear()
+
+    async def _read(self) -> None:
+        # Half a line is what the host was writing when it died.
+        while (line := await self._answers.readline()).endswith(b"\n"):
+            message = json.loads(line)
+            if "program" in message:
+                (self._groups.discard if message["ended"] else self._groups.add)(message["program"])
+                continue
+            if "stage" in message:
+                if (moved := self.moves.get(message["id"])) is not None:
+                    moved(message["stage"])
+                continue
+            answered = self._waiting.pop(message.get("id", _LOADED), None)
+            if answered is not None and not answered.done():
+                answered.set_result(message)
+
+    def forget(self, id: str) -> None:
+        """Nobody waits for it any more."""
+        self._waiting.pop(id, None)
+        self.moves.pop(id, None)
+
+    async def over(self) -> None:
+        """Wait for the process's end."""
+        await asyncio.shield(self._life)
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Say something, if the process can still hear it."""
+        if not self._jobs.is_closing():
+            self._jobs.write(json.dumps(message).encode() + b"\n")
+
+    async def stop(self) -> None:
+        """Let the process end by itself, for a bounded time, then end its whole group; idempotent."""
+        self._jobs.close()
+        try:
+            if not self.retired:  # what hangs will not end by itself
+                async with asyncio.timeout(_END_SECONDS):
+                    await self.over()
+        except TimeoutError:
+            _logger.warning("an agent's process did not end in %g s and is killed", _END_SECONDS)
+        finally:
+            _kill_group(self._process.pid)
+            await self.over()
+
+
+class _Log:
+    """The part of a log file that one process has written."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file = file
+        self._start = file.stat().st_size if file.exists() else 0
+
+    def open(self) -> BinaryIO:
+        return self.file.open("ab")
+
+    def tail(self) -> str:
+        with self.file.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._start, size - _TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing is left of it
+
+
+class HostPool:
+    """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced.
+
+    A slot is a place among those that run. Where hosts make environments themselves, it is one among those that come before: such an
+    attempt takes its place among those that run (`AgentHost.places`) later, in the same host.
+    """
+
+    def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: Limits) -> None:
+        self._spec = spec
+        self._workers = workers
+        self._concurrency = concurrency
+        self._environment = environment
+        self._logs = logs
+        self._limits = limits
+        self.initialises = initialises(spec)
+        """Whether hosts make environments."""
+        self._each = limits.ahead if self.initialises else concurrency
+        """Slots of each host."""
+        self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
+        self._serving: dict[AgentHost, int] = {}
+        """Hosts that get jobs, by number."""
+        self._busy: dict[AgentHost, int] = {}
+        """Slots taken of each host that is not stopped."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start all hosts.
+
+        Raises:
+            AgentError: the agent cannot be loaded.
+        """
+        hosts = await asyncio.gather(*(self._start(number) for number in range(self._workers)))
+        for _ in range(self._each):
+            for host in hosts:
+                self._slots.put_nowait(host)
+
+    async def _start(self, number: int) -> AgentHost:
+        log = self._logs / f"agent-host-{number}.log"
+        pauses = iter(_LOAD_PAUSES)
+        while True:
+            try:
+                host = await AgentHost.start(self._spec, self._concurrency, self._environment, log, self._limits)
+                break
+            except _KilledLoadingError as error:
+                if (pause := next(pauses, None)) is None:
+                    raise
+                _logger.warning("%s\nIt is started again in %g s.", error, pause)
+                await asyncio.sleep(pause)
+        self._serving[host] = number
+        self._busy[host] = 0
+        self._in_background(self._watch(host))
+        return host
+
+    async def _watch(self, host: AgentHost) -> None:
+        await host.over()
+        self._replace(host)
+
+    def _replace(self, host: AgentHost) -> None:
+        """Start another host in the place of one that died or hangs, once."""
+        number = self._serving.pop(host, None)
+        if number is not None:
+            self._in_background(self._start_again(number))
+
+    async def _start_again(self, number: int) -> None:
+        try:
+            host = await self._start(number)
+        except AgentError as error:
+            self._slots.put_nowait(error)
+            return
+        for _ in range(self._each):
+            self._slots.put_nowait(host)
+
+    async def _end(self, host: AgentHost) -> None:
+        await host.stop()
+        self._busy.pop(host, None)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def take(self) -> AgentHost:
+        """Wait for room in a host, and take it; `give` it back.
+
+        Raises:
+            AgentError: a host had to be replaced, and the agent cannot be loaded any more.
+        """
+        while True:
+            host = await self._slots.get()
+            if isinstance(host, AgentError):
+                self._slots.put_nowait(host)  # for everybody else who waits
+                raise host
+            if not host.retired:
+                break
+        self._busy[host] += 1
+        return host
+
+    def free(self, host: AgentHost) -> None:
+        """Let somebody else run there; what was taken is still at work otherwise."""
+        if not host.retired:
+            self._slots.put_nowait(host)
+
+    def give(self, host: AgentHost, *, freed: bool) -> None:
+        """Give back what was taken, freed before or not; a host that died or hangs is replaced."""
+        self._busy[host] -= 1
+        if not host.retired:
+            if not freed:
+                self._slots.put_nowait(host)
+        else:
+            self._replace(host)
+            if not self._busy[host]:
+                self._in_background(self._end(host))
+
+    async def close(self) -> None:
+        """Stop all processes, those that were replaced too."""
+        self._serving.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(host) for host in list(self._busy)))

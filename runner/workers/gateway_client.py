@@ -1,0 +1,138 @@
+"""What the runner says to the gateway, and asks it: which attempts will call, and how often they did.
+
+In: attempts. Out: announcements, and numbers of calls. Invariant: a gateway that is away for a moment is waited for; one that stays
+away ends the run with its URL and a remedy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+
+from spangrad.agent.telemetry import bearer
+from spangrad.errors import GatewayError
+from spangrad.types import Mode, RolloutKey
+
+_READY_SECONDS = 30.0
+_RETRY_SECONDS = 10.0
+_PAUSE_SECONDS = 0.2
+_REQUEST_SECONDS = 20.0
+"""The gateway may wait 10 s for calls in flight before it counts them."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CallCount:
+    """An attempt's policy calls, as the gateway counted them."""
+
+    calls: int
+    """Calls that were accepted."""
+    overflowed: bool
+    """Whether the engine refused the last one that ended because its prompt was longer than the model's context."""
+
+
+class GatewayClient:
+    """A connection to one gateway."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            headers=bearer(token),
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=_REQUEST_SECONDS),
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+    async def require_ready(self) -> None:
+        """Wait, for a bounded time, until the gateway's engine is admitted.
+
+        Raises:
+            GatewayError: nobody answers, the token was refused, or there is no engine.
+        """
+        end = asyncio.get_running_loop().time() + _READY_SECONDS
+        while True:
+            try:
+                async with self._session.get(f"{self._url}/readyz") as answer:
+                    status, text = answer.status, (await answer.text())[:300]
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._away(error) from None
+            if status == 200:
+                return
+            if status != 503:
+                raise GatewayError(
+                    f"the gateway at {self._url} answers HTTP {status} to /readyz: {text}. Check gateway.url and gateway.token."
+                )
+            if asyncio.get_running_loop().time() > end:
+                raise GatewayError(
+                    f"the gateway at {self._url} has no engine after {_READY_SECONDS:g} s: {text}. Start it with `spangrad engine`."
+                )
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def endpoint(self, key: RolloutKey) -> str:
+        """The attempt's own OpenAI-compatible endpoint."""
+        return f"{self._attempt(key)}/v1"
+
+    async def announce(self, key: RolloutKey, mode: Mode, traceparent: str) -> None:
+        """Say that an attempt begins.
+
+        Raises:
+            GatewayError: the gateway refused, or stays away.
+        """
+        await self._request("PUT", self._attempt(key), {"run_id": key.run_id, "mode": mode, "traceparent": traceparent})
+
+    async def calls(self, key: RolloutKey) -> CallCount | None:
+        """Count an attempt's policy calls, waiting for those in flight. None: the gateway has forgotten the attempt.
+
+        Raises:
+            GatewayError: the gateway refused, or stays away.
+        """
+        found = await self._request("GET", f"{self._attempt(key)}/calls", None)
+        if found is None:
+            _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
+            return None
+        return CallCount(int(found["calls"]), bool(found["overflowed"]))
+
+    async def served(self, policy: str) -> int | None:
+        """The version of a policy that is served. None: it has not admitted its engine, or does not know the policy.
+
+        Raises:
+            GatewayError: the gateway refused, or stays away.
+        """
+        found = await self._request("GET", f"{self._url}/admin/policies/{quote(policy, safe='')}", None)
+        return None if found is None or found["version"] is None else int(found["version"])
+
+    def _attempt(self, key: RolloutKey) -> str:
+        return f"{self._url}/rollout/{quote(key.rollout_id, safe='')}/attempt/{key.attempt}"
+
+    async def _request(self, method: str, url: str, body: Mapping[str, object] | None) -> dict[str, Any] | None:
+        """None is HTTP 404, or an answer without a body."""
+        end = asyncio.get_running_loop().time() + _RETRY_SECONDS
+        while True:
+            try:
+                async with self._session.request(method, url, json=body) as answer:
+                    if answer.status == 404:
+                        return None
+                    if answer.status < 300:
+                        return await answer.json() if answer.content_type == "application/json" else None
+                    problem = GatewayError(f"the gateway refuses {method} {url}: HTTP {answer.status} {(await answer.text())[:300]}")
+                    if answer.status < 500 and answer.status != 429:
+                        raise problem
+            except (aiohttp.ClientError, OSError) as error:
+                problem = self._away(error)
+            if asyncio.get_running_loop().time() > end:
+                raise problem
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _away(self, error: BaseException) -> GatewayError:
+        said = str(error) or type(error).__name__
+        return GatewayError(f"the gateway at {self._url} does not answer ({said}). Start it with `spangrad gateway`, or set gateway.url.")

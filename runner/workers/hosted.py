@@ -1,0 +1,156 @@
+"""One attempt in an agent host, from stage to stage.
+
+In: a host, a job, and a word for each stage to begin. Out: one answer. Invariant: what was begun has ended when the block is left, or its
+host counts as hung; a stage's time limit begins with the stage, so that nobody pays for the wait before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from runner.workers.jobs import Answer, Job
+from spangrad.agent.attempt_answer import END_STAGE
+from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
+
+if TYPE_CHECKING:
+    from runner.workers.agent_processes import AgentHost
+
+_CANCEL_SECONDS = 5.0
+"""How long a host may take to cancel an attempt before it counts as hung."""
+_FLUSH_SECONDS = 30.0
+"""How long a host may take to send the spans of an attempt that ended in time, when the store did not take them at once."""
+_CLOSE_SECONDS = 30.0
+"""How long a host may take, after the last stage, to close the environment and to send the spans."""
+_STOPPED = Answer(None, AttemptFailure.CANCELLED, "stopped")
+_LATE = {
+    Stage.INIT: AttemptFailure.ENVIRONMENT,
+    Stage.RUN: AttemptFailure.TIMEOUT,
+    Stage.EVALUATE: AttemptFailure.EVALUATION,
+}
+"""Failure of a stage that was not done in its time: only the agent's time is the policy's to use up."""
+_logger = logging.getLogger(__name__)
+
+_UNFLUSHED = Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
+
+Ends = Sequence[asyncio.Future[Any]]
+"""Done when the attempt is not to go on; it then fails as `cancelled`, once it has ended."""
+
+
+class Hosted:
+    """An attempt; an async context manager. The host's `retired` is set on the way when it died or hung."""
+
+    def __init__(self, host: AgentHost, job: Job) -> None:
+        """Nothing is begun yet."""
+        self._host = host
+        self._job = job
+        self._begun = False
+        self._moved: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answer: Answer | None = None
+        self._answered: asyncio.Future[dict[str, Any]]
+
+    async def __aenter__(self) -> Self:
+        """Listen to the host."""
+        self._answered = self._host.expect(self._job.id)
+        self._host.moves[self._job.id] = self._hear
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End it, where it has not."""
+        try:
+            if self._begun and self._answer is None and not self._answered.done():
+                if isinstance(error, asyncio.CancelledError):
+                    self._host.send({"cancel": self._job.id})
+                else:
+                    await self._cancel()
+        finally:
+            self._host.forget(self._job.id)
+
+    async def go(self, stage: Stage, seconds: float, ends: Ends) -> bool:
+        """Begin a stage, and wait until it is over, for at most so long.
+
+        Returns:
+            whether another one waits; where none does, `finish` knows the end.
+        """
+        if self._host.ended:
+            self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
+        elif self._begun and stage is Stage.RUN and self._host.retired:  # an agent is better asked elsewhere; a judge here still may answer
+            self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
+        elif any(one.done() for one in ends):
+            self._answer = _STOPPED
+        if self._answer is not None or self._answered.done():
+            return False
+        self._moved = asyncio.get_running_loop().create_future()
+        self._host.send({"go": self._job.id} if self._begun else asdict(self._job))
+        self._begun = True
+        await asyncio.wait([self._answered, self._moved, *ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self._answered.done():
+            return False
+        if not self._moved.done() or any(one.done() for one in ends):
+            self._answer = await self._over(ends, _LATE[stage], f"{stage}: not done after {seconds:g} s")
+            return False
+        return self._moved.result() != END_STAGE
+
+    async def finish(self, ends: Ends) -> Answer:
+        """Wait until it has ended, and say how."""
+        if self._answer is None and not self._answered.done():
+            await asyncio.wait([self._answered, *ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not self._answered.done():
+                late = f"{END_STAGE}: its environment is not closed after {_CLOSE_SECONDS:g} s"
+                self._answer = await self._over(ends, AttemptFailure.ENVIRONMENT, late)
+        if self._answer is None:
+            self._answer = await self._read(self._answered.result())
+        elif self._answer.failure is AttemptFailure.TIMEOUT and self._answered.done() and not await self._flush():
+            self._answer = _UNFLUSHED
+        return self._answer
+
+    def _hear(self, stage: str) -> None:
+        if not self._moved.done():
+            self._moved.set_result(stage)
+
+    async def _over(self, ends: Ends, failure: AttemptFailure, late: str) -> Answer:
+        """End it early, because it is not wanted or its time is over: then it fails as `failure`, and `late` says why."""
+        done = await self._cancel()
+        if any(one.done() for one in ends):
+            return _STOPPED
+        if done and self._answered.result()["failure"] != AttemptFailure.TIMEOUT:
+            return await self._read(self._answered.result())  # it was in time; its spans were not
+        if not done and failure is AttemptFailure.TIMEOUT and self._host.attempts > 1:
+            # Whichever of them blocks the process: the others could do nothing about it.
+            return Answer(None, AttemptFailure.CRASH, f"{late}; the agent's process hangs with {self._host.attempts} attempts in it")
+        return Answer(None, failure, late)
+
+    async def _cancel(self) -> bool:
+        """Cancel it; whether the host has answered."""
+        self._host.send({"cancel": self._job.id})
+        done, _ = await asyncio.wait([self._answered], timeout=_CANCEL_SECONDS)
+        if not done or self._answered.result().get("stuck"):
+            self._retire()
+        return bool(done)
+
+    def _retire(self) -> None:
+        _logger.warning("an attempt hangs: its process gets no more of them, and is replaced")
+        self._host.retired = True
+
+    async def _read(self, message: Mapping[str, Any]) -> Answer:
+        """Read an attempt's answer, once its spans were sent: a reward must not count before a tool's failure can."""
+        if message.get("stuck") and not self._host.retired:
+            self._retire()
+        failure = AttemptFailure(message["failure"]) if message["failure"] else None
+        if failure is not None and failure not in POLICY_FAILURES:
+            return Answer(None, failure, message["detail"])
+        if not message["flushed"] and not await self._flush():
+            return _UNFLUSHED
+        return Answer(message["reward"], failure, message["detail"], message.get("output"))
+
+    async def _flush(self) -> bool:
+        if self._host.ended:
+            return False
+        answered = self._host.expect(self._job.id)
+        self._host.send({"flush": self._job.id})
+        done, _ = await asyncio.wait([answered], timeout=_FLUSH_SECONDS)
+        return bool(done) and bool(answered.result().get("flushed"))

@@ -1,0 +1,245 @@
+"""A worker: leases rollouts from the queue, makes their attempts side by side, and tells how they ended.
+
+In: a queue, and what attempts are made with. Out: root spans in the store, endings in the queue. Invariant: the queue hears of an ending
+after the store has acknowledged the attempt's root span; what is leased is either told, or given back, or its lease runs out; no more
+is leased than can begin at once, so that time in the queue counts for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from runner.queue.client import Beating, QueueClient
+from runner.queue.wire import Completion, Failure, Lease, Result, State
+from runner.workers.attempts import Attempts, Ended, Stop, Why
+from runner.workers.root_spans import by_name
+from runner.workers.slots import StageClock
+from spangrad.agent.reward_values import Rewards
+from spangrad.leases import this_process
+from spangrad.types import AttemptFailure, Stage
+
+_logger = logging.getLogger(__name__)
+
+_ASK_SECONDS = 2.0
+"""That the queue may keep a question for work: a drain waits for its answer."""
+_GATHER_SECONDS = 0.005
+_RELEASED = Why(AttemptFailure.RELEASED, "its worker was told to end", final=False, told=False)
+
+
+class Worker:
+    """Makes attempts of one run's rollouts; an async context manager."""
+
+    def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_patience_seconds: float) -> None:
+        """Begin nothing yet.
+
+        Args:
+            queue: who has the rollouts.
+            run_id: whose.
+            attempts: makes them.
+            slots: attempts that can begin at once.
+            store_patience_seconds: how long the store may be away.
+        """
+        self._queue = queue
+        self._run_id = run_id
+        self._attempts = attempts
+        self._free = slots
+        self._patience = store_patience_seconds
+        self._room = asyncio.Event()
+        self._held: dict[tuple[str, int], Stop] = {}
+        self._clocks: dict[tuple[str, int], StageClock] = {}
+        self._making: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Queue[Ended] = asyncio.Queue()
+        self._told = asyncio.Condition()
+        self._beating = Beating(queue, self._lost, self._ran)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self.name = this_process()
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        """Done when it cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
+
+    async def __aenter__(self) -> Self:
+        """Begin to lease."""
+        await self._beating.__aenter__()
+        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._lease, self._tell)]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End at once: what is not told is given back by its lease's end."""
+        for task in [*self._tasks, *self._making]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._making, return_exceptions=True)
+        await self._beating.__aexit__(kind, error, trace)
+
+    async def drain(self, seconds: float) -> None:
+        """Lease nothing more; let attempts go on for so long, then give them back, and tell all of it.
+
+        Raises:
+            SpangradError: it cannot be told.
+        """
+        self._draining = True
+        self._room.set()
+        await asyncio.wait([self._tasks[0]], timeout=2 * _ASK_SECONDS)
+        self._tasks[0].cancel()  # the queue is away, and has handed out nothing
+        try:
+            async with asyncio.timeout(seconds):
+                await self._until(lambda: not self._held)
+        except TimeoutError:
+            self.stop(None, _RELEASED)
+            await self._until(lambda: not self._held)
+
+    def stop(self, rollouts: Collection[str] | None, why: Why) -> None:
+        """Stop attempts of these rollouts, or of all; they end soon after."""
+        for (rollout_id, _), stop in self._held.items():
+            if rollouts is None or rollout_id in rollouts:
+                stop.now(why)
+
+    async def without(self, rollouts: Collection[str]) -> None:
+        """Wait until it holds none of these."""
+        await self._until(lambda: not any(rollout_id in rollouts for rollout_id, _ in self._held))
+
+    async def _until(self, state: Callable[[], bool]) -> None:
+        async with self._told:
+            await self._told.wait_for(lambda: state() or (self.failed.done() and self._tasks[1].done()))
+        if not state():
+            raise self.failed.result()
+
+    async def _changed(self) -> None:
+        async with self._told:
+            self._told.notify_all()
+
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            await asyncio.shield(self._changed())
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def _lease(self) -> None:
+        while not self._draining and not self.failed.done():
+            room = min(self._free, self._attempts.most - len(self._held))
+            if room < 1:
+                self._room.clear()
+                await self._room.wait()
+                await asyncio.sleep(_GATHER_SECONDS)  # attempts end in swarms: lease for all that are free by then at once
+                continue
+            for lease in await self._queue.lease(self._run_id, self.name, room, wait_seconds=_ASK_SECONDS):
+                self._begin(lease)
+
+    def _begin(self, lease: Lease) -> None:
+        key = lease.rollout_id, lease.attempt
+        stop = self._held[key] = Stop()
+        self._clocks[key] = StageClock()
+        if self._draining:
+            stop.now(_RELEASED)
+        self._free -= 1
+        self._beating.keep([lease])
+        task = asyncio.create_task(self._make(lease, stop))
+        self._making.add(task)
+        task.add_done_callback(self._making.discard)
+
+    async def _make(self, lease: Lease, stop: Stop) -> None:
+        try:
+            clock = self._clocks[lease.rollout_id, lease.attempt]
+            self._ended.put_nowait(await self._attempts.make(lease, stop, clock, self._freed, self._fail))
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _ran(self, lease: Lease) -> float | None:
+        """How long the agent of an attempt has run: the wait for a place, and what comes before and after, counts for nobody."""
+        clock = self._clocks.get((lease.rollout_id, lease.attempt))
+        return clock and clock.seconds(Stage.RUN)
+
+    def _freed(self) -> None:
+        self._free += 1
+        self._room.set()
+
+    def _lost(self, lease: Lease, result: Result) -> None:
+        """The queue says that a lease is over."""
+        _logger.info("attempt %d of rollout %s is over: %s", lease.attempt, lease.rollout_id, result.refused)
+        stop = self._held.get((lease.rollout_id, lease.attempt))
+        if stop is not None:
+            why = result.ended or AttemptFailure.LOST
+            final = result.state in {State.CANCELLED, State.DEAD}
+            stop.now(Why(why, result.refused or "the queue ended it", final=final, told=True))
+
+    async def _tell(self) -> None:
+        """Tell endings, as many at once as have come while those before were told."""
+        while True:
+            ended = [await self._ended.get()]
+            while not self._ended.empty():
+                ended.append(self._ended.get_nowait())
+            await self._attempts.roots.acknowledged(self._patience)
+            await asyncio.to_thread(self._keep, ended)
+            await self._say([one for one in ended if not one.told])
+            for one in ended:
+                self._beating.drop(one.lease)
+                self._held.pop((one.lease.rollout_id, one.lease.attempt), None)
+                self._clocks.pop((one.lease.rollout_id, one.lease.attempt), None)
+            self._room.set()
+            await self._changed()
+
+    async def _say(self, ended: Sequence[Ended]) -> None:
+        released = [one.lease for one in ended if one.answer.failure is AttemptFailure.RELEASED]
+        completions = [_completion(one) for one in ended if one.answer.failure is None]
+        failures = [_failure(one) for one in ended if one.answer.failure not in {None, AttemptFailure.RELEASED}]
+        results: list[Result] = []
+        if completions:
+            results += await self._queue.complete(completions)
+        if failures:
+            results += await self._queue.fail(failures)
+        if released:
+            results += await self._queue.release(released, _RELEASED.detail)
+        leases = {(one.lease.rollout_id, one.lease.attempt): one.lease for one in ended if not one.final}
+        refused = [result for result in results if result.refused is not None]
+        for result in refused:
+            _logger.warning("%s", result.refused)
+            lease = leases.get((result.rollout_id, result.attempt))
+            if lease is not None and result.state is State.CANCELLED:
+                self._attempts.end_cancelled(lease)
+        if refused:
+            await self._attempts.roots.acknowledged(self._patience)
+
+    def _keep(self, ended: Sequence[Ended]) -> None:
+        for one in ended:
+            answer = one.answer
+            facts = {"worker": self.name, "reason": answer.failure, "detail": answer.detail, "calls": one.calls, "stages": one.stages}
+            self._attempts.files.end(one.lease.rollout_id, one.lease.attempt, facts)
+
+
+def _completion(ended: Ended) -> Completion:
+    rewards = by_name(ended.answer.rewards)
+    return Completion(
+        rollout_id=ended.lease.rollout_id,
+        attempt=ended.lease.attempt,
+        rewards=_plain(rewards) if rewards else None,
+        calls=ended.calls,
+        seconds=ended.seconds,
+    )
+
+
+def _failure(ended: Ended) -> Failure:
+    assert ended.answer.failure is not None
+    rewards = by_name(ended.answer.rewards)
+    return Failure(
+        rollout_id=ended.lease.rollout_id,
+        attempt=ended.lease.attempt,
+        reason=ended.answer.failure,
+        detail=ended.answer.detail,
+        calls=ended.calls,
+        seconds=ended.seconds,
+        rewards=None if rewards is None else _plain(rewards),
+    )
+
+
+def _plain(rewards: Rewards) -> dict[str, float | dict[str, float]]:
+    return {name: dict(given) if isinstance(given, Mapping) else given for name, given in rewards.items()}

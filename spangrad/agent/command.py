@@ -1,0 +1,198 @@
+"""Runs an agent that is a whole program: one process an attempt, told everything by its environment and its input.
+
+In: a task's input, as JSON on the program's standard input. Out: the last line of its standard output, parsed as JSON where it is
+JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left; nor when its host is
+asked to end, because the runner has died.
+
+The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment variables, the prompt that the
+attempt is pinned to (`prompt_client.program_variables`) and, where the attempt has an environment, SPANGRAD_ENVIRONMENT (JSON), beside
+what the agent host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output,
+go to the attempt's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from spangrad.agent.attempt_log import attempt_log
+from spangrad.agent.prompt_client import program_variables
+from spangrad.agent.propagation import carrier_of
+from spangrad.errors import AgentError
+from spangrad.processes import die_with_parent
+
+ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
+_INSTRUMENT = "opentelemetry-instrument"
+_TAIL_BYTES = 2**20
+"""Longest last line that is read."""
+_GRACE_SECONDS = 1.0
+
+_groups: set[int] = set()
+"""Process groups of the attempts that run, by leader."""
+os.register_at_fork(after_in_child=_groups.clear)
+
+
+class ExitCode(Exception):  # noqa: N818  # it is what happened, not an error of ours
+    """The program ended with a code other than 0 (below 0: of that signal)."""
+
+    def __init__(self, code: int, means: str = "") -> None:
+        """`means` says what the code stands for, where its number does not."""
+        super().__init__(f"exit code {code}{means and f': {means}'}")
+        self.code = code
+
+
+class InvalidOutput(Exception):  # noqa: N818  # it is what happened, not an error of ours
+    """The program's last line cannot be read."""
+
+
+class CommandAgent:
+    """An agent in the form of a command line."""
+
+    def __init__(
+        self, command: Sequence[str], directory: Path, *, instrument: bool, tell: Callable[[int, bool], None] | None = None
+    ) -> None:
+        """`command` runs in `directory`; `instrument` puts `opentelemetry-instrument` of the program's environment before it.
+
+        `tell` is told of each process group by its leader, when it begins (False) and when it has ended (True).
+
+        Raises:
+            AgentError: the program, or opentelemetry-instrument, is not there.
+        """
+        self._directory = directory
+        self._tell = tell or _tell_nobody
+        program = _program(command, directory)
+        self._command = [_instrumenter(program), *command] if instrument else list(command)
+
+    async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
+        """Run the program once.
+
+        Args:
+            given: the task's input.
+            endpoint: the attempt's own endpoint of the policy. None: the program's environment says where it is.
+            environment: that it works in, as JSON. None: there is none.
+
+        Raises:
+            ExitCode: the program failed.
+            InvalidOutput: its last line is too long.
+        """
+        return await self._run(given, self._command, await variables_of(endpoint, environment))
+
+    async def _run(self, given: object, command: Sequence[str], environment: Mapping[str, str]) -> object:
+        """Run a command for an attempt; its process group ends with it."""
+        # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
+        log = attempt_log()
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
+            stdin.write(json.dumps(given).encode())
+            stdin.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=self._directory,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+            _groups.add(process.pid)
+            self._tell(process.pid, False)
+            try:
+                code = await process.wait()
+            except asyncio.CancelledError:
+                await _ask_to_end(process)
+                raise
+            finally:
+                _kill_group(process.pid)
+                _groups.discard(process.pid)
+                self._tell(process.pid, True)
+                tail, whole = _tail(stdout)
+                log.end_program(stderr, tail)
+        if code:
+            raise ExitCode(code)
+        return _last_line(tail, whole=whole)
+
+
+def _tell_nobody(leader: int, ended: bool) -> None:
+    del leader, ended
+
+
+def kill_groups() -> None:
+    """End the programs of all attempts that run, at once; a signal handler may call it."""
+    for leader in list(_groups):
+        _kill_group(leader)
+
+
+async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
+    """What the program of the current attempt finds in its environment; arguments as `CommandAgent.__call__`."""
+    return _environment(endpoint, leased) | await asyncio.to_thread(program_variables, os.environ)
+
+
+def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
+    environment = {**os.environ, **{name.upper(): value for name, value in carrier_of().items()}}
+    if endpoint is not None:
+        environment["OPENAI_BASE_URL"] = endpoint
+    if leased is not None:
+        environment[ENVIRONMENT_VARIABLE] = json.dumps(leased)
+    return environment
+
+
+async def _ask_to_end(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM, so that the program may flush its spans, and a moment for it."""
+    try:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+    except (ProcessLookupError, TimeoutError):
+        pass  # it has ended, or the kill that follows ends it
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing is left of it
+
+
+def _tail(stdout: IO[bytes]) -> tuple[bytes, bool]:
+    """The end of what was printed, and whether it is all of it."""
+    size = stdout.seek(0, os.SEEK_END)
+    stdout.seek(max(0, size - _TAIL_BYTES))
+    return stdout.read(), size <= _TAIL_BYTES
+
+
+def _last_line(tail: bytes, *, whole: bool) -> object:
+    # Of bytes, because a text's whitespace and line ends include U+2028 and U+0085, which JSON may hold as they are.
+    _, newline, line = tail.strip().rpartition(b"\n")
+    if not (whole or newline):
+        raise InvalidOutput(f"the last line of output is longer than {_TAIL_BYTES} bytes")
+    text = line.decode(errors="replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text or None
+
+
+def _program(command: Sequence[str], directory: Path) -> Path:
+    if not command:
+        raise AgentError("the agent's command is empty: give the program and its arguments.")
+    found = shutil.which(command[0]) or shutil.which(command[0], path=str(directory))
+    if found is None:
+        raise AgentError(f"the agent's program {command[0]!r} is neither in PATH nor in {directory}.")
+    return Path(found)
+
+
+def _instrumenter(program: Path) -> str:
+    beside = program.parent / _INSTRUMENT
+    found = str(beside) if beside.exists() else shutil.which(_INSTRUMENT)
+    if found is None:
+        raise AgentError(
+            f"{_INSTRUMENT} is neither beside {program} nor in PATH. "
+            "Install spangrad in the agent's environment, or run it without instrumentation."
+        )
+    return found

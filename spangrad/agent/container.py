@@ -1,0 +1,211 @@
+"""Runs an agent that is a container image: one container an attempt, started by the container engine's own command line.
+
+In: a task's input, as JSON on the container's standard input. Out: the last line of its standard output, as of a program. Invariant: the
+container ends with its attempt. Whoever kills the engine's command line does not kill the container, so a container whose attempt did not
+end by itself is removed by its name; those of a host that was killed are found by their labels.
+
+The container finds what a program does: the variables OTEL_*, OPENAI_* and TRACEPARENT, TRACESTATE, BAGGAGE, its prompt and its
+environment. They are passed by name, so that no token stands on a command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from opentelemetry import baggage
+
+from spangrad.agent import prompt_client
+from spangrad.agent.command import ENVIRONMENT_VARIABLE, CommandAgent, ExitCode, variables_of
+from spangrad.errors import AgentError
+from spangrad.processes import MARK
+from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, RUN_ID
+
+LABEL_HOST = "spangrad.host"
+"""The mark of the agent host that started a container."""
+LABEL_WORKER = "spangrad.worker"
+"""The worker of that host, as `spangrad.leases.this_process` names it."""
+_ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
+"""Variables that may hold addresses of services."""
+_PASSED = re.compile(rf"{_ADDRESSED.pattern}|TRACEPARENT|TRACESTATE|BAGGAGE|{prompt_client.TEXT}(_\w+)?")
+_ADDRESS = re.compile(r"\bhttps?://[^\s,;'\"]+")
+_REMOVE_SECONDS = 30.0
+_MEANINGS = {
+    125: "the container engine itself failed; the attempt's log has its words (no such image, no daemon, a wrong argument)",
+    126: "the image's command is there and cannot be run",
+    127: "the image has no such command",
+    137: "the container was killed by SIGKILL, by somebody or for the memory that it took",
+}
+
+_running: dict[str, str] = {}
+"""Containers of the attempts that run, by name: the engine that runs each."""
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image, and how it is run."""
+
+    engine: str
+    """docker, podman, or another program that takes docker's arguments."""
+    image: str
+    command: tuple[str, ...]
+    """After the image's name. Empty: the image's own command."""
+    network: str
+    """What the container is attached to."""
+    arguments: tuple[str, ...]
+    """Further arguments of `run`."""
+    address: str | None
+    """Under which the container reaches the services of this machine's loopback. None: under the same as we."""
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """What `write` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        values |= {name: tuple(values[name]) for name in ("command", "arguments")}
+        return cls(**values)
+
+    def write(self) -> str:
+        """As an argument of the agent host."""
+        return json.dumps(asdict(self))
+
+
+def reached_at(engine: str, network: str, platform: str = sys.platform) -> str | None:
+    """The address under which a container reaches what listens on this machine, where its network is not this machine's. None: it is."""
+    if network == "host" and platform == "linux":
+        return None
+    return "host.containers.internal" if Path(engine).name == "podman" else "host.docker.internal"
+
+
+class ContainerAgent(CommandAgent):
+    """An agent in the form of a container image."""
+
+    def __init__(self, container: Container, directory: Path, worker: str, *, tell: Callable[[int, bool], None] | None = None) -> None:
+        """`directory` is where the engine's command line runs, `worker` goes on the label; `tell` as `CommandAgent` has it.
+
+        Raises:
+            AgentError: the engine's program is not there.
+        """
+        self._container = container
+        self._worker = worker
+        if shutil.which(container.engine) is None:
+            raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container_engine.")
+        super().__init__([container.engine], directory, instrument=False, tell=tell)
+
+    async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
+        """Run a container once.
+
+        Raises:
+            ExitCode: the engine or the agent in it failed.
+            InvalidOutput: its last line is too long.
+        """
+        name = f"spangrad-{uuid.uuid4().hex}"
+        variables = reachable(await variables_of(endpoint, environment), self._container.address)
+        ended = False
+        _running[name] = self._container.engine
+        try:
+            output = await self._run(given, run_command(self._container, name, variables, self._labels(variables)), variables)
+            ended = True
+            return output
+        except ExitCode as error:
+            ended = error.code not in _MEANINGS and error.code > 0
+            raise ExitCode(error.code, _MEANINGS.get(error.code, "")) from None
+        finally:
+            if not ended:  # what ended by itself is removed by the engine (--rm)
+                await asyncio.shield(asyncio.to_thread(remove, self._container.engine, [name]))
+            _running.pop(name, None)
+
+    def _labels(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Whose the container is: the current attempt, by its baggage, its worker and its host."""
+        said = baggage.get_all()
+        attempt = {key: str(said[key]) for key in (RUN_ID, ROLLOUT_ID, ROLLOUT_ATTEMPT) if key in said}
+        return {**attempt, LABEL_WORKER: self._worker, LABEL_HOST: variables.get(MARK, "")}
+
+
+def run_command(container: Container, name: str, environment: Mapping[str, str], labels: Mapping[str, str]) -> list[str]:
+    """The engine's command line for one attempt."""
+    return [
+        container.engine, "run", "--rm", "--interactive", "--name", name, "--network", container.network,
+        *[word for key, value in labels.items() for word in ("--label", f"{key}={value}")],
+        *[word for key in _passed(environment) for word in ("--env", key)],
+        *container.arguments, container.image, *container.command,
+    ]  # fmt: skip
+
+
+def _passed(environment: Mapping[str, str]) -> list[str]:
+    """Variables that the container finds; the prompt's text may have any name."""
+    text = environment.get(prompt_client.VARIABLE)
+    return sorted(key for key in environment if _PASSED.fullmatch(key) or key == text)
+
+
+def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, str]:
+    """The environment, with this machine's loopback addresses as the container sees them."""
+    if address is None:
+        return dict(environment)
+    return {key: _moved(value, address) if _ADDRESSED.fullmatch(key) else value for key, value in environment.items()}
+
+
+def _moved(text: str, address: str) -> str:
+    """A text whose loopback addresses are replaced."""
+
+    def moved(found: re.Match[str]) -> str:
+        try:
+            host = urlsplit(found[0]).hostname or ""
+        except ValueError:
+            return found[0]  # no address at all
+        if not _is_loopback(host):
+            return found[0]
+        return found[0].replace(f"[{host}]" if ":" in host else host, address, 1)
+
+    return _ADDRESS.sub(moved, text)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name
+
+
+def remove(engine: str, names: list[str]) -> None:
+    """End and remove containers, also such as were made and never begun; those that are gone are passed over."""
+    if not names:
+        return
+    try:
+        subprocess.run(
+            [engine, "rm", "--force", "--volumes", *names],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=_without_mark(), timeout=_REMOVE_SECONDS, check=False, start_new_session=True,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"spangrad: the containers {', '.join(names)} may still run ({error})", file=sys.stderr)
+
+
+def remove_running() -> None:
+    """Have the containers of all attempts that run removed, without waiting for it; a signal handler may call it."""
+    for name, engine in list(_running.items()):
+        try:
+            subprocess.Popen(
+                [engine, "rm", "--force", "--volumes", name],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=_without_mark(), start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            continue  # the next worker's start removes it
+
+
+def _without_mark() -> dict[str, str]:
+    """Our environment, without what would have the removal killed together with the host."""
+    return {key: value for key, value in os.environ.items() if key != MARK}

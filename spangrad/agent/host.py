@@ -1,0 +1,341 @@
+"""`python -m spangrad.agent.host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
+
+In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log", "environment"}` begins the
+first stage of an attempt, `{"go": id}` its next one, `{"cancel": id}` ends one early, `{"flush": id}` sends what spans are left; the
+end of the pipe ends the host. Out, on what was standard output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`,
+then for each attempt `{"id", "stage"}` when a stage is over, with the one that waits for its `go` (`run`, `evaluate`; `end`: none is
+left), and `{"id", "reward", "failure", "detail", "stuck", "flushed", "output"}` when it has ended, for each flush `{"id", "flushed"}`,
+and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
+Invariant: each attempt is answered once, after its environment was closed and its spans were sent, or with `stuck` true or `flushed`
+false; nothing that the agent prints gets between the answers.
+
+An agent is a callable `agent(input)`, an evaluator `evaluator(input, output)`; either may be async, and gets the attempt's `endpoint` (an
+agent) and `environment`, where it has parameters of those names. The evaluator's value is the reward, without one the agent's own: a finite
+number, or a mapping of names to finite numbers; None is no reward, unless there is no evaluator and the agent has called
+`span_processors.reward.reward`. Where somebody else evaluates, the agent's value is answered as `output`. `stuck` says that a thread of a
+cancelled attempt still runs, or that its environment does not close, so that this process is better replaced.
+
+The agent's modules may have any names, ours included: only `spangrad` and `span_processors` are imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextvars
+import gc
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from opentelemetry import context, trace
+from opentelemetry.instrumentation.auto_instrumentation import initialize
+from opentelemetry.sdk.trace import TracerProvider
+
+from spangrad.agent.attempt import AttemptNote, with_note
+from spangrad.agent.attempt_answer import END_STAGE, Answer, Stages, handed_on, raised
+from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
+from spangrad.agent.command import CommandAgent, ExitCode, InvalidOutput, kill_groups
+from spangrad.agent.container import Container, ContainerAgent, remove_running
+from spangrad.agent.failures import failure_of
+from spangrad.agent.flushing import Flusher
+from spangrad.agent.local_environment import LocalEnvironment
+from spangrad.agent.propagation import context_from
+from spangrad.agent.reward_values import rewards_from
+from spangrad.callables import load, load_agent
+from spangrad.errors import AgentError
+from spangrad.processes import MARK, kill_marked
+from spangrad.types import AttemptFailure, Stage
+
+LINE_LIMIT_BYTES = 256 * 2**20
+"""Longest line of the protocol."""
+
+_END_SECONDS = 2.0
+_THREADS = 4096
+"""More than attempts at once; they are made as they are needed."""
+
+
+class Host:
+    """Runs attempts side by side: async callables in the event loop, others in threads that carry the attempt's context."""
+
+    def __init__(self, stages: Stages, *, log_bytes: int = 0) -> None:
+        self._stages = stages
+        # How many run at once is the runner's business, stage by stage; one that hangs takes nobody's thread.
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="attempt")
+        self._wanted = {
+            name: inspect.signature(function).parameters.keys() & {"endpoint", "environment"}
+            for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator))
+            if function is not None
+        }
+        self._tell: Callable[[Mapping[str, object]], None] = lambda message: None
+        self._gates: dict[str, asyncio.Future[None]] = {}
+        """Attempts that wait to go on."""
+        self._threads: set[Future[Any]] = set()
+        self._log_bytes = log_bytes
+        self._cancelled: set[str] = set()
+        self._flusher = Flusher()
+        self._left_open = False
+        """Whether an environment did not close: its thread may run on."""
+
+    async def serve(self, jobs: asyncio.StreamReader, answer: Callable[[Mapping[str, object]], None]) -> bool:
+        """Answer jobs until there will be no more, then end what still runs.
+
+        Returns:
+            whether all threads have ended, too.
+        """
+        self._tell = answer
+        running: dict[str, asyncio.Task[None]] = {}
+        flushes: set[asyncio.Task[None]] = set()
+
+        async def attempt(job: Mapping[str, Any]) -> None:
+            try:
+                answer(asdict(await self._attempt(job)))
+            finally:
+                running.pop(job["id"], None)
+                self._cancelled.discard(job["id"])
+
+        async def flush(name: str) -> None:
+            answer({"id": name, "flushed": await self._flusher.flush()})
+
+        while line := await jobs.readline():
+            message: dict[str, Any] = json.loads(line)
+            if "cancel" in message:
+                if (task := running.get(message["cancel"])) is not None:
+                    self._cancelled.add(message["cancel"])
+                    task.cancel()
+            elif "go" in message:
+                if (gate := self._gates.pop(message["go"], None)) is not None and not gate.done():
+                    gate.set_result(None)
+            elif "flush" in message:
+                flushes.add(task := asyncio.create_task(flush(message["flush"])))
+                task.add_done_callback(flushes.discard)
+            else:
+                running[message["id"]] = asyncio.create_task(attempt(message))
+        left = list(running.values())
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_END_SECONDS)
+        return not self._threads and not self._left_open
+
+    async def _attempt(self, job: Mapping[str, Any]) -> Answer:
+        log = AttemptLog(job.get("log"), self._log_bytes)
+        begin_log(log)
+        try:
+            return await self._noted(job["id"], job, AttemptNote())
+        finally:
+            log.close()
+
+    async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> Answer:
+        context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
+        environment = LocalEnvironment(self._stages.initialiser, self._pool)
+        environment.value = job.get("environment")
+        closed = True
+        try:
+            try:
+                ended = await self._through(name, job, environment, note)
+                self._tell({"id": name, "stage": END_STAGE})
+            finally:
+                closed = await environment.close()
+                self._left_open |= not closed
+        except asyncio.CancelledError as cancelled:
+            stuck = not closed or isinstance(cancelled, _StuckError)
+            return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=stuck)
+        if name in self._cancelled:  # the agent has made something else of it
+            return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=not closed)
+        try:
+            flushed = await self._flusher.flush()
+        except asyncio.CancelledError:
+            flushed = False  # the agent was in time, whatever becomes of its spans
+        return replace(ended, stuck=not closed, flushed=flushed)
+
+    async def _through(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> Answer:
+        """Go through the stages, as they are opened."""
+        given, stages = job["input"], self._stages
+        if stages.initialiser is not None:
+            try:
+                await environment.open(self._call, given)
+            except (Exception, SystemExit) as error:  # whatever somebody's code raises is the attempt's end, not ours
+                return raised(name, AttemptFailure.ENVIRONMENT, error)
+            await self._gate(name, Stage.RUN)
+        having = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
+        try:
+            output = await self._call(stages.agent, given, **self._of(having, "agent"))
+        except ExitCode as error:
+            return Answer(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
+        except InvalidOutput as error:
+            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
+        except (Exception, SystemExit) as error:
+            return raised(name, failure_of(error), error)
+        if stages.outputs:
+            return handed_on(name, output)
+        if stages.evaluator is not None:
+            await self._gate(name, Stage.EVALUATE)
+            try:
+                output = await self._call(stages.evaluator, given, output, **self._of(having, "evaluator"))
+            except (Exception, SystemExit) as error:
+                return raised(name, AttemptFailure.EVALUATION, error)
+        return self._rewarded(name, output, note)
+
+    def _rewarded(self, name: str, value: object, note: AttemptNote) -> Answer:
+        alone = self._stages.evaluator is None
+        try:
+            reward = rewards_from(value)
+        except ValueError as error:
+            # The policy answers for what its agent gives, not for what judges it.
+            return Answer(name, failure=AttemptFailure.INVALID_OUTPUT if alone else AttemptFailure.EVALUATION, detail=str(error))
+        if reward is None and alone and note.rewarded:
+            return Answer(name, {})
+        if reward is None:
+            return Answer(name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if alone else 'evaluator'} gave no reward")
+        return Answer(name, reward)
+
+    def _of(self, having: Mapping[str, object], whose: str) -> dict[str, object]:
+        """What a function is given beside its arguments, because it has parameters of these names."""
+        return {name: value for name, value in having.items() if name in self._wanted[whose]}
+
+    async def _gate(self, name: str, stage: Stage) -> None:
+        """Say that this stage comes next, and wait for a place in it."""
+        gate = self._gates[name] = asyncio.get_running_loop().create_future()
+        self._tell({"id": name, "stage": stage})
+        try:
+            await gate
+        finally:
+            self._gates.pop(name, None)
+
+    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        if _is_async(function):
+            return await function(*args, **kwargs)
+        thread = self._pool.submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        self._threads.add(thread)
+        thread.add_done_callback(self._threads.discard)
+        try:
+            result = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if not thread.done():
+                raise _StuckError from None
+            raise
+        return await result if inspect.isawaitable(result) else result
+
+
+class _StuckError(asyncio.CancelledError):
+    """Cancelled, while a thread that cannot be stopped runs on."""
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _private_pipes() -> tuple[int, int]:
+    """Take the two pipes away from the agent: its input is empty, and what it prints goes to the log."""
+    jobs, answers = os.dup(0), os.dup(1)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    return jobs, answers
+
+
+def _write(answers: int, message: Mapping[str, object]) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    while line:
+        line = line[os.write(answers, line) :]
+
+
+async def _serve(host: Host, jobs: int, answers: int) -> bool:
+    reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(jobs, "rb"))
+    return await host.serve(reader, lambda answer: _write(answers, answer))
+
+
+def _end_all_on_sigterm() -> None:
+    """SIGTERM is the runner's death: end the agent's programs and our own children, then do whatever else SIGTERM does here.
+
+    A parent's death reaches only its own children, so those of our children would stay.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+
+    def kill_and_die(number: int, frame: FrameType | None) -> None:
+        if mark := os.environ.get(MARK):
+            kill_marked(mark)
+        kill_groups()
+        remove_running()
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, kill_and_die)
+
+
+def _agent(args: argparse.Namespace, tell: Callable[[int, bool], None]) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
+    """The agent that the arguments name, and the evaluator that its decorator does.
+
+    Raises:
+        AgentError: it cannot be loaded.
+    """
+    directory: Path = args.path.resolve()
+    if args.container:
+        return ContainerAgent(Container.read(args.container), directory, args.worker, tell=tell), None
+    if args.command:
+        return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, tell=tell), None
+    return load_agent(args.agent or "")
+
+
+def main() -> None:
+    """Host an agent until the runner is done with it."""
+    parser = argparse.ArgumentParser(prog="python -m spangrad.agent.host")
+    parser.add_argument("--agent", help="the agent, as module:function; or a module or file with one decorated agent")
+    parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
+    parser.add_argument("--container", help="the agent, as a JSON object of a container image and how it is run, instead of --agent")
+    parser.add_argument("--worker", default="", help="whose containers they are, for their labels")
+    parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
+    parser.add_argument("--evaluator", help="the evaluator, as module:function")
+    parser.add_argument("--outputs", action="store_true", help="answer with the agent's output: somebody else evaluates it")
+    parser.add_argument("--environment", help="the initialiser, as module:function")
+    parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
+    parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
+    parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
+    args = parser.parse_args()
+    jobs, answers = _private_pipes()
+    initialize()
+    sys.path.insert(0, str(args.path.resolve()))
+    _end_all_on_sigterm()
+    try:
+        agent, marked = _agent(args, lambda leader, ended: _write(answers, {"program": leader, "ended": ended}))
+        evaluator: Callable[..., Any] | str | None = args.evaluator or (None if args.outputs else marked)
+        stages = Stages(
+            agent,
+            load(args.environment) if args.environment else None,
+            load(evaluator) if isinstance(evaluator, str) else evaluator,
+            args.leased,
+            args.outputs,
+        )
+        host = Host(stages, log_bytes=args.log_bytes)
+    except AgentError as error:
+        _write(answers, {"error": str(error)})
+        sys.exit(error.exit_code)
+    divide_outputs()
+    gc.freeze()  # what frameworks leave at import is never garbage: spare each collection the walk
+    _write(answers, {"ready": True})
+    if not asyncio.run(_serve(host, jobs, answers)):
+        # An agent's thread that never ends would be waited for at an ordinary exit.
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, TracerProvider):
+            provider.shutdown()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

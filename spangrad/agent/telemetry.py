@@ -1,0 +1,347 @@
+"""Sends spans so that none is lost while the span store is away, and so that no agent suffers for it.
+
+In: spans that ended, from the OpenTelemetry SDK. Out: OTLP/HTTP requests (protobuf) of bounded size.
+Invariant: a span leaves the queue when the endpoint has acknowledged it (2xx), and otherwise only counted: refused
+for good (4xx), without room in a full queue, or without time at the process's end. Nobody waits longer than the
+bounds below.
+
+Used by the span processors inside agents' processes and by the runner, so it imports the standard library and
+OpenTelemetry only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import sys
+import threading
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.instrumentation.utils import suppress_instrumentation
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.util.re import parse_env_headers
+
+from spangrad.http.otlp_http import Poster
+from spangrad.semconv import PROCESS_ID, SEQ
+
+ATTRIBUTE_COUNT_LIMIT = 100_000
+"""OpenTelemetry's default of 128 evicts the oldest attributes first, and with them the token ids."""
+
+_FIRST_BACKOFF_SECONDS = 0.1
+_LONGEST_BACKOFF_SECONDS = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+def traces_url(endpoint: str) -> str:
+    """The URL that takes spans, given an OTLP/HTTP endpoint such as `http://127.0.0.1:4318`."""
+    return endpoint.rstrip("/") + "/v1/traces"
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that a store or a gateway with a token asks for; none without a token."""
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def parse_headers(text: str) -> dict[str, str]:
+    """Read headers as OTEL_EXPORTER_OTLP_HEADERS writes them: `key=value,key=value`, percent-encoded."""
+    return dict(parse_env_headers(text, liberal=True))
+
+
+def _after_fork_in_child(method: Callable[[], None]) -> None:
+    """Call a bound method in each forked child for as long as its object lives."""
+    if hasattr(os, "register_at_fork"):
+        weak = weakref.WeakMethod(method)
+
+        def call() -> None:
+            if alive := weak():
+                alive()
+
+        os.register_at_fork(after_in_child=call)
+
+
+class ProcessSequence:
+    """Names this process and counts its spans in the order in which they start; both are renewed after a fork."""
+
+    def __init__(self) -> None:
+        self._renew()
+        _after_fork_in_child(self._renew)
+
+    def _renew(self) -> None:
+        self._process_id = uuid.uuid4().hex
+        self._counter = itertools.count()
+
+    def stamp(self, span: Span) -> None:
+        """Write the process's id and the next number on a span that starts."""
+        span.set_attribute(PROCESS_ID, self._process_id)
+        span.set_attribute(SEQ, next(self._counter))
+
+
+_sequence = ProcessSequence()
+"""One for the whole process: numbers of two providers must not collide."""
+
+
+class SequenceSpanProcessor(SpanProcessor):
+    """Writes `spangrad.process.id` and `spangrad.seq` on every span as it starts."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Stamp the span."""
+        _sequence.stamp(span)
+
+
+class LosslessSpanProcessor(SpanProcessor):
+    """Queues ended spans, bounded by bytes, and sends them until they are acknowledged.
+
+    Args:
+        url: where requests are posted, `/v1/traces` included.
+        headers: added to each request.
+        certificate: file of certificate authorities for https. None: the system's.
+        queue_bytes: bytes of spans held, those on their way included.
+        batch_bytes: a request is closed when its spans reach this size.
+        delay_seconds: how long a span waits for company.
+        full_wait_seconds: how long the first span that finds the queue full waits for room; the following ones do not wait
+            until there has been room again.
+        shutdown_seconds: how long `shutdown` waits for the queue to empty.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        certificate: str | None = None,
+        queue_bytes: int = 64 * 2**20,
+        batch_bytes: int = 2**20,
+        delay_seconds: float = 0.2,
+        full_wait_seconds: float = 0.25,
+        shutdown_seconds: float = 10,
+    ) -> None:
+        self.url = url
+        self._post = Poster(url, headers or {}, certificate)
+        self._queue_bytes = queue_bytes
+        self._batch_bytes = batch_bytes
+        self._delay_seconds = delay_seconds
+        self._full_wait_seconds = full_wait_seconds
+        self._shutdown_seconds = shutdown_seconds
+        self._reset()
+        _after_fork_in_child(self._reset)
+
+    def _reset(self) -> None:
+        """Begin anew; after a fork this leaves the parent's spans to the parent, and its thread and lock behind."""
+        # A condition's lock is re-entrant, so a signal handler may flush while the interrupted code holds it.
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[ReadableSpan, int]] = deque()
+        self._held_bytes = 0
+        self._on_their_way = 0
+        self._accepted = 0
+        self._settled = 0
+        self._flush_to = 0
+        self._lost = 0
+        self._lost_because = ""
+        self._saturated = False
+        self._closing = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._post.forget_connection()
+
+    @property
+    def lost(self) -> int:
+        """Spans that were given up so far: refused, without room, or without time."""
+        return self._lost
+
+    @property
+    def lost_because(self) -> str:
+        """Why the last of them was, for people; empty while there are none."""
+        return self._lost_because
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue the span; wait a bounded time when the queue is full, then count it as lost."""
+        context = span.get_span_context()
+        if context is None or not context.trace_flags.sampled:
+            return
+        size = approximate_bytes(span)
+        with self._changed:
+            if self._closed or not self._room_for(size) or not self._start_thread():
+                self._lose(1, "there was no room for them, or no time")
+                return
+            self._queue.append((span, size))
+            self._held_bytes += size
+            self._accepted += 1
+            if len(self._queue) == 1 or self._held_bytes >= self._batch_bytes:
+                self._changed.notify_all()
+
+    def _room_for(self, size: int) -> bool:
+        def room() -> bool:
+            return self._held_bytes == 0 or self._held_bytes + size <= self._queue_bytes
+
+        if not room() and (self._saturated or not self._changed.wait_for(room, self._full_wait_seconds)):
+            if not self._saturated:
+                _logger.warning("the queue for %s is full (%d bytes): spans are dropped until there is room", self.url, self._held_bytes)
+            self._saturated = True
+            return False
+        self._saturated = False
+        return True
+
+    def _start_thread(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="spangrad-spans", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is shutting down, or the process may have no more threads
+                return False
+            self._thread = thread
+        return True
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Wait until every span that ended before this call is settled; concurrent callers share the requests.
+
+        Returns:
+            False when the time was over first.
+        """
+        with self._changed:
+            target = self._accepted
+            self._flush_to = max(self._flush_to, target)
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._settled >= target, timeout_millis / 1000)
+
+    def shutdown(self) -> None:
+        """Send what is queued, for a bounded time, then say on stderr how many spans were lost, if any."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or not (self._queue or self._on_their_way), self._shutdown_seconds)
+            if self._closed:  # a signal handler that ran while we waited has finished this
+                return
+            self._closed = True
+            if left := len(self._queue) + self._on_their_way:
+                self._lose(left, "there was no time")
+            self._changed.notify_all()
+        if self._lost:
+            print(f"spangrad: {self._lost} spans were not delivered to {self.url} and are lost.", file=sys.stderr, flush=True)
+
+    def _work(self) -> None:
+        with suppress_instrumentation():
+            while batch := self._next_batch():
+                for body, count in self._encode(batch):
+                    self._deliver(body, count)
+                with self._changed:
+                    self._held_bytes -= sum(size for _, size in batch)
+                    self._settled += len(batch)
+                    self._on_their_way = 0
+                    self._changed.notify_all()
+
+    def _next_batch(self) -> list[tuple[ReadableSpan, int]]:
+        """Wait for spans, then for company; empty when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+            self._changed.wait_for(self._urgent, self._delay_seconds)
+            batch: list[tuple[ReadableSpan, int]] = []
+            size = 0
+            while self._queue and not self._closed and (not batch or size + self._queue[0][1] <= self._batch_bytes):
+                batch.append(self._queue.popleft())
+                size += batch[-1][1]
+            self._on_their_way = len(batch)
+            return batch
+
+    def _urgent(self) -> bool:
+        return self._closing or self._held_bytes >= self._batch_bytes or self._settled < self._flush_to
+
+    def _encode(self, batch: Sequence[tuple[ReadableSpan, int]]) -> Iterator[tuple[bytes, int]]:
+        """Request bodies with their numbers of spans: one, unless a span that cannot be encoded must be told from the others."""
+        try:
+            yield encode_spans([span for span, _ in batch]).SerializeToString(), len(batch)
+        except Exception as error:  # an attribute may hold anything
+            if len(batch) > 1:
+                for one in batch:
+                    yield from self._encode([one])
+            else:
+                _logger.error("span %r cannot be encoded and is dropped: %s", batch[0][0].name, error)
+                self._lose(1, f"span {batch[0][0].name!r} cannot be encoded: {error}")
+
+    def _deliver(self, body: bytes, count: int) -> None:
+        backoff = _FIRST_BACKOFF_SECONDS
+        waiting = False
+        while True:
+            answer = self._post(body)
+            if isinstance(answer, int):
+                if answer:
+                    _logger.error("%s rejected %d of %d spans", self.url, answer, count)
+                    self._lose(answer, f"{answer} of {count} spans were rejected")
+                elif waiting:
+                    _logger.info("%s takes spans again", self.url)
+                return
+            if not answer.retry:
+                _logger.error("%s refused %d spans for good: %s", self.url, count, answer.reason)
+                self._lose(count, answer.reason)
+                return
+            if not waiting:
+                _logger.warning("%s does not take spans (%s): trying again until it does", self.url, answer.reason)
+                waiting = True
+            with self._changed:
+                # While closing there is little time: ask often, whatever the endpoint wishes.
+                wait = _FIRST_BACKOFF_SECONDS if self._closing else answer.after_seconds or backoff * random.uniform(0.5, 1)
+                closing = self._closing
+                self._changed.wait_for(lambda closing=closing: self._closed or self._closing != closing, wait)
+                if self._closed:
+                    return
+            backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
+
+    def _lose(self, count: int, because: str) -> None:
+        with self._changed:
+            self._lost += count
+            self._lost_because = because
+
+
+def approximate_bytes(span: ReadableSpan) -> int:
+    """About how many bytes a span takes: its texts and arrays count, its fixed fields are a constant."""
+    size = 200 + len(span.name)
+    for attributes in (span.attributes, *(event.attributes for event in span.events)):
+        for key, value in (attributes or {}).items():
+            size += len(key) + 8
+            if isinstance(value, str | bytes):
+                size += len(value)
+            elif isinstance(value, Sequence):
+                size += sum(8 + len(item) if isinstance(item, str | bytes) else 8 for item in value)
+    return size
+
+
+def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
+    """A provider of the process's own, not the global one, whose spans are sent to an OTLP/HTTP endpoint and never sampled away.
+
+    Args:
+        service_name: `service.name` of the spans.
+        endpoint: base URL, without `/v1/traces`.
+        headers: added to each request, such as `bearer(token)`.
+    """
+    return provider_through(LosslessSpanProcessor(traces_url(endpoint), headers), service_name)
+
+
+def provider_through(sending: LosslessSpanProcessor, service_name: str, ids: IdGenerator | None = None) -> TracerProvider:
+    """The same, for whoever asks the processor what has become of the spans.
+
+    Args:
+        sending: takes the spans to their endpoint.
+        service_name: `service.name` of the spans.
+        ids: makes the spans' ids. None: they are random.
+    """
+    provider = TracerProvider(
+        sampler=ALWAYS_ON,
+        id_generator=ids,
+        resource=Resource.create({SERVICE_NAME: service_name}),
+        span_limits=SpanLimits(max_span_attributes=ATTRIBUTE_COUNT_LIMIT, max_attributes=ATTRIBUTE_COUNT_LIMIT),
+    )
+    provider.add_span_processor(SequenceSpanProcessor())
+    provider.add_span_processor(sending)
+    return provider

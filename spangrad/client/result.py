@@ -1,0 +1,155 @@
+"""What a client's run came to, and how it is shown while it goes on.
+
+In: rollouts as the queue tells of them. Out: counts by reason, mean rewards; a bar on a terminal, lines elsewhere. Invariant: a rollout
+is counted once; a reward that is not there is not counted as 0.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from spangrad.agent.reward_values import total
+
+_LINE_SECONDS = 10.0
+_REWARDED = ("succeeded", "failed")
+"""States of rollouts whose last attempt may have rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Rollouts that have ended."""
+
+    outcomes: Mapping[str, int]
+    """How many, by how they ended: `succeeded`, or the reason of the last attempt."""
+    mean_reward: float | None
+    """Over those that told their rewards to the runner, each the sum of its rewards, failures that the policy caused among them
+    (`runner.failure_rewards`). None: none has."""
+
+    @property
+    def rollouts(self) -> int:
+        """How many."""
+        return sum(self.outcomes.values())
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.items()) or "none"
+        return f"{self.rollouts} rollouts ({said}), mean reward {_number(self.mean_reward)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The test data, put once in mode `validate`."""
+
+    after_groups: int
+    """Groups of mode train that had ended when it was put."""
+    measure: Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What `Client.train` came to."""
+
+    run_id: str
+    groups: int
+    """Groups of mode train of which every rollout has ended."""
+    train: Measure
+    """Rollouts of mode train."""
+    validations: tuple[Validation, ...]
+    """In order; empty where no test data was uploaded."""
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"run {self.run_id}: {self.groups} groups in {self.seconds:.0f} s; {self.train}"]
+        lines += [f"  test data after {one.after_groups} groups: {one.measure}" for one in self.validations]
+        return "\n".join(lines)
+
+
+class Tally:
+    """Counts rollouts as they end."""
+
+    def __init__(self) -> None:
+        """Of none."""
+        self._outcomes = Counter[str]()
+        self._returns: list[float] = []
+        self._left = Counter[str]()
+        self.groups = 0
+        """Of which every rollout has ended."""
+
+    def add(self, rollout: Mapping[str, Any]) -> None:
+        """Count one that has ended."""
+        last: Mapping[str, Any] = rollout["attempts"][-1] if rollout["attempts"] else {}
+        succeeded = rollout["state"] == "succeeded"
+        self._outcomes["succeeded" if succeeded else last.get("reason") or "cancelled"] += 1
+        if rollout["state"] in _REWARDED and last.get("rewards"):
+            self._returns.append(total(last["rewards"]))
+        group = rollout["group_id"]
+        self._left[group] += 1
+        if self._left[group] == rollout["group_size"]:
+            self.groups += 1
+
+    @property
+    def measure(self) -> Measure:
+        """What was counted."""
+        mean = sum(self._returns) / len(self._returns) if self._returns else None
+        return Measure(dict(self._outcomes.most_common()), mean)
+
+
+class Show:
+    """Tells how far it is; a context manager."""
+
+    def __init__(self, what: str, total: int | None, stream: TextIO | None = None) -> None:
+        """Show nothing yet.
+
+        Args:
+            what: is going on.
+            total: rollouts. None: nobody knows.
+            stream: to show it on. None: standard error.
+        """
+        self._what = what
+        self._total = total
+        self._stream = stream or sys.stderr
+        self._bar: Any = None
+        self._task: Any = None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[reward]}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(file=self._stream, markup=False, emoji=False))
+            self._bar.__enter__()
+            self._task = self._bar.add_task(self._what, total=self._total, reward="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End."""
+        if self._bar is not None:
+            self._bar.__exit__(kind, error, trace)
+
+    def progress(self, measure: Measure, *, last: bool = False) -> None:
+        """Tell it."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=measure.rollouts, reward=f"mean reward {_number(measure.mean_reward)}")
+        elif last or time.monotonic() - self._said >= _LINE_SECONDS:
+            self._said = time.monotonic()
+            of = "" if self._total is None else f" of {self._total}"
+            self.say(f"{self._what}: {measure.rollouts}{of}; {measure}")
+
+    def say(self, line: str) -> None:
+        """A line of its own."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(f"spangrad: {line}", file=self._stream, flush=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"

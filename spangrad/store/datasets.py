@@ -1,0 +1,198 @@
+"""Names of what builders make, and how any past state of it is read.
+
+In: `NAME`, `NAME@REVISION` and points in time. Out: the build specification behind a name, and SQL that reads its builds, transitions,
+drops and rewards. Invariants: a revision of a dataset never changes its specification; what is read as of a time stays the same for
+ever, but for what expiry deletes.
+
+A dataset is a name for build specifications: another specification under the same name is its next revision, and the rows of the
+earlier ones stay where they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from spangrad.errors import SettingsError, StoreError
+from spangrad.store.clickhouse import microseconds, moment, store_errors
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+KEY = ("RunId", "BuildSpec", "RolloutId")
+"""What names a built rollout: the columns that a condition for `builds_sql` may speak of."""
+ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
+"""What rows of otel.transitions, otel.drops and otel.rewards have in common with the row of otel.builds that makes them count."""
+_OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
+_FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Rewards", "Failure", "Watermark", "RowsRead")
+_COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
+_TRIES = 10
+_LONGEST = 120
+"""Of a setting's value in a reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """One revision of a dataset."""
+
+    name: str
+    revision: int
+    """1, 2, ..."""
+    build_spec: str
+    """The BuildSpec of its builds, transitions, drops and rewards."""
+    settings: Mapping[str, Any]
+    """What decided their result: `BuilderSettings.decides`."""
+    reason: str
+    """Why there is this revision."""
+    created: datetime
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}"
+
+
+def parse(text: str) -> tuple[str, int | None]:
+    """`NAME` or `NAME@REVISION`; no revision means the newest.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    name, at, revision = text.partition("@")
+    if not name or (at and not (revision.isdecimal() and revision.isascii() and int(revision) > 0)):
+        raise SettingsError(f"{text!r} names no dataset. Write NAME, or NAME@REVISION with a revision from 1.")
+    return name, int(revision) if at else None
+
+
+def resolve(client: Client, url: str, text: str, as_of: datetime | None = None) -> Dataset:
+    """The dataset that a text names.
+
+    Args:
+        client: of the store.
+        url: of the store, for messages.
+        text: `NAME`, which means its newest revision, or `NAME@REVISION`.
+        as_of: leave out revisions that were made later. None: take all.
+
+    Raises:
+        SettingsError: the text names nothing.
+        StoreError: there is no such dataset, or the store failed.
+    """
+    name, revision = parse(text)
+    there = [one for one in known(client, url) if as_of is None or one.created <= as_of]
+    found = [one for one in there if one.name == name and revision in (None, one.revision)]
+    if found:
+        return found[-1]
+    when = f" as of {as_of.isoformat()}" if as_of else ""
+    names = ", ".join(str(one) for one in there)
+    remedy = f"There are: {names}." if names else "There is none: `spangrad build` makes the one that builder.dataset names."
+    raise StoreError(f"the store at {url} has no dataset {text!r}{when}. {remedy}")
+
+
+def known(client: Client, url: str) -> list[Dataset]:
+    """All revisions of all datasets, ordered by name and revision.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    with store_errors(url):
+        rows = client.query(f"SELECT {_COLUMNS} FROM otel.v_datasets ORDER BY Name, Revision").result_rows
+    return [Dataset(name, number, spec, json.loads(text), reason, moment(created)) for name, number, spec, text, reason, created in rows]
+
+
+def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
+    """Give a build specification a name: the revision that has the same specification, if there is one, else a new one.
+
+    Several may do so at once: each revision goes to the first.
+
+    Args:
+        client: of the store.
+        url: of the store, for messages.
+        name: of the dataset.
+        build_spec: the specification's.
+        settings: what decided it: `BuilderSettings.decides`.
+        reason: what somebody did that led to a new revision. Stored with it is what differs from the one before.
+
+    Raises:
+        SettingsError: the name is none.
+        StoreError: the store failed.
+    """
+    if not name or "@" in name:
+        raise SettingsError(f"builder.dataset = {name!r} is no name of a dataset. Take one without '@', which stands before revisions.")
+    for _ in range(_TRIES):
+        of_name = [one for one in known(client, url) if one.name == name]
+        same = [one for one in of_name if one.build_spec == build_spec]
+        if same:
+            return same[-1]
+        why = "; ".join(part for part in (reason, _since(of_name[-1] if of_name else None, settings)) if part)
+        row = [name, of_name[-1].revision + 1 if of_name else 1, build_spec, json.dumps(settings, sort_keys=True), why]
+        with store_errors(url):
+            client.insert("otel.datasets", [row], column_names=["Name", "Revision", "BuildSpec", "Settings", "Reason"])
+    raise StoreError(
+        f"dataset {name!r} of the store at {url} got a new revision by others {_TRIES} times in a row. Give each its own name."
+    )
+
+
+def _since(before: Dataset | None, settings: Mapping[str, Any]) -> str:
+    """What a revision has that the one before it has not: `as of TIME`, and the settings that differ."""
+    is_at, was_at = settings.get("as_of"), before.settings.get("as_of") if before else None
+    told = [f"as of {is_at}"] if is_at and is_at != was_at else []
+    if before is None:
+        return "; ".join([*told, "the first"])
+    now, then = (dict(_flat({name: value for name, value in one.items() if name != "as_of"})) for one in (settings, before.settings))
+    changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
+    said = ", ".join(f"{key} = {_short(now.get(key))} (was {_short(then.get(key))})" for key in changed)
+    told += [f"from all spans, not as of {was_at}"] if was_at and not is_at else []
+    return "; ".join([*told, f"other than {before}: {said}"] if said else told)
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their dotted names; what is not set, and lists of nothing, are not there."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        elif value not in (None, [], ()):
+            yield f"{above}{name}", list(value) if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
+    """A subquery with the columns of `otel.v_builds`: of each rollout its newest revision.
+
+    Args:
+        as_of: the revision that was the newest then, UTC where it names no zone. None: now.
+        where: a condition over KEY, to read less. Over other columns it would take an older revision for the newest.
+    """
+    facts = ", ".join(f"newest.{place} AS {name}" for place, name in enumerate((*_FACTS, "IngestedAt"), 1))
+    conditions = [condition for condition in (where, until_sql(as_of)) if condition]
+    among = f" WHERE {' AND '.join(f'({one})' for one in conditions)}" if conditions else ""
+    # Of two builders that made the same revision at once, the first counts.
+    return (
+        f"(SELECT {', '.join(KEY)}, {facts}, FirstBuiltAt FROM (SELECT {', '.join(KEY)}, min(b.IngestedAt) AS FirstBuiltAt, "
+        f"argMin(({', '.join(_FACTS)}, b.IngestedAt), (-toInt64(Revision), b.IngestedAt, Content)) AS newest "
+        f"FROM otel.builds AS b{among} GROUP BY {', '.join(KEY)}))"
+    )
+
+
+def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
+    """A subquery with those rows of a table that count: of each rollout's newest revision, each once.
+
+    Args:
+        table: transitions, drops or rewards.
+        as_of: as in `builds_sql`.
+        where: a condition over KEY, to read less.
+    """
+    mine = ", ".join(ROWS_OF)
+    condition = f"({where}) AND " if where else ""
+    return f"(SELECT * FROM otel.{table} FINAL WHERE {condition}({mine}) IN (SELECT {mine} FROM {builds_sql(as_of, where)} AS v))"
+
+
+def until_sql(as_of: datetime | None) -> str:
+    """A condition over rows `b` of `otel.builds`: they were there at a time. Empty: there is no such time."""
+    if as_of is None:
+        return ""
+    return f"b.IngestedAt <= fromUnixTimestamp64Micro({microseconds(as_of)})"

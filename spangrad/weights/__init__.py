@@ -1,0 +1,1 @@
+"""Weights on disk: checksums, tokenizer hashes and LoRA adapters."""

@@ -1,0 +1,1 @@
+"""Credit assignment: rewards to advantages."""

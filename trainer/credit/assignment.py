@@ -1,0 +1,372 @@
+"""Credit assignment: from the raw rewards of transitions to one advantage a transition.
+
+In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `ResponseIds` and `Rewards`, which of them
+are trained, a `CreditRule`, and the function that compares values (an estimator of verl's, from `trainer.credit.estimators`). Out: one
+number a trained row, in the order of the rows given. Invariant: pure functions of whole columns; nothing here knows of the
+store or of PyTorch, nothing is stored, and the order of rows changes nothing.
+
+Two levels, as in Agent Lightning (https://arxiv.org/abs/2508.03680): first a rollout's rewards become values of its calls, then a
+baseline turns values into advantages, which the loss applies to every token of a response. `SCHEMES` has one function a scheme; all
+are called the same way, with any estimator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
+from trainer.credit.earned import KEY, discounted, split
+from trainer.credit.learning import ESTIMATORS, Scope
+
+GROUP = KEY[:3]
+
+Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
+Baseline = Literal["rollout", "turn", "transition"]
+
+_NAMED = "Value."
+"""What begins the columns that hold one reward name's part of a value."""
+_EQUAL = 1e-9
+"""Values of a group that differ by less than this part of their size are equal: what is left is rounding."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is compared: rollouts, or calls, each counting once. Every array has an element a unit."""
+
+    values: NDArray[np.float64]
+    """What each is worth."""
+    groups: NDArray[np.int64]
+    """Which ones share a baseline."""
+    lengths: NDArray[np.int64]
+    """Trained tokens of each."""
+    named: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
+    """The values' raw parts by reward name, where the rule asks for them (`by_name`): weighted, they add up to `values`."""
+    greedy: NDArray[np.float64] | None = None
+    """The return of each one's greedy rollout. None: the rule compares with none."""
+
+
+Normalise = Callable[[Units], NDArray[np.float64]]
+"""Units -> an advantage each."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRule:
+    """How rewards become advantages."""
+
+    credit: Credit = "identical"
+    baseline: Baseline = "rollout"
+    gamma: float = 1.0
+    """Discount of a reward for each turn before it."""
+    step_weight: float = 1.0
+    """GiGPO's omega."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What rewards of a name are multiplied by; 1 for a name that is not here."""
+    scope: Scope = "group"
+    """What the estimator compares: how much of the batch it must see."""
+    by_name: bool = False
+    """Whether the estimator wants the rewards of each name apart (GDPO)."""
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> CreditRule:
+        """The trainer's."""
+        return cls(
+            settings.credit,
+            settings.baseline,
+            settings.gamma,
+            settings.step_weight,
+            settings.reward_weights,
+            ESTIMATORS[settings.estimator].scope,
+            settings.estimator == "gdpo",
+        )
+
+    def check(self) -> None:
+        """Refuse what has no meaning.
+
+        Raises:
+            SettingsError: credit and baseline do not go together, or a weight is not finite.
+        """
+        require_baseline(self.credit, self.baseline)
+        weights = {"step_weight": self.step_weight, **{f"reward_weights.{name}": weight for name, weight in self.reward_weights.items()}}
+        for name, weight in weights.items():
+            if not math.isfinite(weight):
+                raise SettingsError(f"trainer.{name} = {weight} is not finite. Give a number.")
+
+
+def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise) -> pl.Series:
+    """Advantage of each of a policy's own calls, by the rule's scheme.
+
+    Args:
+        transitions: all calls of whole rollouts, other policies' too: their rewards count in the values. With `Greedy` (`with_greedy`)
+            where the rule's scope is that.
+        own: which of them are trained; only those are compared, and get an advantage each, in their order.
+        rule: the scheme and its parameters; None: the defaults.
+        normalise: how values are compared.
+
+    Raises:
+        SettingsError: the rule has no meaning.
+    """
+    rule = rule or CreditRule()
+    rule.check()
+    columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
+    columns += ["Greedy"] if rule.scope == "greedy" else []
+    calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(
+        call_rewards(transitions, rule.reward_weights), own.alias("Own"), *(_by_name(transitions) if rule.by_name else [])
+    )
+    if rule.credit in _BY_CALL:
+        calls = calls.with_columns(_values_by_call(transitions, rule))
+    return SCHEMES[rule.credit](calls, rule, normalise).filter(own).alias("Advantage")
+
+
+def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Every call has its rollout's return: V_t = R = sum_k r_k.
+
+    With baseline `rollout` A_t = (R - mean(R)) / (std(R) + 1e-6) over the group's rollouts, each of which counts once however many calls
+    it has; with `turn` over the calls at the same turn; with `transition` over all calls of all rollouts of the group, so that a rollout
+    of n calls counts n times in mean and standard deviation.
+
+    Source: Agent Lightning (https://arxiv.org/abs/2508.03680), section 3.3: its base rule, and with `transition` its grouping, in which
+    the transitions of all executions of a task are one group. The group's comparison is GRPO's (https://arxiv.org/abs/2402.03300,
+    section 4.1.2) with verl's sample standard deviation.
+    """
+    if rule.baseline != "rollout":
+        return _among_calls(calls, _spread(calls, _returns(calls), "Return"), rule, normalise)
+    return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
+
+
+def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Only the last of a rollout's trained calls has the return: V_T = R, V_t = 0 before it; so A_T = A(R) and A_t = 0.
+
+    A(R) is compared as by `identical` with baseline `rollout`. Calls that share the last turn (choices of one request) all have it.
+
+    Source: the plainest reading of a terminal reward (Sutton and Barto, Reinforcement Learning, 2018, section 3.3) without any
+    spreading; a control for the other schemes (docs/credit.md: it learns nothing where earlier calls matter).
+    """
+    last = (pl.col("Turn") == pl.col("Turn").filter("Own").max()).over(*KEY).fill_null(value=False)
+    spread = _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
+    return calls.select(pl.when(last).then(spread).otherwise(0.0).alias("Advantage")).to_series()
+
+
+def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k.
+
+    Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
+
+    Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
+    """
+    return _among_calls(calls, calls["ToGo"], rule, normalise)
+
+
+def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """A call's own reward and nothing of what followed: V_t = r_t.
+
+    Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
+
+    Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
+    every call is graded on its own (docs/credit.md, inbox).
+    """
+    return _among_calls(calls, calls["Earned"], rule, normalise)
+
+
+def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Group-in-group policy optimisation: A_t = A^E + omega A^S_t.
+
+    A^E: the return against the returns of the group's rollouts, each of which counts once. A^S: the step's discounted reward-to-go,
+    sum_{k >= t} gamma^(k - t) r_k, against those of all steps of the group that were taken in the same state; 0 in a state that came up
+    once. Two calls are in the same state when their prompts' token ids are equal (told by a 64-bit hash, within the group).
+
+    Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.step_weight.
+    """
+    steps = calls.select(*GROUP, State=pl.col("PromptIds").hash())
+    step = _among_own(calls, steps, calls["ToGo"], rule, normalise)
+    return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage") + rule.step_weight * step
+
+
+Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
+"""Calls (KEY, Turn, CallId, Own, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo; PromptIds for gigpo) -> an
+advantage a row; what it says of rows that are not Own is not used."""
+
+SCHEMES: Mapping[Credit, Scheme] = {
+    "identical": identical,
+    "final_only": final_only,
+    "reward_to_go": reward_to_go,
+    "own": own,
+    "gigpo": gigpo,
+}
+
+_BY_CALL = frozenset({"own", "reward_to_go", "gigpo"})
+"""Schemes whose values depend on who earned a reward, and when. To the others only the return matters."""
+
+BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
+    "identical": ("rollout", "turn", "transition"),
+    "final_only": ("rollout",),
+    "reward_to_go": ("turn", "transition"),
+    "own": ("turn", "transition"),
+    "gigpo": ("rollout",),
+}
+"""Which baselines have a meaning: values that differ from call to call are no one value of a rollout, and where calls of the same turn
+have values of different kinds (final_only), or the scheme compares states (gigpo), turns are nothing to compare by."""
+
+
+_COMPARED: Mapping[Baseline, str] = {
+    "rollout": "one value a rollout",
+    "turn": "the calls at the same turn",
+    "transition": "all calls of a group",
+}
+
+
+def require_baseline(credit: Credit, baseline: Baseline) -> None:
+    """Refuse the pairs that have no meaning.
+
+    Raises:
+        SettingsError: naming the baseline that the scheme takes, and what takes the baseline.
+    """
+    takes = BASELINES[credit]
+    if baseline not in takes:
+        others = ", ".join(repr(one) for one, which in BASELINES.items() if baseline in which)
+        raise SettingsError(
+            f"trainer.credit = {credit!r} does not go with trainer.baseline = {baseline!r}, which compares "
+            f"{_COMPARED[baseline]}. Set trainer.baseline = {takes[0]!r}, or "
+            f"trainer.credit to one of {others}."
+        )
+
+
+def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule, trained: pl.Series | None = None) -> pl.DataFrame:
+    """The groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest has nothing to learn from.
+
+    Args:
+        transitions: all calls of whole rollouts.
+        own: which of them are compared.
+        rule: the scheme and its parameters.
+        trained: which of those are trained. None: all that are compared.
+    """
+    scope: Scope = "greedy" if rule.scope == "greedy" else "group"
+    differs = advantages(transitions, own, replace(rule, scope=scope, step_weight=1.0), normalise=lambda units: np.ones(len(units.values)))
+    alive = differs != 0 if trained is None else (differs != 0) & trained.filter(own)
+    return transitions.filter(own).select(*GROUP).filter(alive).unique(maintain_order=True)
+
+
+def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.Series:
+    """r_t = sum_n w_n r_{t,n}: the weighted sum of the raw rewards of each call, 0 where a call has none."""
+    if not weights:
+        return transitions["Rewards.Value"].list.sum().cast(pl.Float64).alias("Reward")
+    names, values = transitions["Rewards.Name"].explode(empty_as_null=False), transitions["Rewards.Value"].explode(empty_as_null=False)
+    weighted = names.replace_strict(dict(weights), default=1.0, return_dtype=pl.Float64) * values.cast(pl.Float64)
+    rows = np.repeat(np.arange(len(transitions)), transitions["Rewards.Value"].list.len().to_numpy())
+    return pl.Series("Reward", np.bincount(rows, weighted.to_numpy(), len(transitions)).astype(np.float64))
+
+
+def returns(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
+    """R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row a rollout, in order of first appearance."""
+    return _returns(transitions.select(*KEY).with_columns(call_rewards(transitions, weights)))
+
+
+def with_greedy(transitions: pl.DataFrame, greedy: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
+    """Transitions with the column `Greedy`: the return of their group's greedy rollout, of several the mean, without one null."""
+    of_group = returns(greedy, weights).group_by("RunId", "GroupId").agg(pl.col("Return").mean().alias("Greedy"))
+    return transitions.join(of_group, on=["RunId", "GroupId"], how="left", maintain_order="left")
+
+
+def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
+    """For each reward's name, the mean over rollouts of the sum of its raw values: what the return is made of, before weights."""
+    rollouts = max(transitions.select(*KEY).unique().height, 1)
+    rewards = transitions.select(Name="Rewards.Name", Value="Rewards.Value").explode("Name", "Value", empty_as_null=False)
+    sums = rewards.group_by("Name").agg(pl.col("Value").sum()).sort("Name")
+    return {str(name): value / rollouts for name, value in sums.rows()}
+
+
+def _values_by_call(transitions: pl.DataFrame, rule: CreditRule) -> list[pl.Series]:
+    """What each call earned itself (Earned, with the rollout's own reward where it carries that), and what came of it and after it (ToGo).
+
+    The reward of a dropped call is nobody's own: calls before it see it, those after it do not, whichever of them carries it.
+    """
+    earned = split(transitions)
+    own = call_rewards(earned.calls, rule.reward_weights) + call_rewards(earned.rollouts, rule.reward_weights)
+    calls = transitions.select(*KEY, "Turn").with_columns(own.alias("Reward"))
+    moved = earned.moved.select(*KEY, "Turn").with_columns(call_rewards(earned.moved, rule.reward_weights))
+    return [own.alias("Earned"), discounted(calls, rule.gamma, moved).alias("ToGo")]
+
+
+def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Have values compared, each with those of the rows that agree in every column of `groups`.
+
+    By the rule's scope: `group`: groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach
+    `normalise`. `batch`: groups of one are 0 and do not reach it; those of equal values count in what it knows of the batch. `all`: every
+    value reaches it, since none is compared with its group alone. Where all values of every group are equal, there is nothing to compare.
+    `greedy`: values that differ from their greedy rollout's reach it, also in groups of one; the others are 0.
+
+    Args:
+        groups: what names each unit's group.
+        units: Value, Length, a column a reward's name (`Value.NAME`) where the rule asks for them, and Greedy in that scope.
+        rule: its scope.
+        normalise: how values are compared.
+    """
+    rows = units.with_columns(
+        groups.select(pl.struct(pl.all()).rank("dense").cast(pl.Int64).alias("Group")).to_series(), pl.int_range(pl.len()).alias("Row")
+    )
+    values: Any = pl.selectors.starts_with("Value")
+    tolerance = _EQUAL * pl.max_horizontal(pl.col("Value").abs().max(), pl.lit(1.0))
+    spans = values.max() - values.min()
+    shared, differs = pl.len() > 1, pl.any_horizontal(spans > tolerance)
+    facts = {"Shared": shared, "Differs": shared & differs}
+    if rule.scope == "greedy":
+        apart = (pl.col("Value") - pl.col("Greedy")).abs() > tolerance
+        facts = {"Shared": apart, "Differs": apart}
+    whole = rule.scope in {"all", "greedy"}
+    rows = rows.with_columns(**(facts if whole else {name: fact.over("Group") for name, fact in facts.items()}))
+    result = np.zeros(len(rows))
+    live = rows.filter("Differs" if rule.scope == "group" else "Shared")
+    if live["Differs"].any():
+        named = {name.removeprefix(_NAMED): live[name].to_numpy() for name in live.columns if name.startswith(_NAMED)}
+        greedy = live["Greedy"].to_numpy() if rule.scope == "greedy" else None
+        chosen = Units(live["Value"].to_numpy(), live["Group"].to_numpy(), live["Length"].to_numpy(), named, greedy)
+        result[live["Row"].to_numpy()] = normalise(chosen)
+    return pl.Series("Advantage", result)
+
+
+def _by_name(transitions: pl.DataFrame) -> list[pl.Series]:
+    """The raw rewards of each name, a column `Reward.NAME` each."""
+    names = sorted(set(transitions["Rewards.Name"].explode(empty_as_null=False).to_list()))
+    alone = ({**dict.fromkeys(names, 0.0), name: 1.0} for name in names)
+    return [call_rewards(transitions, weights).alias(f"Reward.{name}") for name, weights in zip(names, alone, strict=True)]
+
+
+def _returns(calls: pl.DataFrame) -> pl.DataFrame:
+    sums: Any = pl.selectors.starts_with("Reward")
+    greedy = [pl.col("Greedy").first()] if "Greedy" in calls.columns else []
+    return calls.group_by(*KEY, maintain_order=True).agg(sums.sum(), *greedy).rename(lambda name: name.replace("Reward", "Return", 1))
+
+
+def _rollout_advantages(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.DataFrame:
+    """KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
+    trained = calls.filter("Own").group_by(*KEY, maintain_order=True).agg(pl.col("Length").sum())
+    rollouts = _returns(calls).join(trained, on=KEY, maintain_order="left")
+    units = rollouts.drop(*KEY).rename(lambda name: name.replace("Return", "Value", 1))
+    return rollouts.select(*KEY).with_columns(compare(rollouts.select(*GROUP), units, rule, normalise))
+
+
+def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, what: str) -> pl.Series:
+    """A number a rollout, at each of its calls."""
+    return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[what]
+
+
+def _among_calls(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Compare each trained call's value with those at the same turn of its group, or with all of its group (baseline `transition`)."""
+    groups = calls.select(*GROUP, *(["Turn"] if rule.baseline == "turn" else []))
+    return _among_own(calls, groups, values, rule, normalise)
+
+
+def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
+    """Compare trained calls with trained calls; the others have 0."""
+    mine = calls["Own"]
+    units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(mine)
+    result = np.zeros(len(calls))
+    result[mine.to_numpy()] = compare(groups.filter(mine), units, rule, normalise).to_numpy()
+    return pl.Series("Advantage", result)

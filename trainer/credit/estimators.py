@@ -1,0 +1,123 @@
+"""Verl's advantage estimators, called on rollouts or calls.
+
+In: the trainer's settings, then `Units`, or a batch of chains and what a forward pass told of its tokens. Out: one advantage a unit, or
+a token. Invariant: the numbers are those that verl's own function of the estimator's name gives for the units as rows, each with its
+value on its last token, or for the chains as rows, each call's rewards on its last token; a rollout is one row however many calls it
+has, so that the number of turns does not bias its baseline.
+
+verl and torch are imported when units are first compared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.settings import TrainerSettings
+from trainer.credit.assignment import Normalise, Units
+from trainer.credit.learning import ESTIMATORS
+from trainer.data.batch import Batch
+from trainer.optim.process import prepare_process, quiet
+
+
+def estimator(settings: TrainerSettings) -> Normalise:
+    """The comparison that `trainer.estimator` names, with verl's parameters as the settings have them."""
+
+    def compare(units: Units) -> NDArray[np.float64]:
+        with quiet():
+            prepare_process()
+            return _call(settings, units)
+
+    return compare
+
+
+group_relative: Normalise = estimator(TrainerSettings())
+"""GRPO's normalised advantage of each value within its group (https://arxiv.org/abs/2402.03300, section 4.1.2)."""
+
+
+def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
+    import torch
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    name = settings.estimator
+    lengths = units.lengths if ESTIMATORS[name].tokens else np.ones_like(units.lengths)
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    rewards = np.zeros(mask.shape)
+    rewards[np.arange(len(lengths)), lengths - 1] = units.values
+    names = list(units.named)
+    facts = {
+        "token_level_rewards": torch.from_numpy(rewards),
+        "response_mask": torch.from_numpy(mask.astype(np.float64)),
+        "index": units.groups,
+        "norm_adv_by_std_in_grpo": settings.norm_by_std,
+        "config": AlgoConfig(
+            norm_adv_by_std_in_grpo=settings.norm_by_std,
+            gdpo_reward_keys=names or None,
+            gdpo_reward_weights=[settings.reward_weights.get(one, 1.0) for one in names] or None,
+        ),
+    }
+    if units.greedy is not None:
+        facts["reward_baselines"] = torch.from_numpy(units.greedy)
+    if names:
+        attention = torch.from_numpy(np.pad(mask, ((0, 0), (1, 0)), constant_values=True).astype(np.int64))
+        facts |= {"non_tensor_batch": dict(units.named), "batch": {"prompts": attention[:, :1], "attention_mask": attention}}
+    found, _ = get_adv_estimator_fn(name)(**_accepted(name, facts))
+    # One number a unit: rewards lie on last tokens and verl's discount is 1, so that all of a row's tokens have the same.
+    return found[:, 0].double().numpy()
+
+
+def over_tokens(settings: TrainerSettings, batch: Batch, **told: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Advantage and return of each sampled token, by an estimator that looks at each.
+
+    Args:
+        settings: its name, `gamma` (a token) and `gae_lambda`.
+        batch: with `chains`.
+        told: what it needs to know of the batch's tokens, by verl's names; shaped as `logprobs`.
+    """
+    with quiet():
+        prepare_process()
+        import torch
+        from verl.trainer.config import AlgoConfig
+        from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    links = batch.chains
+    assert links is not None
+    row, column = np.nonzero(batch.response_mask[: batch.real_rows])
+    chain = links.rollout[row]
+    place = np.arange(len(chain)) - np.searchsorted(chain, chain)
+
+    def laid(values: NDArray[np.generic]) -> torch.Tensor:
+        whole = np.zeros((chain.max() + 1, place.max() + 1))
+        whole[chain, place] = values
+        return torch.from_numpy(whole)
+
+    last = np.append(row[1:] != row[:-1], [True])
+    facts = {
+        "token_level_rewards": laid(np.where(last, links.rewards[row], 0.0)),
+        "response_mask": laid(np.ones(len(row))),
+        "index": links.group[np.unique(links.rollout, return_index=True)[1]],
+        "gamma": settings.gamma,
+        "lam": settings.gae_lambda,
+        "config": AlgoConfig(),
+        **{name: laid(values[row, column]) for name, values in told.items()},
+    }
+    found = get_adv_estimator_fn(settings.estimator)(**_accepted(settings.estimator, facts))
+    results: list[NDArray[np.float32]] = []
+    for one in found:
+        spread = np.zeros(batch.logprobs.shape, np.float32)
+        spread[row, column] = one.numpy()[chain, place]
+        results.append(spread)
+    return results[0], results[1]
+
+
+def _accepted(name: str, facts: dict[str, object]) -> dict[str, object]:
+    """Some of verl's estimators take no `**kwargs`, and no scaling by the standard deviation."""
+    import inspect
+
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return facts
+    return {key: value for key, value in facts.items() if key in parameters}

@@ -1,0 +1,256 @@
+"""What each of verl's estimators and losses needs, and which settings go together.
+
+In: the trainer's settings. Out: nothing, or a `SettingsError` that names the setting and what to do. Invariant: everything that a name
+needs is known here, so that what is not there is refused before a model is loaded; names are verl's own, and
+tests/integration/test_trainer_learning.py compares them with verl's registries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import Literal
+
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
+from spangrad.settings.trainer import Estimator, Loss
+from spangrad.weights.adapters import adapter_facts
+
+Scope = Literal["group", "batch", "all", "greedy"]
+"""What an advantage depends on: the values of its group; those, and numbers of the whole batch; the batch without any group; the return of
+its group's greedy rollout."""
+
+
+class Need(StrEnum):
+    """What an estimator asks for beside values and groups."""
+
+    CRITIC = "a critic"
+    """A value model, which is trained beside the policy."""
+    GREEDY_ROLLOUT = "a greedy rollout"
+    """The return of a rollout of the same task at temperature 0 (`runner.greedy_rollouts`)."""
+    FORWARD_PASS = "a forward pass"
+    """The sum of squared probabilities at each token."""
+
+
+@dataclass(frozen=True)
+class EstimatorFacts:
+    """What is known of an estimator."""
+
+    scope: Scope
+    needs: Need | None = None
+    tokens: bool = False
+    """Whether a value counts by its number of trained tokens."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it gives each token an advantage of its own, from the rewards where they were paid: credit schemes have no part in it."""
+        return self.needs in {Need.CRITIC, Need.FORWARD_PASS}
+
+
+ESTIMATORS: Mapping[Estimator, EstimatorFacts] = {
+    "gae": EstimatorFacts("all", Need.CRITIC, tokens=True),
+    "gdpo": EstimatorFacts("batch", tokens=True),
+    "gpg": EstimatorFacts("batch"),
+    "grpo": EstimatorFacts("group"),
+    "grpo_passk": EstimatorFacts("group"),
+    "grpo_vectorized": EstimatorFacts("group"),
+    "opo": EstimatorFacts("group", tokens=True),
+    "optimal_token_baseline": EstimatorFacts("group", Need.FORWARD_PASS, tokens=True),
+    "reinforce_plus_plus": EstimatorFacts("all", tokens=True),
+    "reinforce_plus_plus_baseline": EstimatorFacts("batch", tokens=True),
+    "remax": EstimatorFacts("greedy", Need.GREEDY_ROLLOUT),
+    "rloo": EstimatorFacts("group"),
+    "rloo_vectorized": EstimatorFacts("group"),
+    "tir_optimal_token_baseline": EstimatorFacts("group", Need.FORWARD_PASS, tokens=True),
+}
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What is known of a loss."""
+
+    options: tuple[str, ...] = ()
+    """Which `trainer.loss_options` it reads."""
+    by_rollout: bool = False
+    """Whether it looks at a whole response: all that the policy said in a rollout (`trainer.optim.losses.rollout_losses`)."""
+
+
+LOSSES: Mapping[Loss, LossFacts] = {
+    "bypass_mode": LossFacts(("clip_ratio_c",)),
+    "cispo": LossFacts(),
+    "clip_cov": LossFacts(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
+    "dppo_kl": LossFacts(("clip_ratio_c",)),
+    "dppo_tv": LossFacts(("clip_ratio_c",)),
+    "dro": LossFacts(("dro_beta",)),
+    "geo_mean": LossFacts(by_rollout=True),
+    "gpg": LossFacts(),
+    "gspo": LossFacts(by_rollout=True),
+    "kl_cov": LossFacts(("kl_cov_ratio", "ppo_kl_coef")),
+    "sapo": LossFacts(("tau_pos", "tau_neg"), by_rollout=True),
+    "vanilla": LossFacts(("clip_ratio_c",)),
+}
+
+_RANGES = {
+    "clip_ratio_c": (1.0, inf),
+    "clip_cov_ratio": (0.0, 1.0),
+    "dro_beta": (0.0, inf),
+    "kl_cov_ratio": (0.0, 1.0),
+    "loss_scale_factor": (0.0, inf),
+    "tau_neg": (0.0, inf),
+    "tau_pos": (0.0, inf),
+}
+"""What an option must lie above, and must not exceed; any number where it is not here."""
+SCALE = "loss_scale_factor"
+"""Divisor of each rollout's sum, in tokens: the option that the aggregation `seq-mean-token-sum-norm` needs (Dr. GRPO)."""
+REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")) - {
+    "seq_max_k1"
+}
+"""Verl's names of what `trainer.correction.reject` may look at."""
+
+
+def check(settings: TrainerSettings) -> None:
+    """Refuse what cannot be done, and what has no meaning.
+
+    Raises:
+        SettingsError: naming the setting, and what to set instead.
+    """
+    _check_estimator(settings)
+    _check_loss(settings)
+    _check_correction(settings)
+    _check_road(settings)
+    if settings.kl_coef and settings.reference is None and settings.model is None:
+        raise SettingsError(
+            f"trainer.kl_coef = {settings.kl_coef:g} holds the policy to a reference, and none is named. Set trainer.reference to the "
+            "directory of its weights, or trainer.kl_coef = 0."
+        )
+    if settings.kl_coef and settings.reference is not None and not settings.reference.is_dir():
+        raise SettingsError(f"trainer.reference = {str(settings.reference)!r} is no directory. Give the one that holds the weights.")
+    _check_merge(settings)
+    _check_overlong(settings)
+
+
+def _check_overlong(settings: TrainerSettings) -> None:
+    longest, buffer = settings.overlong_tokens, settings.overlong_buffer
+    if (longest or buffer) and not 0 < buffer <= longest:
+        raise SettingsError(
+            f"trainer.overlong_tokens = {longest} with trainer.overlong_buffer = {buffer} has no meaning: a buffer lies within "
+            "the tokens. Set trainer.overlong_tokens to the limit of a response (max_tokens) and trainer.overlong_buffer to the "
+            "tokens before it, such as 20480 and 4096, or both to 0."
+        )
+
+
+def by_token(settings: TrainerSettings) -> bool:
+    """Whether each token has an advantage of its own."""
+    return ESTIMATORS[settings.estimator].by_token
+
+
+def _check_road(settings: TrainerSettings) -> None:
+    if settings.road == "adapter" and not settings.lora_rank:
+        raise SettingsError(
+            "trainer.road = adapter, and trainer.lora_rank = 0 trains no adapters. Set the rank, or trainer.road = disk for whole models."
+        )
+    held = settings.reference or settings.model
+    if settings.kl_coef and held and adapter_facts(held):
+        raise SettingsError(
+            f"{held}, to which the policy is held (trainer.kl_coef), is an adapter. Set trainer.reference to a whole model."
+        )
+
+
+def _check_estimator(settings: TrainerSettings) -> None:
+    facts = ESTIMATORS[settings.estimator]
+    if facts.by_token and (settings.credit, settings.baseline) != ("identical", "rollout"):
+        raise SettingsError(
+            f"trainer.estimator = {settings.estimator!r} gives credit to each token by itself, and trainer.credit = {settings.credit!r} "
+            f"with trainer.baseline = {settings.baseline!r} has no part in it. Leave both out."
+        )
+    whole = {"gdpo": "the rewards of each name over whole rollouts", "remax": "returns with that of a whole greedy rollout"}
+    if settings.estimator in whole and (settings.baseline != "rollout" or settings.credit not in {"identical", "final_only"}):
+        raise SettingsError(
+            f"trainer.estimator = {settings.estimator!r} compares {whole[settings.estimator]}, which trainer.credit = {settings.credit!r} "
+            f"with trainer.baseline = {settings.baseline!r} does not. Set trainer.credit = 'identical' and trainer.baseline = 'rollout'."
+        )
+
+
+def _check_loss(settings: TrainerSettings) -> None:
+    takes = {*LOSSES[settings.loss].options, *([SCALE] if settings.loss_aggregation == "seq-mean-token-sum-norm" else [])}
+    unknown = sorted(set(settings.loss_options) - takes)
+    if unknown:
+        told = f"takes {', '.join(sorted(takes))}" if takes else "takes none"
+        raise SettingsError(
+            f"trainer.loss_options.{unknown[0]}: trainer.loss = {settings.loss!r} with trainer.loss_aggregation = "
+            f"{settings.loss_aggregation!r} {told}. Take it out."
+        )
+    if settings.loss_aggregation == "seq-mean-token-sum-norm" and SCALE not in settings.loss_options:
+        raise SettingsError(
+            "trainer.loss_aggregation = 'seq-mean-token-sum-norm' needs the number that each rollout's sum is divided by: without it, a "
+            "rollout's loss would depend on the longest one beside it. Set trainer.loss_options.loss_scale_factor to the most tokens that "
+            "a rollout may have, and leave it so throughout a run (Dr. GRPO)."
+        )
+    if settings.loss == "dro" and "dro_beta" not in settings.loss_options:
+        raise SettingsError("trainer.loss = 'dro' needs the weight of its penalty. Set trainer.loss_options.dro_beta to a number above 0.")
+    if settings.loss == "geo_mean" and (settings.credit != "identical" or settings.baseline == "turn" or by_token(settings)):
+        raise SettingsError(
+            f"trainer.loss = 'geo_mean' takes one advantage a rollout; trainer.estimator = {settings.estimator!r} with trainer.credit = "
+            f"{settings.credit!r} and trainer.baseline = {settings.baseline!r} gives its calls different ones. Set trainer.credit = "
+            "'identical' and trainer.baseline = 'rollout', with an estimator that compares rollouts."
+        )
+    for name, value in settings.loss_options.items():
+        low, high = _RANGES.get(name, (-inf, inf))
+        if not low < value < inf or value > high:
+            within = (f" above {low:g}" if low > -inf else " that is finite") + (f" and at most {high:g}" if high < inf else "")
+            raise SettingsError(f"trainer.loss_options.{name} = {value:g} has no meaning. Give a number{within}.")
+
+
+def _check_correction(settings: TrainerSettings) -> None:
+    correction, bypass = settings.correction, settings.loss == "bypass_mode"
+    unknown = sorted(set(correction.reject) - REJECTIONS)
+    if unknown:
+        raise SettingsError(f"trainer.correction.reject.{unknown[0]} is not known. Name one of {', '.join(sorted(REJECTIONS))}.")
+    bounds(correction.threshold, "trainer.correction.threshold")
+    for name, spec in correction.reject.items():
+        where = f"trainer.correction.reject.{name}"
+        if bounds(spec, where)[0] is None and name.endswith("k1"):
+            raise SettingsError(f"{where} = {spec!r} needs both bounds of a ratio. Write LOWER_UPPER, such as 0.5_2.0.")
+        if bounds(spec, where)[0] is not None and not name.endswith("k1"):
+            raise SettingsError(f"{where} = {spec!r} has no lower bound to keep to. Write the upper one alone, such as 0.01.")
+    if (correction.weights or correction.reject) and not settings.recompute_logprobs and not bypass:
+        raise SettingsError(
+            "trainer.correction compares the trainer's logprobs at the batch's start with those that were sampled with. Set "
+            "trainer.recompute_logprobs = true, or trainer.loss = 'bypass_mode', which compares them at each step."
+        )
+    if bypass and settings.recompute_logprobs:
+        raise SettingsError(
+            "trainer.loss = 'bypass_mode' corrects against the logprobs that were sampled with. Set trainer.recompute_logprobs = false."
+        )
+    if correction.objective != "ppo_clip" and not bypass:
+        raise SettingsError(
+            f"trainer.correction.objective = {correction.objective!r} is for trainer.loss = 'bypass_mode'. Set that, or take it out."
+        )
+
+
+def _check_merge(settings: TrainerSettings) -> None:
+    if not settings.merge:
+        return
+    if ESTIMATORS[settings.estimator].by_token:
+        raise SettingsError(
+            f"trainer.estimator = {settings.estimator!r} takes a row for one call, and trainer.merge = true puts several in a row. Set "
+            "trainer.merge = false."
+        )
+
+
+def bounds(spec: str, where: str) -> tuple[float | None, float]:
+    """The lower bound, None if there is none, and the upper one of `UPPER` or `LOWER_UPPER`.
+
+    Raises:
+        SettingsError: they are no positive numbers in order.
+    """
+    parts = spec.split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in {1, 2} or not all(0 < one < float("inf") for one in numbers) or numbers != sorted(numbers):
+        raise SettingsError(f"{where} = {spec!r} is neither UPPER nor LOWER_UPPER. Write positive numbers, such as 2.0 or 0.5_2.0.")
+    return (None if len(numbers) == 1 else numbers[0]), numbers[-1]

@@ -1,0 +1,103 @@
+"""Roles that rewards are of: which of them a trainer counts, and returns in which those of several players cancel.
+
+In: transitions with `Rewards.Name`, `.Value` and `.Role`. Out: transitions with the rewards that count; metrics; words of a warning.
+Invariant: pure functions of whole columns; a reward without a role is everybody's, and always counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+
+from trainer.credit.assignment import GROUP, KEY
+
+_LISTS = "Rewards."
+_FEWEST = 4
+"""Rollouts whose roles differ, below which equal returns say nothing."""
+_EQUAL = 1e-9
+
+
+def counts(role: str, roles: Sequence[str]) -> bool:
+    """Whether a reward of this role counts for a trainer of these (`trainer.reward_roles`; empty: every reward counts)."""
+    return not roles or role == "" or role in roles
+
+
+def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame:
+    """Return the transitions with those rewards alone that a trainer counts: of the named roles, and everybody's.
+
+    Args:
+        transitions: rows with lists whose names begin with `Rewards.`, of one length a row, `Rewards.Role` among them.
+        roles: `trainer.reward_roles`; empty: every reward counts.
+    """
+    if not roles:
+        return transitions
+    names = [name for name in transitions.columns if name.startswith(_LISTS)]
+    rows = transitions.select(Row=pl.int_range(pl.len()))
+    entries = transitions.select(*names, Row=rows["Row"]).explode(names, empty_as_null=False, keep_nulls=False)
+    counted = entries.filter(pl.Series([counts(role, roles) for role in entries["Rewards.Role"]], dtype=pl.Boolean))
+    lists = rows.join(counted.group_by("Row", maintain_order=True).agg(names), on="Row", how="left", maintain_order="left")
+    return transitions.with_columns(lists[name].fill_null([]) for name in names)
+
+
+def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return `roles_cancel`: 1 where the returns of every group agree though what its roles earned differs, else 0.
+
+    Nothing where fewer than two roles have rewards, or fewer than four rollouts differ in what a role earned.
+
+    Args:
+        transitions: whole groups, with the rewards that the trainer counts.
+        weights: what rewards of a name are multiplied by; 1 for a name that is not here.
+    """
+    entries = _entries(transitions, weights)
+    roles = sorted(set(entries["Role"]) - {""})
+    if len(roles) < 2:
+        return {}
+    parts = [pl.col("Value").filter(pl.col("Role") == role).sum().alias(f"of {role}") for role in roles]
+    earned = entries.group_by(*KEY).agg(pl.col("Value").sum().alias("Return"), *parts)
+    rollouts = transitions.select(*KEY).unique(maintain_order=True).join(earned, on=KEY, how="left").fill_null(0.0)
+    groups = rollouts.group_by(*GROUP).agg(
+        pl.len(),
+        (pl.col("Return").max() - pl.col("Return").min()).alias("spread"),
+        pl.max_horizontal(pl.col(f"of {role}").max() - pl.col(f"of {role}").min() for role in roles).alias("differ"),
+    )
+    told = groups.filter(pl.col("differ") > _EQUAL)
+    if told["len"].sum() < _FEWEST:
+        return {}
+    return {"roles_cancel": float((told["spread"] <= _EQUAL).all())}
+
+
+def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) -> str:
+    """Return a warning where the rewards of several roles cancel in every return (`role_metrics`); empty where they do not."""
+    if not role_metrics(transitions, weights).get("roles_cancel"):
+        return ""
+    roles = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
+    names = ", ".join(roles)
+    return (
+        f"the returns of each group are equal, though the roles {names} earned different rewards: their sum is constant, as in a zero-sum "
+        f"game, and teaches nothing. Let each policy count its own with trainer.reward_roles, such as ['{roles[0]}'] (docs/credit.md)."
+    )
+
+
+def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
+    """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so.
+
+    Args:
+        transitions: whole groups, with all rewards.
+        roles: `trainer.reward_roles`.
+    """
+    known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
+    if not roles or not known or set(roles) & set(known):
+        return ""
+    return (
+        f"no reward is of the roles in trainer.reward_roles ({', '.join(roles)}): those of the batch are of {', '.join(known)}. Name the "
+        "policy's own as the evaluator does."
+    )
+
+
+def _entries(transitions: pl.DataFrame, weights: Mapping[str, float]) -> pl.DataFrame:
+    """Return a row a reward: KEY, Role and Value (weighted)."""
+    rewards = transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value", Role="Rewards.Role")
+    entries = rewards.explode("Name", "Value", "Role", empty_as_null=False)
+    weight = pl.col("Name").replace_strict(dict(weights), default=1.0, return_dtype=pl.Float64) if weights else pl.lit(1.0)
+    return entries.select(*KEY, "Role", Value=pl.col("Value").cast(pl.Float64) * weight)

@@ -1,0 +1,1 @@
+"""Ready groups of rollouts to the batch of a training step."""

@@ -1,0 +1,108 @@
+"""From whole groups of rollouts to one training step: credit, lengths, merging, layout.
+
+In: what the store holds of the groups, and the trainer's settings. Out: the arrays of the step and the metrics that tell of them.
+Invariant: a pure function but for its warnings; every call of the policy that is selected is in the batch, or counted as masked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import polars as pl
+
+from spangrad.settings import TrainerSettings
+from trainer.credit.assignment import GROUP, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
+from trainer.credit.learning import ESTIMATORS
+from trainer.data.batch import Batch, layout
+from trainer.data.chains import Chains, chains
+from trainer.data.masks import masks
+from trainer.data.merge import merge, separate
+from trainer.data.source import GROUP_COLUMNS, Group, Loaded
+from trainer.ledger.skips import MASKS, SkipReason
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 5
+"""Largest number of masked calls that a warning names."""
+_BOUNDS = {SkipReason.STALE: "max_staleness", SkipReason.TOO_LONG: "max_tokens_per_device"}
+"""The settings that bound calls."""
+
+
+def assemble(
+    loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, lineage: Sequence[int], divisor: int, tokenizer_hash: str = ""
+) -> tuple[Batch, dict[str, float]]:
+    """The arrays of a step, and its metrics.
+
+    Masked calls (`trainer.data.masks`) are left out after the comparison, so that their rollouts count in their group's baseline as ever.
+
+    Args:
+        loaded: whole groups, other policies' calls and calls that are not selected among them: their rewards count.
+        settings: policy, selection, credit, merging and lengths.
+        normalise: how values are compared.
+        lineage: committed versions, oldest first; the last one will be trained.
+        divisor: the number of rows will be a multiple of it.
+        tokenizer_hash: the policy's; empty: calls of any tokenizer are trained.
+
+    Returns:
+        The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.ledger.skips.MASKS`, sequences, tokens
+        (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return and return_std (weighted, over rollouts), mean_reward_NAME
+        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it.
+
+    Raises:
+        SettingsError: credit or selection has no meaning.
+        TrainerError: a row is empty or contradicts itself.
+    """
+    rule, transitions = CreditRule.of(settings), loaded.transitions
+    if loaded.greedy is not None:
+        transitions = with_greedy(transitions, loaded.greedy, rule.reward_weights)
+    own = loaded.own(settings.policy, settings.selection)
+    masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    trained = own & masked.is_null()
+    counts = _count_masked(loaded.transitions["TransitionId"].filter(own), masked.filter(own), settings)
+    links: Chains | None = None
+    if ESTIMATORS[settings.estimator].by_token:
+        calls, links = chains(loaded.transitions, trained, rule.reward_weights)
+        values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
+    else:
+        calls = loaded.transitions.filter(trained)
+        values = advantages(transitions, own, rule, normalise=normalise).filter(trained.filter(own))
+    sequences = (merge if settings.merge else separate)(calls, values)
+    batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
+    worth = returns(loaded.transitions, rule.reward_weights)["Return"].to_numpy()
+    metrics = {
+        "transitions": len(calls),
+        **counts,
+        "sequences": len(sequences),
+        "tokens": sequences.tokens,
+        "trained_tokens": sequences.trained_tokens,
+        "merge_ratio": sequences.merge_ratio,
+        "rollouts": len({(one.group, one.rollout_id) for one in loaded.rollouts}),
+        "groups": len({one.group for one in loaded.rollouts}),
+        "mean_return": worth.mean(),
+        "return_std": worth.std(),
+        **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
+        **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
+    }
+    return batch, {name: float(value) for name, value in metrics.items()}
+
+
+def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> list[Group]:
+    """Return the groups that have rows in the batch that `assemble` makes of the same, in the order in which `Batch.group` numbers them."""
+    masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    rows = loaded.transitions.filter(loaded.own(settings.policy, settings.selection) & masked.is_null())
+    return [Group(*names) for names in rows.select(GROUP_COLUMNS).unique().sort(*GROUP).rows()]
+
+
+def _count_masked(names: pl.Series, masked: pl.Series, settings: TrainerSettings) -> dict[str, float]:
+    """Metrics: the number of calls that are masked, by reason; a warning for those that are."""
+    counts = {reason: int((masked == reason.value).sum()) for reason in MASKS}
+    for reason, count in counts.items():
+        if count:
+            calls = names.filter(masked == reason.value)
+            shown = ", ".join(calls.head(_NAMED)) + (", ..." if count > _NAMED else "")
+            bound = _BOUNDS.get(reason)
+            limit = f"; trainer.{bound} = {getattr(settings, bound)}" if bound else ""
+            logger.warning("%d calls are masked (%s%s), though their rewards count: %s", count, reason, limit, shown)
+    return {f"masked_{reason.value}": float(count) for reason, count in counts.items()}

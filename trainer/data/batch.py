@@ -1,0 +1,200 @@
+"""From token sequences to the arrays of one training step, and to the parts that several optimiser steps take.
+
+In: `Sequences`, one a call or merged. Out: a `Batch` of padded NumPy arrays in verl's layout (prompts to the left,
+responses to the right of one seam). Invariant: token ids and logprobs are the engine's, value by value, and a token has mask 1 exactly
+when it was sampled; what a merged sequence holds after its first prompt lies right of the seam, observations with mask 0; rows added to
+fit a divisor have mask 0 throughout, so that they change neither loss nor gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.chains import Chains
+from trainer.data.merge import Sequences
+from trainer.data.token_versions import UNKNOWN, staleness
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimiser step's rows; every array has a row a sequence, no-op rows last."""
+
+    prompts: NDArray[np.int64]
+    """Token ids, padded on the left with 0."""
+    responses: NDArray[np.int64]
+    """Token ids of what follows the first prompt, padded on the right with 0."""
+    attention_mask: NDArray[np.int64]
+    """1 where there is a token, over prompt and response side by side."""
+    response_mask: NDArray[np.int64]
+    """1 on the tokens that the policy sampled."""
+    logprobs: NDArray[np.float32]
+    """Of the sampled tokens, as the engine gave them (nats)."""
+    advantages: NDArray[np.float32]
+    """On each sampled token, its call's advantage."""
+    temperature: NDArray[np.float32]
+    """The row's sampling temperature: the logprobs are those of logits divided by it."""
+    versions: NDArray[np.int64]
+    """Of each response token: the policy version that sampled it; -1 where none did."""
+    staleness: NDArray[np.int16]
+    """Of each response token: how many committed versions lie between its version and the one that is trained; -1 where none sampled it,
+    or a version that is not known."""
+    reshaped: NDArray[np.bool_]
+    """Of each row: whether its logprobs are of a distribution that more than a temperature shaped (`trainer.optim.losses.reshaped`)."""
+    rollout: NDArray[np.int64]
+    """Of each row: the number of its rollout within the batch, from 0; -1 for no-op rows."""
+    group: NDArray[np.int64]
+    """Of each row: the number of its group within the batch, from 0; -1 for no-op rows."""
+    real_rows: int
+    """Rows that are sequences; the rest are no-op rows."""
+    old_logprobs: NDArray[np.float32] | None = None
+    """Of the sampled tokens, under the weights at the step's start: what ratios are taken against. None: `logprobs`."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """Of the sampled tokens, under the weights that the policy is held to. None: it is held to none."""
+    chains: Chains | None = None
+    """How rows follow each other, where the estimator looks at each token. None: advantages are known."""
+    values: NDArray[np.float32] | None = None
+    """Of the sampled tokens, by the critic at the step's start. None: there is no critic."""
+    returns: NDArray[np.float32] | None = None
+    """Of the sampled tokens: what the critic is trained to say. None: there is no critic."""
+    weights: NDArray[np.float32] | None = None
+    """Factor of each sampled token's loss. None: 1."""
+    row_share: NDArray[np.float32] | None = None
+    """Of each row: its share of its rollout's trained tokens, where entropy and KL are means over a rollout's tokens. None: 1."""
+    rollout_log_ratio: NDArray[np.float32] | None = None
+    """Of each row: mean of log(pi / pi_old) over its rollout's trained tokens. None: the row is all of its rollout, or the loss looks at
+    tokens."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any advantage of a token in the loss differs from 0; without one the policy's gradient is 0."""
+        return bool(np.any(self.advantages[self.response_mask.astype(bool)]))
+
+    @property
+    def advantage_spread(self) -> dict[str, float]:
+        """Metrics: mean and standard deviation of the advantages of the tokens in the loss."""
+        advantages = self.advantages[self.response_mask.astype(bool)].astype(np.float64)
+        mean, deviation = (advantages.mean(), advantages.std()) if len(advantages) else (0.0, 0.0)
+        return {"advantage_mean": float(mean), "advantage_std": float(deviation)}
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens of each row, prompt and response."""
+        return self.attention_mask.sum(axis=1).tolist()
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts that have a row."""
+        return len(np.unique(self.rollout[: self.real_rows]))
+
+
+def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:
+    """Lay sequences out for a training step.
+
+    Args:
+        sequences: of `merge.separate` or `merge.merge`.
+        lineage: committed versions, oldest first; the last one will be trained.
+        divisor: the number of rows will be a multiple of it.
+    """
+    lengths = np.diff(sequences.offsets)
+    count = -(-len(sequences) // divisor) * divisor
+    width = int(sequences.prompts.max(initial=1))
+    length = int((lengths - sequences.prompts).max(initial=1))
+    ids, attention = np.zeros((count, width + length), np.int64), np.zeros((count, width + length), np.int64)
+    starts, ends = width - sequences.prompts, width - sequences.prompts + lengths
+    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        ids[row, start:end] = sequences.ids[sequences.offsets[row] : sequences.offsets[row + 1]]
+        attention[row, start:end] = 1
+    attention[len(sequences) :, width - 1] = 1  # a no-op row still needs one prompt token
+    mask = np.zeros((count, length), np.int64)
+    logprobs, advantages = np.zeros((count, length), np.float32), np.zeros((count, length), np.float32)
+    sampled = np.flatnonzero(sequences.mask)
+    rows = np.searchsorted(sequences.offsets, sampled, side="right") - 1
+    cells = rows, sampled - (sequences.offsets[:-1] + sequences.prompts)[rows]
+    mask[cells] = 1
+    logprobs[cells] = sequences.logprobs[sampled]
+    advantages[cells] = sequences.advantages[sampled]
+    versions = np.full((count, length), UNKNOWN, np.int64)
+    versions[cells] = sequences.versions[sampled]
+    behind = staleness(versions, lineage)
+    padding = count - len(sequences)
+    return Batch(
+        prompts=ids[:, :width],
+        responses=ids[:, width:],
+        attention_mask=attention,
+        response_mask=mask,
+        logprobs=logprobs,
+        advantages=advantages,
+        temperature=np.pad(sequences.temperature, (0, padding), constant_values=1),
+        versions=versions,
+        staleness=behind,
+        reshaped=np.pad(sequences.reshaped, (0, padding)),
+        rollout=np.pad(sequences.rollout, (0, padding), constant_values=-1),
+        group=np.pad(sequences.group, (0, padding), constant_values=-1),
+        real_rows=len(sequences),
+    )
+
+
+def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -> list[Batch]:
+    """Share a batch's rollouts out among `count` optimiser steps, as evenly as their number allows; fewer where there are fewer rollouts.
+
+    Args:
+        batch: the whole.
+        order: a permutation of its `rollouts` rollouts, in the order of their numbers: the first part takes the first of them, with all of
+            their rows.
+        count: how many parts.
+        divisor: each part gets no-op rows up to a multiple of it.
+    """
+    return [take(batch, rows, divisor=divisor) for rows in split(batch, order, count)]
+
+
+def split(batch: Batch, order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each of `count` optimizer steps, as `parts` shares them out."""
+    number = np.unique(batch.rollout[: batch.real_rows], return_inverse=True)[1]
+    rows_of = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
+    return [np.concatenate([rows_of[at] for at in chosen]) for chosen in np.array_split(np.asarray(order, np.int64), count) if len(chosen)]
+
+
+def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
+    """Return some rows of a batch, in the order given, and no-op rows up to a multiple of a divisor."""
+    count = -(-len(rows) // divisor) * divisor
+
+    def of(whole: NDArray[_T], fill: float = 0) -> NDArray[_T]:
+        result = np.full((count, *whole.shape[1:]), fill, whole.dtype)
+        result[: len(rows)] = whole[rows]
+        return result
+
+    def maybe(whole: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        return None if whole is None else of(whole)
+
+    attention = of(batch.attention_mask)
+    attention[len(rows) :, batch.prompts.shape[1] - 1] = 1
+    return replace(
+        batch,
+        prompts=of(batch.prompts),
+        responses=of(batch.responses),
+        attention_mask=attention,
+        response_mask=of(batch.response_mask),
+        logprobs=of(batch.logprobs),
+        advantages=of(batch.advantages),
+        temperature=of(batch.temperature, 1),
+        versions=of(batch.versions, UNKNOWN),
+        staleness=of(batch.staleness, UNKNOWN),
+        reshaped=of(batch.reshaped),
+        rollout=of(batch.rollout, -1),
+        group=of(batch.group, -1),
+        real_rows=len(rows),
+        old_logprobs=maybe(batch.old_logprobs),
+        reference_logprobs=maybe(batch.reference_logprobs),
+        values=maybe(batch.values),
+        returns=maybe(batch.returns),
+        weights=maybe(batch.weights),
+        row_share=maybe(batch.row_share),
+        rollout_log_ratio=maybe(batch.rollout_log_ratio),
+    )

@@ -1,0 +1,232 @@
+"""The next batch: groups that are ready, loaded, checked, and skipped where they may not be trained.
+
+In: a source of ready groups, the ledger, the trainer's settings. Out: what was loaded of a whole batch of sound groups, or nothing; rows of
+the ledger for the groups that are skipped. Invariant: a group leaves the queue of ready ones in two ways only, trained or skipped with a
+reason; one of which rows are missing stays, and is looked at again later.
+
+Groups that fail a check in the step itself are skipped by `refuse`; the next batch is filled up with the next ones, and what was loaded of
+the sound ones is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spangrad.errors import BadRowsError, TrainerError
+from spangrad.settings import TrainerSettings
+from trainer.data.group_checks import find_skips, same_ids
+from trainer.data.ready_groups import ReadyGroups, WholeGroups
+from trainer.data.source import Group, Loaded
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.skips import FAILURES, REMEDIES, Skip, SkipReason
+from trainer.ledger.tables import LedgerVersion
+from trainer.monitor.watching import Clock
+
+logger = logging.getLogger(__name__)
+
+_BATCHES = 4
+"""Fewest batches in the window of failures: a batch that fails as a whole is no more than a quarter of it."""
+_SOON_SECONDS = 2.0
+"""After which a group with missing rows is loaded again; each time twice as long, up to _LATE_SECONDS."""
+_LATE_SECONDS = 300.0
+_NAMED = 8
+"""Largest number of groups that a warning names."""
+
+
+class GroupSource(WholeGroups, Protocol):
+    """Where groups, and what they are made of, come from."""
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        """Their rollouts and transitions."""
+        ...
+
+
+@dataclass
+class _Incomplete:
+    """A group of which the store lacks rows."""
+
+    detail: str
+    delay: float
+    again: float
+    """When it is loaded again, by the monotonic clock."""
+
+
+class BatchQueue:
+    """Takes batches of sound groups, in the order in which they became ready."""
+
+    def __init__(self, settings: TrainerSettings, ledger: Ledger, clock: Clock, on_stale: Callable[[], None]) -> None:
+        """Take nothing yet.
+
+        Args:
+            settings: of the trainer.
+            ledger: of its branch.
+            clock: times the loading.
+            on_stale: called before groups are skipped as stale, which an engine that serves old weights would make of every group.
+        """
+        self._settings = settings
+        self._ledger = ledger
+        self._clock = clock
+        self._on_stale = on_stale
+        self._groups = ReadyGroups(ledger, settings)
+        self._held: Loaded | None = None
+        self._head: LedgerVersion | None = None
+        """The version that skips were last compared with."""
+        self._incomplete: dict[Group, _Incomplete] = {}
+        self.ready: list[Group] = []
+        """Groups that were ready, and not spent yet, when a batch was last asked for."""
+
+    def take(self, source: GroupSource, head: LedgerVersion) -> Loaded | None:
+        """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
+
+        Args:
+            source: of groups.
+            head: the version that the batch is to train.
+
+        Returns:
+            None: too few are ready.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.max_failed_share).
+        """
+        self._judge_again(source.build_spec, head)
+        settings, waiting = self._settings, self._waiting()
+        self.ready = [group for group in self._groups.look(source) if group not in waiting]
+        while len(self.ready) >= settings.groups_per_batch:
+            chosen = self.ready[: settings.groups_per_batch]
+            self._clock.begin()
+            with self._clock.stage("load"):
+                loaded = self._load(source, chosen)
+            for group in chosen:
+                if group not in loaded.incomplete:
+                    self._incomplete.pop(group, None)
+            if loaded.incomplete:
+                self._wait(loaded.incomplete)
+            elif skips := self._checked(chosen, loaded, head):
+                self._skip(skips, head)
+            else:
+                return loaded
+        return None
+
+    def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
+        """Skip the groups of the rows that failed in a step; where none is named, all of the batch, as `not_finite`.
+
+        Args:
+            error: names the rows, and why.
+            groups: those that have rows in the batch, by the numbers in `rows`.
+            rows: of each row of the batch, the number of its group; -1: of none.
+            head: the version that was to be trained.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.max_failed_share).
+        """
+        skips: dict[Group, Skip] = {}
+        for row, reason in error.rows.items():
+            if rows[row] >= 0:
+                skips.setdefault(groups[rows[row]], Skip(SkipReason(reason), str(error)))
+        self._skip(skips or dict.fromkeys(groups, Skip(SkipReason.NOT_FINITE, str(error))), head)
+
+    def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
+        """Skip groups of which a rollout is in a batch already.
+
+        Args:
+            groups: with a sentence about each.
+            head: the version that was to be trained.
+        """
+        self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
+
+    def forget(self) -> None:
+        """Free what was loaded: the batch was committed."""
+        self._held = None
+
+    def figures(self) -> dict[str, float]:
+        """Metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
+        failures = self._ledger.skips.failures(self._settings.run_id, self._window)
+        return {"groups_incomplete": float(len(self._incomplete)), "groups_failed": float(failures.count)}
+
+    @property
+    def _window(self) -> int:
+        return max(self._settings.failed_window, _BATCHES * self._settings.groups_per_batch)
+
+    def _judge_again(self, build_spec: str, head: LedgerVersion) -> None:
+        """Forget skips whose reason no longer holds: at the start, since settings may have changed, and after the branch went back."""
+        before, self._head = self._head, head
+        if before is None:
+            self._stop_if_too_many_failed()
+        elif head.version == before.version or (head.parent_branch, head.policy_version.parent) == (before.branch, before.version):
+            return
+        again = self._ledger.skips.remove_outdated(self._settings.run_id, build_spec, self._ledger.lineage())
+        for reason, count in again.items():
+            logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
+
+    def _load(self, source: GroupSource, chosen: Sequence[Group]) -> Loaded:
+        """Load the groups that are not held yet, and hold all of them."""
+        held = {rollout.group for rollout in self._held.rollouts} if self._held else set[Group]()
+        kept = [group for group in chosen if group in held]
+        missing = [group for group in chosen if group not in held]
+        parts = [self._held.only(kept)] if self._held and kept else []
+        parts += [source.load(missing)] if missing else []
+        self._held = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        return self._held
+
+    def _checked(self, chosen: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
+        """The groups that may not be trained now; ids are compared last, so that of two groups with one id a sound one is trained."""
+        lineage = self._ledger.lineage()
+        skips = find_skips(chosen, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
+        if skips:
+            return skips
+        claimed = self._ledger.claimed(loaded.rollouts)
+        return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()} or same_ids(loaded.rollouts, chosen)
+
+    def _skip(self, skips: Mapping[Group, Skip], head: LedgerVersion) -> None:
+        if any(skip.reason is SkipReason.STALE for skip in skips.values()):
+            self._on_stale()
+        self._ledger.skips.enter(skips, head.version)
+        for reason in dict.fromkeys(skip.reason for skip in skips.values()):
+            groups = [group for group, skip in skips.items() if skip.reason is reason]
+            names = ", ".join(group.group_id for group in groups[:_NAMED]) + (", ..." if len(groups) > _NAMED else "")
+            detail = f". {groups[0].group_id}: {skips[groups[0]].detail}" if skips[groups[0]].detail else ""
+            logger.warning("%d groups are skipped (%s): %s%s", len(groups), reason, names, detail)
+        self.ready = [group for group in self.ready if group not in skips]
+        if any(skip.reason in FAILURES for skip in skips.values()):
+            self._stop_if_too_many_failed()
+
+    def _waiting(self) -> set[Group]:
+        """Groups with missing rows whose time to be loaded again has not come."""
+        now = time.monotonic()
+        return {group for group, incomplete in self._incomplete.items() if incomplete.again > now}
+
+    def _wait(self, incomplete: Mapping[Group, str]) -> None:
+        """Leave groups with missing rows for later; each is told of once for each state that it is seen in."""
+        for group, detail in incomplete.items():
+            before = self._incomplete.get(group)
+            delay = min(2 * before.delay, _LATE_SECONDS) if before and before.detail == detail else _SOON_SECONDS
+            if before is None or before.detail != detail:
+                logger.warning("group %s is not ready yet: %s It is looked at again.", group.group_id, detail)
+            self._incomplete[group] = _Incomplete(detail, delay, time.monotonic() + delay)
+        self.ready = [group for group in self.ready if group not in incomplete]
+        if self._held:
+            self._held = self._held.only({rollout.group for rollout in self._held.rollouts} - set(incomplete))
+
+    def _stop_if_too_many_failed(self) -> None:
+        """End the run where failed groups are no exception any more.
+
+        Raises:
+            TrainerError: more than trainer.max_failed_share of the newest groups failed.
+        """
+        settings, window = self._settings, self._window
+        failures = self._ledger.skips.failures(settings.run_id, window)
+        if failures.count <= settings.max_failed_share * window or failures.newest is None:
+            return
+        reason, newest = failures.newest.reason, failures.newest
+        others = ", ".join(f"{count} {name.value}" for name, count in failures.reasons.items())
+        raise TrainerError(
+            f"{failures.count} of the last {window} groups of run {settings.run_id!r} failed ({others}), more than "
+            f"trainer.max_failed_share = {settings.max_failed_share:g} allows, most of them as {reason.value}. "
+            f"The newest is group {newest.group.group_id!r}: {newest.detail} {REMEDIES[reason]} "
+            f"`spangrad train skipped --reason {reason.value}` lists them. Once the cause is gone, "
+            f"`spangrad train restore --reason {reason.value}` brings them back; to go on without them, raise trainer.max_failed_share."
+        )

@@ -1,0 +1,135 @@
+"""Whole groups of a run, kept up to date by what was built since the last look.
+
+In: the rows of `otel.builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
+look reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. Whoever is done with a
+group releases it, so that memory holds what waits to be trained.
+
+A row is dated when its insert begins and is seen when that ends. So each look reads again a little of what the last one read, and one now
+and then as much as the longest insert takes; rows that were seen already change nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from spangrad.store.clickhouse import batches as batches_of_keys
+from spangrad.store.clickhouse import constant
+from spangrad.store.datasets import builds_sql, until_sql
+from spangrad.types import Mode
+
+Rows = Callable[[str], Sequence[tuple[Any, ...]]]
+"""Runs a query of the run's and the specification's rows; %(run)s, %(spec)s, %(modes)s and %(read)s are known in it."""
+Key = tuple[str, str]
+"""Mode and id of a group."""
+
+_OVERLAP = 10_000_000
+"""Microseconds: longer than nearly every insert takes to become visible after its rows were dated."""
+_SWEEP_OVERLAP = 120_000_000
+"""Longer than any insert takes."""
+_SECONDS_BETWEEN_SWEEPS = 30.0
+
+MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
+_NOW = "SELECT toUnixTimestamp64Micro(now64(6))"
+_WHOLE = """
+SELECT Mode, GroupId, toUnixTimestamp64Micro(max(FirstBuiltAt))
+FROM {builds} AS v
+WHERE Mode IN %(modes)s AND GroupSize > 0 {compared}
+GROUP BY Mode, GroupId
+HAVING uniqExact(RolloutId) >= max(GroupSize)
+"""
+_COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
+_NEWS = f"""
+SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt)))
+FROM otel.builds AS b
+WHERE {MINE} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
+"""
+_GROUPS = f"SELECT DISTINCT GroupId FROM otel.builds WHERE {MINE} AND RolloutId IN {{rollouts}}"
+_OF_GROUPS = f"{MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {MINE} AND GroupId IN {{groups}})"
+
+
+class BuiltGroups:
+    """The whole groups of one run and build specification that nobody has released."""
+
+    def __init__(self, rows: Rows, as_of: Any = None, *, greedy: bool = False) -> None:
+        """Read nothing yet.
+
+        Args:
+            rows: runs queries.
+            as_of: a datetime, after which rows are left out. None: take all.
+            greedy: groups are whole only with their greedy rollout.
+        """
+        self._rows = rows
+        self._as_of = as_of
+        self._greedy = greedy
+        self._whole: dict[Key, int] | None = None
+        """When each group became whole, in microseconds since 1970. None: nothing was read yet."""
+        self._sorted: list[Key] | None = None
+        self._looked = 0
+        """When the last look began, by the store's clock."""
+        self._swept = 0
+        self._next_sweep = 0.0
+        """By the monotonic clock."""
+        self._seen: set[tuple[str, int, int]] = set()
+
+    def look(self) -> list[Key]:
+        """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same."""
+        if self._whole is None:
+            self._scan()
+        else:
+            self._read_news(self._whole)
+        if self._sorted is None:
+            whole = self._whole or {}
+            self._sorted = sorted(whole, key=lambda key: (whole[key], key))
+        return self._sorted
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """Forget groups: they are trained, or skipped."""
+        for key in keys:
+            if self._whole is not None and self._whole.pop(key, None) is not None:
+                self._sorted = None
+
+    def rescan(self) -> None:
+        """Read all of history again with the next look: groups that were released may count again."""
+        self._whole = self._sorted = None
+
+    def _scan(self) -> None:
+        ((now,),) = self._rows(_NOW)
+        # Before they are counted: what becomes visible in between is read again.
+        _, seen = self._arrived(int(now) - _SWEEP_OVERLAP)
+        self._whole, self._sorted = self._count(MINE), None
+        self._looked = self._swept = int(now)
+        self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
+
+    def _arrived(self, since: int) -> tuple[int, set[tuple[str, int, int]]]:
+        """The time by the store's clock, and rollout, revision and time of the rows that are dated since a time."""
+        until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
+        ((now, rows),) = self._rows(_NEWS.format(since=since, until=until))
+        return int(now), {(str(rollout), int(revision), int(ingested)) for rollout, revision, ingested in rows}
+
+    def _read_news(self, whole: dict[Key, int]) -> None:
+        sweeps = time.monotonic() >= self._next_sweep
+        now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._looked - _OVERLAP)
+        for rollouts in batches_of_keys(rollout for rollout, *_ in arrived - self._seen):
+            groups = [group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))]
+            for some in batches_of_keys(groups):
+                self._count_again(whole, {key.decode() for key in some}, _OF_GROUPS.format(groups=constant(some)))
+        self._seen = {row for row in self._seen | arrived if row[2] >= self._looked - _SWEEP_OVERLAP}
+        self._looked = now
+        if sweeps:
+            self._swept, self._next_sweep = self._looked, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
+
+    def _count_again(self, whole: dict[Key, int], groups: set[str], where: str) -> None:
+        counted = {key: at for key, at in self._count(where).items() if key[1] in groups}
+        before = {key: whole[key] for key in whole if key[1] in groups} if groups else {}
+        if counted != before:
+            for key in before:
+                del whole[key]
+            whole.update(counted)
+            self._sorted = None
+
+    def _count(self, where: str) -> dict[Key, int]:
+        builds = builds_sql(self._as_of, where)
+        rows = self._rows(_WHOLE.format(builds=builds, compared=_COMPARED.format(builds=builds) if self._greedy else ""))
+        return {(str(mode), str(group)): int(at) for mode, group, at in rows}

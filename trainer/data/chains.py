@@ -1,0 +1,67 @@
+"""Rollouts as chains of rows, for estimators that look at each token.
+
+In: transitions of whole groups, and which of them are trained. Out: the trained ones in order, with a `Chains` that says which row
+follows which, and what was paid for each. Invariant: the rewards of a chain add up to its rollout's return without what calls earned that
+are not trained and came before its first row; a pure function, and the order of rows given changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from trainer.credit.assignment import GROUP, KEY, call_rewards
+from trainer.credit.earned import split
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The rollouts that a batch's rows are the turns of. Arrays have an element a real row; rows of a rollout lie together, in order."""
+
+    rollout: NDArray[np.int64]
+    """Numbered from 0, in order."""
+    group: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    """What was paid for the call, and for what came after it and is not trained."""
+
+
+def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, float]) -> tuple[pl.DataFrame, Chains]:
+    """The trained transitions by rollout and turn, and how they follow each other.
+
+    A trained call has what it earned. What a call earned that is not trained (dropped, another policy's, not selected, masked) goes to
+    the trained call before it, of which it is a consequence as any later reward is; where none came before it, no chain has it. The
+    rollout's own reward goes to the last trained call up to the one that carries it, or to the first.
+
+    Args:
+        transitions: all calls of whole rollouts.
+        trained: which of them are trained.
+        weights: what rewards of a name are multiplied by; 1 for a name that is not here.
+    """
+    earned = split(transitions)
+    own, of_rollout = (call_rewards(part, weights) for part in (earned.calls, earned.rollouts))
+    calls = transitions.select(*KEY, "CallId", pl.col("Turn").cast(pl.Int64), Row=pl.int_range(pl.len()))
+    kept = calls.with_columns((own + of_rollout).alias("Reward")).filter(trained).sort(*KEY, "Turn", "CallId")
+    others = calls.filter(~trained).select(*KEY, "Turn")
+    moved = earned.moved.select(*KEY, pl.col("Turn").cast(pl.Int64)).with_columns(call_rewards(earned.moved, weights))
+    by_call = pl.concat([others.with_columns(own.filter(~trained)), moved]).with_columns(Until=pl.col("Turn") - 1)
+    by_rollout = others.with_columns(of_rollout.filter(~trained), Until="Turn")
+    first = kept.unique(KEY, keep="first", maintain_order=True).select(*KEY, First="Row")
+    held = [
+        _held(by_call, kept).filter(pl.col("Row").is_not_null()),
+        _held(by_rollout, kept).join(first, on=KEY).with_columns(pl.coalesce("Row", "First").alias("Row")),
+    ]
+    paid = pl.concat([rows.select("Row", Paid="Reward") for rows in held]).group_by("Row").agg(pl.col("Paid").sum())
+    kept = kept.join(paid, on="Row", how="left", maintain_order="left").with_columns(pl.col("Reward") + pl.col("Paid").fill_null(0.0))
+    numbers = kept.select(pl.struct(*KEY).rle_id().alias("Rollout"), pl.struct(*GROUP).rle_id().alias("Group")).cast(pl.Int64)
+    links = Chains(numbers["Rollout"].to_numpy(), numbers["Group"].to_numpy(), kept["Reward"].to_numpy())
+    return transitions[kept["Row"].to_list()], links
+
+
+def _held(payments: pl.DataFrame, kept: pl.DataFrame) -> pl.DataFrame:
+    """Payments, with the Row of the last trained call of their rollout at a turn up to Until; null where there is none."""
+    holders = kept.sort("Turn", "CallId").select(*KEY, "Row", Until="Turn")
+    return payments.sort("Until").join_asof(holders, on="Until", by=KEY, strategy="backward", check_sortedness=False)

@@ -1,0 +1,170 @@
+"""Checks of ready groups before they are trained: which are skipped, and why.
+
+In: rollouts and transitions of ready groups, the versions that led to the one about to be trained, the trainer's settings. Out: a `Skip`
+for each group that is not to be trained. Invariant: a pure function; what each reason depends on stands in `trainer.ledger.skips`.
+
+A fault of a call is the call's: it is masked (`trainer.data.masks`), its reward counts in the return and in the baseline, and the group is
+skipped only where no call of it is left to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import polars as pl
+
+from spangrad.settings import TrainerSettings
+from trainer.credit.assignment import GROUP, CreditRule, live_groups, with_greedy
+from trainer.credit.learning import ESTIMATORS
+from trainer.data.masks import masks
+from trainer.data.source import GROUP_COLUMNS, BatchRollout, Group, Loaded
+from trainer.data.token_versions import versions_of_calls
+from trainer.ledger.skips import MASKS, Skip, SkipReason
+
+_IDS = ("PromptIds", "ResponseIds", "Logprobs")
+
+
+def find_skips(
+    groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
+) -> dict[Group, Skip]:
+    """Find the groups that the settings' trainer does not train now; of several reasons the first in the order of `SkipReason` is given.
+
+    Args:
+        groups: ready groups, all of them loaded.
+        loaded: their rollouts and transitions; newest revisions only.
+        settings: policy, selection, bounds of calls, credit and estimator.
+        lineage: the committed versions that led to the one about to be trained, which is last.
+        tokenizer_hash: the policy's.
+    """
+    own = loaded.own(settings.policy, settings.selection)
+    masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    skips = {group: Skip(SkipReason.CANCELLED) for group in groups if group.group_id in loaded.cancelled}
+    trained = own & masked.is_null()
+    skips = _not_finite(loaded, trained) | _contradictions(loaded.transitions.filter(trained)) | skips
+    alone = ESTIMATORS[settings.estimator].scope in {"all", "greedy"}
+    for group, facts in _facts(groups, loaded.transitions.filter(own), masked.filter(own)):
+        if group not in skips and (skip := _of_calls(facts, settings, lineage, alone=alone)):
+            skips[group] = skip
+    sound = [group for group in groups if group not in skips]
+    compared = _with_baseline(loaded, settings, lineage, sound)
+    skips |= {group: Skip(SkipReason.NO_BASELINE) for group in sound if group not in compared}
+    if settings.skip_equal_groups:
+        live = _live(loaded, own, trained, settings, [group for group in sound if group in compared])
+        skips |= {group: Skip(SkipReason.EQUAL) for group in compared if group not in live}
+    return {group: skips[group] for group in groups if group in skips}
+
+
+def same_ids(rollouts: Sequence[BatchRollout], groups: Sequence[Group]) -> dict[Group, Skip]:
+    """Find the groups that hold a rollout's id which an earlier one of `groups` holds as well: one batch trains it once."""
+    holders, skips = dict[tuple[str, str, int], Group](), dict[Group, Skip]()
+    place = {group: number for number, group in enumerate(groups)}
+    for rollout in sorted(rollouts, key=lambda rollout: place[rollout.group]):
+        holder = holders.setdefault((rollout.group.run_id, rollout.rollout_id, rollout.attempt), rollout.group)
+        if holder != rollout.group and holder not in skips:
+            detail = f"rollout {rollout.rollout_id!r} is one of group {holder.group_id!r}, too, which came first."
+            skips[rollout.group] = Skip(SkipReason.ALREADY_TRAINED, detail)
+    return skips
+
+
+def _contradictions(trained: pl.DataFrame) -> dict[Group, Skip]:
+    """Groups with a call whose columns do not go together; the first such call is named."""
+    prompt, response, logprobs = (pl.col(name).list.len().fill_null(0) for name in _IDS)
+    starts = pl.col("Versions.Start")
+    ordered = (
+        (starts.list.first() == 0)
+        & (starts.list.last() < response)
+        & (starts.list.eval(pl.element().diff().drop_nulls().min() > 0).list.first().fill_null(value=True))
+        & (starts.list.len() == pl.col("Versions.Version").list.len())
+    )
+    facts = trained.select(*GROUP_COLUMNS, "TransitionId", Prompt=prompt, Response=response, Logprobs=logprobs, Versions=ordered)
+    odd = facts.filter((pl.min_horizontal("Prompt", "Response") == 0) | (pl.col("Response") != pl.col("Logprobs")) | ~pl.col("Versions"))
+    return {
+        Group(*(row[name] for name in GROUP_COLUMNS)): Skip(SkipReason.CONTRADICTORY, _contradiction(row))
+        for row in odd.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True)
+    }
+
+
+def _contradiction(row: dict[str, object]) -> str:
+    name, prompt, response, logprobs = (row[key] for key in ("TransitionId", "Prompt", "Response", "Logprobs"))
+    if not prompt or not response:
+        return f"transition {name} has {prompt} prompt and {response} response tokens; both are needed."
+    if response != logprobs:
+        return f"transition {name} has {response} response tokens and {logprobs} logprobs."
+    return f"transition {name} names versions that begin at no tokens of its response, or at none in order."
+
+
+def _not_finite(loaded: Loaded, trained: pl.Series) -> dict[Group, Skip]:
+    """Groups with a logprob that would be trained, or a reward of any call, that is not finite; the first one is named."""
+    skips = dict[Group, Skip]()
+    for what, column, rows in (
+        ("reward", "Rewards.Value", loaded.transitions),
+        ("logprob", "Logprobs", loaded.transitions.filter(trained)),
+    ):
+        values = rows.select(*GROUP_COLUMNS, "TransitionId", Value=pl.col(column)).explode("Value").filter(~pl.col("Value").is_finite())
+        for row in values.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True):
+            detail = f"transition {row['TransitionId']} has a {what} of {row['Value']}."
+            skips[Group(*(row[name] for name in GROUP_COLUMNS))] = Skip(SkipReason.NOT_FINITE, detail)
+    return skips
+
+
+def _facts(groups: Sequence[Group], calls: pl.DataFrame, masked: pl.Series) -> Iterator[tuple[Group, dict[str, int]]]:
+    """Of each group the number of rollouts with calls of the policy, of such calls, and of those that are masked, by reason."""
+    counts = (
+        calls.select(*GROUP_COLUMNS, "RolloutId", Version=versions_of_calls().list.min())
+        .with_columns(masked)
+        .group_by(*GROUP_COLUMNS)
+        .agg(
+            pl.col("RolloutId").n_unique().alias("rollouts"),
+            pl.len().alias("calls"),
+            pl.col("Version").min().alias("oldest"),
+            *((pl.col("Masked") == reason.value).sum().alias(reason.value) for reason in MASKS),
+        )
+    )
+    known = {Group(*(row[name] for name in GROUP_COLUMNS)): row for row in counts.iter_rows(named=True)}
+    for group in groups:
+        yield group, known.get(group, {})
+
+
+def _of_calls(facts: dict[str, int], settings: TrainerSettings, lineage: Sequence[int], *, alone: bool) -> Skip | None:
+    """The skip of a group by its policy's calls: there are none, of one rollout only, or all are masked."""
+    if not facts:
+        return Skip(SkipReason.NO_TRANSITIONS)
+    if facts["rollouts"] < 2 and not alone:
+        return Skip(SkipReason.ONE_ROLLOUT)
+    masked = {reason: facts[reason.value] for reason in MASKS if facts[reason.value]}
+    if sum(masked.values()) < facts["calls"]:
+        return None
+    most = max(masked, key=lambda reason: masked[reason])  # of several the first, in the order of reasons
+    bounds = {
+        SkipReason.STALE: f" (trainer.max_staleness = {settings.max_staleness})",
+        SkipReason.TOO_LONG: f" (trainer.max_tokens_per_device = {settings.max_tokens_per_device})",
+    }
+    counts = ", ".join(f"{count} {reason.value}" for reason, count in masked.items())
+    sampled = f"; the oldest is of version {facts['oldest']}, and version {lineage[-1]} is trained" if lineage else ""
+    return Skip(most, f"all {facts['calls']} calls of the policy are masked: {counts}{bounds.get(most, '')}{sampled}.")
+
+
+def _with_baseline(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int], groups: Sequence[Group]) -> list[Group]:
+    """The groups that have something to be compared with: where the estimator needs greedy rollouts, those with a sound one."""
+    if loaded.greedy is None:
+        return list(groups)
+    fresh = lineage[-1 - settings.max_staleness :]
+    older = versions_of_calls().list.set_difference(pl.lit(list(fresh), pl.List(pl.UInt64)))
+    sound = (pl.col("Temperature") <= 0) & (older.list.len() == 0)
+    greedy = loaded.greedy.filter(pl.col("Policy") == settings.policy).group_by("RunId", "GroupId").agg(sound.all().alias("Sound"))
+    names = set(greedy.filter("Sound").select("RunId", "GroupId").rows())
+    return [group for group in groups if (group.run_id, group.group_id) in names]
+
+
+def _live(loaded: Loaded, own: pl.Series, trained: pl.Series, settings: TrainerSettings, groups: Sequence[Group]) -> set[Group]:
+    """Those of the groups that have something to learn from: a call that is trained, with a value unlike what it is compared with."""
+    if not groups:
+        return set()
+    names = pl.DataFrame([(group.run_id, group.mode, group.group_id) for group in groups], schema=list(GROUP), orient="row")
+    transitions = loaded.transitions
+    if loaded.greedy is not None:
+        transitions = with_greedy(transitions, loaded.greedy, settings.reward_weights)
+    rows = transitions.with_columns(own.alias("_Own"), trained.alias("_Trained")).join(names, on=GROUP, how="semi", maintain_order="left")
+    live = live_groups(rows.drop("_Own", "_Trained"), rows["_Own"], CreditRule.of(settings), rows["_Trained"])
+    keys = set(live.rows())
+    return {group for group in groups if (group.run_id, group.mode, group.group_id) in keys}

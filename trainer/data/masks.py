@@ -1,0 +1,91 @@
+"""Calls that are not trained though their rewards count: too old, of an unknown version or another tokenizer, greedy, too long, truncated.
+
+In: transitions, the versions that led to the one about to be trained, the trainer's settings. Out: a reason for each call that is masked.
+Invariant: a pure function of whole columns; a call's mask depends on no other call, but where trainer.truncated is `reject`: there on the
+policy's other calls of its rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from spangrad.selection import expression
+from spangrad.settings import TrainerSettings
+from trainer.credit.assignment import KEY
+from trainer.data.token_versions import versions_of_calls
+from trainer.ledger.skips import SkipReason
+
+_CUT = ("length", "max_tokens", "max_output_tokens")
+"""Finish reasons of a response that was cut, in the words of chat completions, messages and responses."""
+
+
+def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> pl.Series:
+    """Return why each call is masked: the first reason in the order of `SkipReason` that holds.
+
+    A call is as old as its oldest token.
+
+    Args:
+        transitions: of whole groups.
+        settings: max_staleness, max_tokens_per_device and truncated.
+        lineage: the committed versions that led to the one about to be trained, which is last.
+        tokenizer_hash: the policy's; empty: any will do.
+
+    Returns:
+        Strings, a value of `SkipReason` each; null where the call is not masked.
+    """
+    fresh = lineage[-1 - settings.max_staleness :]
+    tokenizer = pl.col("TokenizerHash")
+    versions = (
+        transitions.select(
+            pl.int_range(pl.len()).alias("Row"),
+            versions_of_calls().alias("Version"),
+        )
+        .explode("Version")
+        .with_columns(pl.col("Version").cast(pl.Int64))
+        .group_by("Row", maintain_order=True)
+        .agg(
+            Known=pl.col("Version").is_in(pl.Series(lineage, dtype=pl.Int64).implode()).all(),
+            Fresh=pl.col("Version").is_in(pl.Series(fresh, dtype=pl.Int64).implode()).all(),
+        )
+    )
+    other = (tokenizer != "") & (tokenizer != tokenizer_hash) if tokenizer_hash else pl.lit(value=False)
+    facts = transitions.select(Other=other, Greedy=pl.col("Temperature") <= 0, Long=~_fits(settings.max_tokens_per_device)).with_columns(
+        versions["Known"], versions["Fresh"], _truncated(transitions, settings)
+    )
+    return facts.select(
+        pl.when(~pl.col("Known"))
+        .then(pl.lit(SkipReason.UNKNOWN_VERSION.value))
+        .when(~pl.col("Fresh"))
+        .then(pl.lit(SkipReason.STALE.value))
+        .when("Other")
+        .then(pl.lit(SkipReason.OTHER_TOKENIZER.value))
+        .when("Greedy")
+        .then(pl.lit(SkipReason.GREEDY.value))
+        .when("Long")
+        .then(pl.lit(SkipReason.TOO_LONG.value))
+        .when("Truncated")
+        .then(pl.lit(SkipReason.TRUNCATED.value))
+        .alias("Masked")
+    ).to_series()
+
+
+def is_truncated() -> pl.Expr:
+    """Whether a call's response was cut at its limit of tokens."""
+    return pl.col("FinishReason").is_in(_CUT)
+
+
+def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Series:
+    """Whether trainer.truncated leaves a call out of the loss (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
+    if settings.truncated == "train":
+        return pl.repeat(value=False, n=len(transitions), eager=True).alias("Truncated")
+    cut = is_truncated()
+    if settings.truncated == "reject":
+        cut = (cut & (pl.col("Policy") == settings.policy) & expression(settings.selection)).any().over(*KEY)
+    return transitions.select(Truncated=cut).to_series()
+
+
+def _fits(max_tokens: int) -> pl.Expr:
+    """Whether a call's prompt and response fit a device together."""
+    return pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len() <= max_tokens

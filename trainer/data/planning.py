@@ -1,0 +1,89 @@
+"""The plan of a run, from the store and the ledger as they stand.
+
+In: settings. Out: a `Plan`. Invariant: what it opens it opens to read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect
+from spangrad.types import Mode
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from trainer.data.plan import Past, Plan, planned
+from trainer.data.source import Source
+from trainer.ledger.demand import in_flight, spent
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.recovery import existing_ledger, require_beginning
+from trainer.monitor.evaluate import best, describe_best
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+
+def make_plan(settings: Settings) -> Plan:
+    """What `train --once` would do now.
+
+    Raises:
+        SpangradError: a setting or the store is not as it must be.
+    """
+    require_beginning(settings)
+    client = connect(settings.store, consistent=True)
+    ledger = existing_ledger(settings)
+    try:
+        return plan_of(settings, client, ledger)
+    finally:
+        client.close()
+        if ledger:
+            ledger.close()
+
+
+def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
+    """The plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
+    source = Source(client, settings)
+    past = past_of(settings, ledger, source.build_spec)
+    trainer = settings.trainer
+    groups = planned(source.states(), source.load, past, trainer)
+    steps = spent(ledger, trainer, source.build_spec).steps if ledger else 0
+    steps += max((one.batch or 0 for one in groups), default=0) + bool(past.leased)
+    champion = best(ledger.versions(), trainer) if ledger else None
+    return Plan(
+        policy=trainer.policy,
+        branch=trainer.branch,
+        run_id=trainer.run_id,
+        build_spec=source.build_spec,
+        version=past.lineage[-1],
+        groups_per_batch=trainer.groups_per_batch,
+        in_flight=in_flight(trainer, steps) if Mode.TRAIN in trainer.modes else 0,
+        groups=groups,
+        unbuilt=source.unbuilt(),
+        elsewhere=() if groups else tuple(source.elsewhere()),
+        best=describe_best(champion, trainer) if champion else "",
+    )
+
+
+def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
+    """What the ledger says; of a branch that has not begun, what it will once it has."""
+    newest = ledger.frontier() if ledger else None
+    if ledger is None or newest is None:
+        return _beginning(settings, ledger)
+    under_way = [one.policy_version.batch_id for one in ledger.versions() if one.status is None]
+    leased = {(one.group.mode, one.group.group_id) for batch in under_way if batch for one in ledger.batch(batch)}
+    finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.retrain_tuned)
+    lineage, bases = ledger.lineage(), ledger.skips.bases
+    known = frozenset(lineage)
+    skipped = ledger.skips.read()
+    again = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
+    kept = {row.group: row.reason for row in skipped if not row.is_outdated(known, bases)}
+    return Past(tuple(lineage), newest.tokenizer_hash, frozenset(finished - again), frozenset(leased), kept, ledger.claimed)
+
+
+def _beginning(settings: Settings, ledger: Ledger | None) -> Past:
+    """Of a branch that has no version yet: it begins with trainer.model, which may be another branch's version."""
+    model = settings.trainer.model
+    tokenizer, lineage = tokenizer_hash(model) if model else "", [0]
+    if ledger and model:
+        path = model.absolute()
+        lineage = ledger.beginning(checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer)
+    return Past(tuple(lineage), tokenizer, frozenset(), frozenset(), {})

@@ -1,0 +1,324 @@
+"""Finished groups of rollouts, and their transitions, out of the span store.
+
+In: `otel.builds` and `otel.transitions`, as `spangrad.store.datasets` reads them. Out: `Group`s whose last rollout was built, oldest first,
+and their transitions as Polars frames. Invariant: only the run, modes and dataset that the trainer was told, as of the time that it was
+told; a rollout's newest revision, each row once. What the ledger has used is the caller's to leave out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from spangrad.selection import expression
+from spangrad.settings import Selection, Settings
+from spangrad.store.clickhouse import LONG, batches, constant, store_errors
+from spangrad.store.datasets import ROWS_OF, builds_sql, resolve
+from spangrad.types import AttemptFailure, Mode
+from trainer.credit.learning import ESTIMATORS, Need
+from trainer.credit.overlong import with_overlong
+from trainer.credit.roles import cancelling_roles, count_roles, missing_roles
+from trainer.data.built_groups import MINE, BuiltGroups
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+logger = logging.getLogger(__name__)
+
+GROUP_COLUMNS = ("RunId", "Mode", "BuildSpec", "GroupId")
+
+_IN_GROUPS = "(Mode, GroupId) IN arrayZip({modes}, {groups})"
+
+_STATES = """
+SELECT Mode, GroupId, max(GroupSize), uniqExact(RolloutId)
+FROM {builds} AS v
+GROUP BY Mode, GroupId
+ORDER BY max(FirstBuiltAt), Mode, GroupId
+"""
+
+_UNBUILT = """
+SELECT uniqExact(RolloutId) FROM otel.v_rollouts
+WHERE RunId = %(run)s AND Final AND Mode IN %(read)s
+    AND RolloutId NOT IN (SELECT RolloutId FROM otel.builds WHERE RunId = %(run)s AND BuildSpec = %(spec)s)
+"""
+
+_ELSEWHERE = """
+SELECT RunId, BuildSpec = %(spec)s AS Ours, uniqExact(RolloutId) FROM otel.builds GROUP BY RunId, Ours ORDER BY max(IngestedAt) DESC LIMIT 5
+"""
+
+_BUILDS = """
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Transitions, Rewards, Failure
+FROM {builds} AS v
+WHERE {in_groups}
+ORDER BY Mode, GroupId, RolloutId, Attempt
+"""
+
+_CANCELLED = """
+SELECT RolloutId FROM otel.v_rollouts
+WHERE RunId = %(run)s AND RolloutId IN {rollouts} AND Final AND Failure = '{reason}'
+"""
+
+_TRANSITIONS = """
+SELECT RunId, Mode, BuildSpec, GroupId, RolloutId, Attempt, Revision, Content, Turn, CallId, TransitionId, AgentName, Components, Tools,
+    Policy, Version, `Versions.Start`, `Versions.Version`, Model, TokenizerHash, Temperature, Reshaping, FinishReason,
+    PromptIds, ResponseIds, Logprobs, `Rewards.Name`, `Rewards.Value`, `Rewards.CallId`, `Rewards.Role`, `Rewards.Turn`
+FROM otel.transitions FINAL
+WHERE {mine} AND {in_groups}
+ORDER BY Mode, GroupId, RolloutId, Attempt, Turn, CallId
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rollouts that share a baseline, as one build specification made them."""
+
+    run_id: str
+    mode: str
+    build_spec: str
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a group is built; its greedy rollout is one of it where the trainer's estimator compares with that."""
+
+    group: Group
+    rollouts: int
+    """That are built."""
+    size: int
+    """That it has when it is whole; 0: nobody said."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is built."""
+        return 0 < self.size <= self.rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRollout:
+    """One attempt of a rollout in a group, at the revision that is trained."""
+
+    group: Group
+    rollout_id: str
+    attempt: int
+    revision: int
+    failure: str = ""
+    """`AttemptFailure` of the attempt; empty: it ended well."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the store holds of some groups."""
+
+    rollouts: list[BatchRollout]
+    """Every attempt that was built, whether it left transitions or only drops."""
+    transitions: pl.DataFrame
+    """Every policy's, of the newest revisions; ordered by group, rollout, attempt and turn. A final reward stands on a rollout's
+    last call, whoever made it, so a policy's values are not known from its own rows alone."""
+    greedy: pl.DataFrame | None = None
+    """Transitions of the groups' greedy rollouts. None: the trainer's estimator compares with none."""
+    cancelled: frozenset[str] = frozenset()
+    """Ids of groups of which a rollout was cancelled, so that its attempt ended before its agent had."""
+    incomplete: Mapping[Group, str] = field(default_factory=dict[Group, str])
+    """Groups of which the store shows fewer rows than were built, with a sentence about each: they are not ready yet."""
+
+    def own(self, policy: str, selection: Selection) -> pl.Series:
+        """Which transitions one policy can be trained on: those that it answered and that are selected.
+
+        Raises:
+            SettingsError: a pattern of the selection is no regular expression.
+        """
+        return self.transitions.select(Own=(pl.col("Policy") == policy) & expression(selection))["Own"]
+
+    def only(self, groups: Collection[Group]) -> Loaded:
+        """Return what was loaded of some of the groups."""
+        ids = {group.group_id for group in groups}
+        names = pl.DataFrame([(group.mode, group.group_id) for group in groups], schema=["Mode", "GroupId"], orient="row")
+        if names.is_empty():
+            names = names.cast(pl.String)
+        return Loaded(
+            [rollout for rollout in self.rollouts if rollout.group in groups],
+            self.transitions.join(names, on=["Mode", "GroupId"], how="semi", maintain_order="left"),
+            None if self.greedy is None else self.greedy.filter(pl.col("GroupId").is_in(pl.Series(sorted(ids), dtype=pl.String).implode())),
+            self.cancelled & ids,
+            {group: detail for group, detail in self.incomplete.items() if group in groups},
+        )
+
+    def __add__(self, other: Loaded) -> Loaded:
+        """Return what was loaded of this one's groups and the other's, which are others, in the store's order."""
+        greedy = [frame for frame in (self.greedy, other.greedy) if frame is not None]
+        return Loaded(
+            sorted([*self.rollouts, *other.rollouts], key=lambda row: (row.group.mode, row.group.group_id, row.rollout_id, row.attempt)),
+            _in_order([self.transitions, other.transitions]),
+            _in_order(greedy) if greedy else None,
+            self.cancelled | other.cancelled,
+            {**self.incomplete, **other.incomplete},
+        )
+
+
+_ORDER = ("Mode", "GroupId", "RolloutId", "Attempt", "Turn", "CallId")
+
+
+def _in_order(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Return the rows of all, in the order in which the store gives them."""
+    return pl.concat([frame for frame in frames if frame.height] or frames[:1], how="vertical_relaxed").sort(*_ORDER)
+
+
+def _with_greedy(states: Sequence[GroupState], modes: Sequence[str]) -> list[GroupState]:
+    """Groups that lack one rollout more as long as their greedy one is not built; those of greedy rollouts alone are part of them."""
+    built = {one.group.group_id for one in states if one.group.mode == Mode.GREEDY}
+    return [
+        replace(one, rollouts=min(one.rollouts, one.size) + (one.group.group_id in built), size=one.size + 1)
+        if one.group.mode in modes and one.size
+        else one
+        for one in states
+        if one.group.mode != Mode.GREEDY
+    ]
+
+
+class Source:
+    """Reads one run's groups."""
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        """Read with `client`; the trainer's settings say what: a dataset, else what the builder's settings make.
+
+        A name without a revision means the newest one now: training does not change over to another under way.
+
+        Raises:
+            StoreError: the store has no such dataset.
+        """
+        trainer = settings.trainer
+        self._client = client
+        self._url = settings.store.url
+        self._trainer = trainer
+        self._run = trainer.run_id
+        self._modes = trainer.modes
+        self._greedy = ESTIMATORS[trainer.estimator].needs is Need.GREEDY_ROLLOUT
+        self._roles, self._weights = trainer.reward_roles, trainer.reward_weights
+        self._warned_of_roles = False
+        as_of = trainer.as_of
+        self._as_of = as_of.replace(tzinfo=UTC) if as_of and not as_of.tzinfo else as_of
+        self.build_spec = (
+            settings.builder.spec if trainer.dataset is None else resolve(client, self._url, trainer.dataset, self._as_of).build_spec
+        )
+        self._built = BuiltGroups(self._rows, self._as_of, greedy=self._greedy)
+        self._keys: list[tuple[str, str]] = []
+        self._ready: list[Group] = []
+
+    def ready(self) -> list[Group]:
+        """All groups with as many built rollouts as their size, in the order in which they became ready, but those that were released.
+
+        Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too. The first
+        call reads all of history, each further one what has arrived since; the list is the same as long as nothing changes.
+        """
+        keys = self._built.look()
+        if keys is not self._keys:
+            self._keys, self._ready = keys, [Group(self._run, mode, self.build_spec, group) for mode, group in keys]
+        return self._ready
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """Forget groups: they are trained, or skipped."""
+        self._built.release((group.mode, group.group_id) for group in groups)
+
+    def rescan(self) -> None:
+        """Have `ready` remember all groups again."""
+        self._built.rescan()
+
+    def states(self) -> list[GroupState]:
+        """All groups of the run, of every mode and however far they are built, in the order of `ready`."""
+        rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, MINE)))
+        states = [GroupState(Group(self._run, mode, self.build_spec, group), count, size) for mode, group, size, count in rows]
+        return _with_greedy(states, self._modes) if self._greedy else states
+
+    def unbuilt(self) -> int:
+        """How many rollouts of the run, of the modes that are trained, have ended and are not built."""
+        ((count,),) = self._rows(_UNBUILT)
+        return count
+
+    def elsewhere(self) -> list[str]:
+        """What is built of other runs, or by other specifications, in words; the newest first."""
+        rows = self._rows(_ELSEWHERE)
+        return [f"{count} rollouts of run {run!r}{'' if ours else ' by another specification'}" for run, ours, count in rows]
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        read = (*self._modes, *([Mode.GREEDY.value] if self._greedy else []))
+        parameters = {"run": self._run, "modes": tuple(self._modes), "read": read, "spec": self.build_spec}
+        with store_errors(self._url):
+            return [tuple(row) for row in self._client.query(query, parameters=parameters, settings=LONG).result_rows]
+
+    def load(self, groups: Sequence[Group]) -> Loaded:
+        """Read the rollouts and transitions of some groups."""
+        named = [(mode, one.group_id) for one in groups for mode in (one.mode, *([Mode.GREEDY.value] if self._greedy else []))]
+        in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
+        theirs = f"{MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {MINE} AND {in_groups})"
+        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=in_groups))
+        rows = self._frame(_TRANSITIONS.format(mine=MINE, in_groups=in_groups))
+        newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
+        rollouts = [
+            BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])
+            for row in builds.select(*GROUP_COLUMNS, "RolloutId", "Attempt", "Revision", "Failure").iter_rows()
+        ]
+        cancelled, missing = self._cancelled(rollouts), missing_rows(builds, newest)
+        incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
+        newest = self._shaped(self._with_counted_rewards(newest))
+        if not self._greedy:
+            return Loaded(rollouts, newest, cancelled=cancelled, incomplete=incomplete)
+        greedy = pl.col("Mode") == Mode.GREEDY
+        trained = [one for one in rollouts if one.group.mode != Mode.GREEDY]
+        return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled, incomplete)
+
+    def _with_counted_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
+        """Return the transitions with the rewards of `trainer.reward_roles`; the first odd choice of roles is warned of."""
+        counted = count_roles(transitions, self._roles)
+        warning = missing_roles(transitions, self._roles) or cancelling_roles(counted, self._weights)
+        if warning and not self._warned_of_roles:
+            logger.warning("%s", warning)
+            self._warned_of_roles = True
+        return counted
+
+    def _shaped(self, transitions: pl.DataFrame) -> pl.DataFrame:
+        """With the rewards that the trainer derives of what is stored."""
+        own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
+        return with_overlong(transitions, own, self._trainer)
+
+    def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
+        ids = set[str]()
+        for some in batches(one.rollout_id for one in rollouts):
+            query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value, rollouts=constant(some))
+            with store_errors(self._url):
+                ids |= {name for (name,) in self._client.query(query, parameters={"run": self._run}, settings=LONG).result_rows}
+        return frozenset(one.group.group_id for one in rollouts if one.rollout_id in ids)
+
+    def _frame(self, query: str) -> pl.DataFrame:
+        parameters = {"run": self._run, "spec": self.build_spec}
+        with store_errors(self._url):
+            table = self._client.query_arrow(query, parameters=parameters, use_strings=True, settings=LONG)
+        frame = pl.from_arrow(table)
+        assert isinstance(frame, pl.DataFrame)
+        return frame.with_columns(pl.col(pl.Categorical, pl.Binary).cast(pl.String))
+
+
+def missing_rows(builds: pl.DataFrame, transitions: pl.DataFrame) -> dict[str, str]:
+    """Compare loaded rows with what the builder counted: a replica may show a build before its rows.
+
+    Args:
+        builds: ROWS_OF, GroupId, Transitions and Rewards of the newest revisions.
+        transitions: their rows, as far as the store shows them.
+
+    Returns:
+        Ids of groups with a rollout of which rows are missing, with a sentence that names one such rollout.
+    """
+    rows = transitions.group_by(ROWS_OF).agg(Rows=pl.len(), Entries=pl.col("Rewards.Value").list.len().sum())
+    counts = builds.join(rows, on=ROWS_OF, how="left").with_columns(pl.col("Rows", "Entries").fill_null(0))
+    short = counts.filter((pl.col("Rows") < pl.col("Transitions")) | (pl.col("Entries") < pl.col("Rewards")))
+    return {
+        group: f"rollout {rollout!r} has {rows} of {built} transitions and {entries} of {rewards} rewards in the store so far."
+        for group, rollout, rows, built, entries, rewards in short.sort("GroupId", "RolloutId", descending=True)
+        .select("GroupId", "RolloutId", "Rows", "Transitions", "Entries", "Rewards")
+        .iter_rows()
+    }

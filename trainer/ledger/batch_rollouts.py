@@ -1,0 +1,91 @@
+"""Rollouts of batches, as the ledger keeps them: which batch has which, and which are in one already.
+
+In: rollouts of groups. Out: rows of the ledger, and a sentence for each group of which a rollout is in a batch. Invariant: each function
+runs inside a transaction of the ledger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import sqlalchemy as sa
+
+from spangrad.errors import LedgerError
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.tables import BATCH_ROLLOUTS, LEASES, VERSIONS
+
+_KEYS_A_STATEMENT = 500
+
+
+class AlreadyTrainedError(LedgerError):
+    """Rollouts of a batch belong to another one: no rollout is trained twice."""
+
+    def __init__(self, groups: Mapping[Group, str], branch: str) -> None:
+        """Name the groups that hold such rollouts, with a sentence about each."""
+        detail = next(iter(groups.values()))
+        remedy = "No rollout is trained twice: give rollouts ids of their own in each run."
+        super().__init__(f"a rollout of this batch is already in another batch of {branch}: {detail} {remedy}")
+        self.groups = dict(groups)
+
+
+def claim(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, rollouts: Sequence[BatchRollout]) -> None:
+    """Enter a batch's rollouts.
+
+    Raises:
+        AlreadyTrainedError: some are in another batch of the branch, or in this one twice.
+    """
+    taken = dict(claimed(transaction, branch, rollouts))
+    keys = dict[tuple[str, str, int], Group]()
+    for rollout in rollouts:
+        if keys.setdefault(_key(rollout), rollout.group) != rollout.group:
+            taken[rollout.group] = f"rollout {rollout.rollout_id!r} is in group {keys[_key(rollout)].group_id!r} of the same batch, too."
+    if taken:
+        raise AlreadyTrainedError(taken, f"{branch['policy']}/{branch['branch']}")
+    transaction.execute(BATCH_ROLLOUTS.insert(), [_row(rollout, branch, batch_id) for rollout in rollouts])
+
+
+def claimed(transaction: sa.Connection, branch: Mapping[str, str], rollouts: Sequence[BatchRollout]) -> Iterator[tuple[Group, str]]:
+    """Yield the groups of which a rollout is in a committed batch of the branch, with a sentence; a group may come more than once."""
+    table = BATCH_ROLLOUTS.c
+    mine = [table[name] == value for name, value in branch.items()]
+    leased = sa.select(LEASES.c.batch_id).where(*(LEASES.c[name] == value for name, value in branch.items()))
+    for start in range(0, len(rollouts), _KEYS_A_STATEMENT):
+        some = {_key(rollout): rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
+        query = (
+            sa.select(table.run_id, table.rollout_id, table.attempt, table.group_id, VERSIONS.c.version)
+            .join(VERSIONS, VERSIONS.c.batch_id == table.batch_id)
+            .where(*mine, sa.tuple_(table.run_id, table.rollout_id, table.attempt).in_(some), table.batch_id.not_in(leased))
+        )
+        for run, name, attempt, group, version in transaction.execute(query):
+            yield some[run, name, attempt].group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
+
+
+def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
+    """Return the rollouts of a batch, leased or committed, in order."""
+    order = (BATCH_ROLLOUTS.c.group_id, BATCH_ROLLOUTS.c.rollout_id, BATCH_ROLLOUTS.c.attempt)
+    rows = transaction.execute(sa.select(BATCH_ROLLOUTS).where(BATCH_ROLLOUTS.c.batch_id == batch_id).order_by(*order)).mappings()
+    return [
+        BatchRollout(
+            Group(row["run_id"], row["mode"], row["build_spec"], row["group_id"]), row["rollout_id"], row["attempt"], row["revision"]
+        )
+        for row in rows
+    ]
+
+
+def _key(rollout: BatchRollout) -> tuple[str, str, int]:
+    return rollout.group.run_id, rollout.rollout_id, rollout.attempt
+
+
+def _row(rollout: BatchRollout, branch: Mapping[str, str], batch_id: str) -> dict[str, object]:
+    group = rollout.group
+    return {
+        **branch,
+        "run_id": group.run_id,
+        "mode": group.mode,
+        "build_spec": group.build_spec,
+        "group_id": group.group_id,
+        "rollout_id": rollout.rollout_id,
+        "attempt": rollout.attempt,
+        "revision": rollout.revision,
+        "batch_id": batch_id,
+    }

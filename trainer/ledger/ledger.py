@@ -1,0 +1,401 @@
+"""What was trained on what, durably: the one place that hands out version numbers and leases rollouts to batches.
+
+In: groups of rollouts that are about to be trained. Out: a lease with a new version's number, and the committed frontier. Invariant:
+a rollout's attempt belongs to one batch of a policy's branch at most (the primary key of `batch_rollouts`), each change is one
+transaction, and a version's number is never handed out twice, in no branch of the policy: a call that names a version names its weights.
+
+A branch has one lease at a time, since each step trains what the one before it made; trainers of one branch take turns, those of several
+work side by side. A lease ends by its commit, or it is undone: by its own process when a step fails, by any other once its process is known
+to be dead or it has expired unrenewed. Then its rollouts are free again, its number is marked orphaned, and it cannot be committed.
+
+A branch's head is what its next step trains: the newest commit, or an older one after `rollback`. Versions that were rolled back stay, with
+their batches: what they were trained on is not trained again.
+
+A branch that begins with weights which another branch of the policy committed begins as that version: it has its number, and names it as
+its parent. What came before it counts as the new branch's past (`lineage`), so that rollouts which the old branch sampled are no staler
+here than there.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from spangrad.errors import LedgerError
+from spangrad.leases import Watch, is_dead, shown, this_process
+from spangrad.settings import TrainerSettings
+from spangrad.types import VersionStatus
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger import batch_rollouts, file_batches
+from trainer.ledger.skipped_groups import SkippedGroups
+from trainer.ledger.skips import Skip, SkipReason
+from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, VERSIONS, Database, LedgerVersion, version_of
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to make one version of one batch."""
+
+    batch_id: str
+    version: int
+    parent: int
+
+
+class Ledger:
+    """The ledger of one branch of one policy, for one trainer."""
+
+    def __init__(
+        self,
+        place: Path | str,
+        policy: str,
+        branch: str,
+        *,
+        lease_seconds: float = 60.0,
+        holder: str | None = None,
+        settings: TrainerSettings | None = None,
+    ) -> None:
+        """Open the ledger, making it when there is none.
+
+        Args:
+            place: trainer.directory, or a database's URL (trainer.ledger_url).
+            policy: its name.
+            branch: its branch.
+            lease_seconds: how long a lease holds unrenewed.
+            holder: who leases. None: this process.
+            settings: what skips depend on. None: the defaults.
+
+        Raises:
+            LedgerError: there is no such database.
+        """
+        self._branch = {"policy": policy, "branch": branch}
+        self.lease_seconds = lease_seconds
+        self._holder = holder or this_process()
+        self._watch = Watch[str]()
+        self.database = Database(place)
+        self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
+
+    def close(self) -> None:
+        """Close the database's connections."""
+        self.database.close()
+
+    def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
+        """Enter the weights that this branch begins with.
+
+        Weights (and a tokenizer) that another branch of the policy has committed keep that version's number, which becomes their parent; of
+        several, the version whose path it is, else the newest. Others get 0, or the policy's next free number.
+
+        Raises:
+            LedgerError: there is a version already.
+        """
+        with self.database.transaction() as transaction:
+            if self._head(transaction) is not None:
+                raise LedgerError(f"the ledger of {self._branch['policy']} already has versions; weights to begin with come first.")
+            version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
+            transaction.execute(
+                VERSIONS.insert().values(
+                    **self._branch,
+                    version=version,
+                    parent=None if branch is None else version,
+                    parent_branch=branch or "",
+                    run_id=run_id,
+                    modes="",
+                    status=VersionStatus.COMMITTED,
+                    checksum=checksum,
+                    path=path,
+                    tokenizer_hash=tokenizer_hash,
+                )
+            )
+            transaction.execute(HEADS.insert().values(**self._branch, version=version))
+
+    def beginning(self, *, checksum: str, path: str, tokenizer_hash: str) -> list[int]:
+        """What `lineage` would say, had this branch begun with these weights (`register_initial`)."""
+        with self.database.reading() as transaction:
+            version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
+            return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
+
+    def begin(
+        self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: file_batches.Tuning | None = None
+    ) -> Lease | None:
+        """Lease rollouts to a new batch, and hand out the number of the version that it will make.
+
+        Args:
+            rollouts: what the batch is made of.
+            parent: the version that will be trained. None: the head, whichever it is.
+            tuning: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
+
+        Returns:
+            None: another trainer's step is under way, or the head is no longer `parent`; look again.
+
+        Raises:
+            AlreadyTrainedError: a rollout is in another batch; nothing was leased.
+            LedgerError: there are no weights to train.
+        """
+        with self.database.transaction() as transaction:
+            head = self._head(transaction)
+            if head is None:
+                raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
+            row = self._lease(transaction)
+            if row and not self._is_over(row):
+                return None
+            if row:
+                self._undo(transaction, row)
+            if parent not in {None, head}:
+                return None
+            lease = Lease(uuid.uuid4().hex, self._free_number(transaction), head)
+            runs, modes = {one.group.run_id for one in rollouts}, {one.group.mode for one in rollouts}
+            values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
+            of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
+            transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
+            transaction.execute(LEASES.insert().values(**values, holder=self._holder, seconds=self.lease_seconds))
+            if tuning:
+                file_batches.enter(transaction, self._branch, lease.batch_id, tuning, rollouts)
+                return lease
+            batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
+        return lease
+
+    def renew(self, lease: Lease) -> bool:
+        """Hold a lease for another trainer.lease_seconds; False: it was undone."""
+        with self.database.transaction() as transaction:
+            beats = {"seconds": self.lease_seconds, "beats": LEASES.c.beats + 1}
+            return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(beats)).rowcount == 1
+
+    def commit(self, lease: Lease, *, checksum: str, path: str, tokenizer_hash: str, metrics: dict[str, float]) -> None:
+        """Make a leased batch and its version final, and the branch's head, in one transaction.
+
+        Raises:
+            LedgerError: the lease is gone.
+        """
+        with self.database.transaction() as transaction:
+            if transaction.execute(LEASES.delete().where(LEASES.c.batch_id == lease.batch_id)).rowcount != 1:
+                raise LedgerError(
+                    f"the lease of batch {lease.batch_id} (version {lease.version}) is gone: it expired and another trainer took over, or "
+                    "the branch was rolled back. Nothing was committed. Start `spangrad train` again; raise trainer.lease_seconds if this "
+                    "process was held up for longer."
+                )
+            transaction.execute(
+                VERSIONS.update()
+                .where(VERSIONS.c.batch_id == lease.batch_id)
+                .values(
+                    status=VersionStatus.COMMITTED,
+                    checksum=checksum,
+                    path=path,
+                    tokenizer_hash=tokenizer_hash,
+                    metrics=json.dumps(metrics),
+                )
+            )
+            transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=lease.version))
+
+    def recover(self) -> list[int]:
+        """Undo the branch's lease if it is this process's, a dead one's or expired: free its rollouts, orphan its version's number.
+
+        Returns:
+            The versions that this call orphaned.
+        """
+        if self.database.remembered("lease", self._lease) is None:
+            return []
+        with self.database.transaction() as transaction:
+            row = self._lease(transaction)
+            if row is None or not (row["holder"] == self._holder or self._is_over(row)):
+                return []
+            self._undo(transaction, row)
+            return [int(row["version"])]
+
+    def rollback(self, version: int) -> LedgerVersion:
+        """Make an older (or, taking that back, a newer) version of this branch its head; a step that is under way is given up.
+
+        Raises:
+            LedgerError: the branch has not committed it.
+        """
+        with self.database.transaction() as transaction:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
+            found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
+            if found is None:
+                policy, branch = self._branch.values()
+                raise LedgerError(f"branch {branch} of {policy} has committed no version {version}. `spangrad policy list` shows them.")
+            row = self._lease(transaction)
+            if row:
+                self._undo(transaction, row)
+            transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=version))
+            return version_of(found)
+
+    def skip(self, groups: Iterable[Group], reason: SkipReason, detail: str = "") -> None:
+        """Skip groups for one reason; see `skips` for several."""
+        head = self.frontier()
+        self.skips.enter({group: Skip(reason, detail) for group in groups}, head.version if head else 0)
+
+    def skipped(self) -> dict[Group, SkipReason]:
+        """Return every skipped group, and why."""
+        return {row.group: row.reason for row in self.skips.read()}
+
+    def claimed(self, rollouts: Sequence[BatchRollout]) -> dict[Group, str]:
+        """Return the groups of which a rollout is in a committed batch of the branch, with a sentence about each."""
+        with self.database.reading() as connection:
+            return dict(batch_rollouts.claimed(connection, self._branch, rollouts))
+
+    def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
+        """Add what was not known when the version was committed."""
+        with self.database.transaction() as transaction:
+            where = [*self._mine(VERSIONS), VERSIONS.c.version == version]
+            old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
+            transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
+
+    def finished_groups(self, run_id: str, build_spec: str, *, tuned: bool = True) -> set[tuple[str, str]]:
+        """Mode and id of the groups that must not be taken: leased or trained under any specification, or expired under this one.
+
+        With `tuned` also those of which a run over files trained a rollout.
+        """
+        with self.database.reading() as transaction:
+            tables = (BATCH_ROLLOUTS, file_batches.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
+            taken = [sa.select(one.c.mode, one.c.group_id).where(*self._mine(one), one.c.run_id == run_id) for one in tables]
+            skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
+                *self._mine(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec
+            )
+            return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
+
+    def versions(self) -> list[LedgerVersion]:
+        """All versions, oldest first."""
+        with self.database.reading() as transaction:
+            rows = transaction.execute(sa.select(VERSIONS).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
+            return [version_of(row) for row in rows]
+
+    def version(self, number: int) -> LedgerVersion:
+        """One version of this branch, which must be there."""
+        with self.database.reading() as transaction:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == number)
+            return version_of(transaction.execute(sa.select(VERSIONS).where(*where)).mappings().one())
+
+    def committed_versions(self) -> list[int]:
+        """Numbers of the committed versions, oldest first; those that were rolled back among them."""
+        return [version for version, status in self.statuses().items() if status is VersionStatus.COMMITTED]
+
+    def statuses(self) -> Mapping[int, VersionStatus | None]:
+        """Status of each version by its number, oldest first; None: its step is under way."""
+        query = sa.select(VERSIONS.c.version, VERSIONS.c.status).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)
+
+        def read(connection: sa.Connection) -> dict[int, VersionStatus | None]:
+            return {version: VersionStatus(status) if status else None for version, status in connection.execute(query)}
+
+        return self.database.remembered("statuses", read)
+
+    def frontier(self) -> LedgerVersion | None:
+        """The branch's head: what the next step trains. None: training has not begun."""
+
+        def read(connection: sa.Connection) -> LedgerVersion | None:
+            where = (*self._mine(VERSIONS), VERSIONS.c.version == self._head(connection))
+            row = connection.execute(sa.select(VERSIONS).where(*where)).mappings().first()
+            return version_of(row) if row else None
+
+        return self.database.remembered("frontier", read)
+
+    def lineage(self) -> list[int]:
+        """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
+        branch = self._branch["branch"]
+        return list(self.database.remembered("lineage", lambda reader: ancestry(self._parents(reader), branch, self._head(reader))))
+
+    def lent(self) -> set[int]:
+        """Versions of this branch that are heads of others, which began with them: their files are still needed.
+
+        Whichever branch a beginning names as its parent's: several may have begun with one version, whose files are its maker's.
+        """
+        with self.database.reading() as transaction:
+            others = sa.select(HEADS.c.version).where(HEADS.c.policy == self._branch["policy"], HEADS.c.branch != self._branch["branch"])
+            mine = sa.select(VERSIONS.c.version).where(*self._mine(VERSIONS), VERSIONS.c.version.in_(others))
+            return set(transaction.execute(mine).scalars())
+
+    def pin(self, version: int) -> None:
+        """Keep a version's files whatever trainer.keep_checkpoints says; idempotent.
+
+        Raises:
+            LedgerError: no branch of the policy has committed it.
+        """
+        with self.database.transaction() as transaction:
+            where = (self._policy(), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
+            if transaction.execute(sa.select(VERSIONS.c.version).where(*where)).first() is None:
+                raise LedgerError(f"{self._branch['policy']} has no committed version {version}. `spangrad policy list` shows them.")
+            self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
+
+    def unpin(self, version: int) -> None:
+        """Leave a version's files to trainer.keep_checkpoints again; idempotent."""
+        with self.database.transaction() as transaction:
+            transaction.execute(PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version))
+
+    def pinned(self) -> set[int]:
+        """Versions of the policy whose files are kept."""
+        with self.database.reading() as transaction:
+            return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
+
+    def holder(self) -> str | None:
+        """Whose step is under way, for people. None: nobody's."""
+        row = self.database.remembered("lease", self._lease)
+        return shown(row["holder"]) if row else None
+
+    def batch(self, batch_id: str) -> list[BatchRollout]:
+        """The rollouts of a batch, leased or committed, in order."""
+        with self.database.reading() as transaction:
+            return batch_rollouts.read(transaction, batch_id) or file_batches.rollouts_of(transaction, batch_id)
+
+    def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
+        return [table.c[name] == value for name, value in self._branch.items()]
+
+    def _policy(self) -> sa.ColumnElement[bool]:
+        return VERSIONS.c.policy == self._branch["policy"]
+
+    def _head(self, transaction: sa.Connection) -> int | None:
+        return transaction.execute(sa.select(HEADS.c.version).where(*self._mine(HEADS))).scalar()
+
+    def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
+        return transaction.execute(sa.select(LEASES).where(*self._mine(LEASES))).mappings().first()
+
+    def _is_over(self, lease: sa.RowMapping) -> bool:
+        """Whether a lease may be undone by anybody: it was not renewed for its time while we looked, or its process is known to be dead."""
+        return is_dead(lease["holder"]) or self._watch.see(lease["batch_id"], lease["beats"], lease["seconds"])
+
+    def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
+        batch = lease["batch_id"]
+        self._watch.forget(batch)
+        transaction.execute(VERSIONS.update().where(VERSIONS.c.batch_id == batch).values(status=VersionStatus.ORPHANED))
+        for table in (BATCH_ROLLOUTS, LEASES):
+            transaction.execute(table.delete().where(table.c.batch_id == batch))
+        file_batches.undo(transaction, batch)
+
+    def _parents(self, transaction: sa.Connection) -> dict[tuple[str, int], tuple[str, int | None]]:
+        columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
+        rows = transaction.execute(sa.select(*columns).where(self._policy()))
+        return {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
+
+    def _beginning(self, transaction: sa.Connection, checksum: str, path: str, tokenizer_hash: str) -> tuple[int, str | None]:
+        """The number of weights to begin with, and the branch that committed them. None: they are new."""
+        same = sa.select(VERSIONS.c.version, VERSIONS.c.branch).where(
+            self._policy(),
+            VERSIONS.c.status == VersionStatus.COMMITTED,
+            VERSIONS.c.checksum == checksum,
+            VERSIONS.c.tokenizer_hash == tokenizer_hash,
+        )
+        order = ((VERSIONS.c.path == path).desc(), VERSIONS.c.version.desc(), VERSIONS.c.branch)
+        known = transaction.execute(same.order_by(*order)).first()
+        return (known.version, known.branch) if known else (self._free_number(transaction), None)
+
+    def _free_number(self, transaction: sa.Connection) -> int:
+        """The policy's next, over all its branches."""
+        newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(self._policy())).scalar()
+        return 0 if newest is None else newest + 1
+
+
+def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:
+    """Numbers of the versions from the first weights to a head, oldest first.
+
+    Args:
+        parents: of each (branch, version) its parent's (branch, version).
+        branch: the head's.
+        head: None: the branch has not begun.
+    """
+    found = set[int]()
+    while head is not None and (branch, head) in parents:
+        found.add(head)
+        branch, head = parents[branch, head]
+    return sorted(found)

@@ -1,0 +1,95 @@
+"""The span store, the ledger's database: asked again while they are away, so that an outage costs a trainer time alone.
+
+In: a client of the store, a ledger. Out: the same, which wait for an answer. Invariant: what is asked again may be done twice: reads, and
+rows that replace themselves; a transaction of the ledger only before its first statement.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from sqlalchemy.exc import OperationalError
+
+from spangrad.errors import LedgerError, StoreError
+from spangrad.store.clickhouse import store_errors
+from trainer.ledger.ledger import Ledger
+from trainer.outages import Outage, retried
+from trainer.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+T = TypeVar("T")
+_OURS = {16, 36, 42, 43, 46, 47, 53, 60, 62, 81, 192, 193, 194, 497, 516}
+"""ClickHouse's codes of errors that lie in the statement, the schema or the token, and so pass by no waiting."""
+
+
+class PatientClient:
+    """The calls of a client that a training run makes, each made again until the store answers."""
+
+    def __init__(self, client: Client, url: str, outage: Outage, shutdown: Shutdown) -> None:
+        """Ask with `client`; `url` is named when the store fails."""
+        self._client = client
+        self._url = url
+        self._outage = outage
+        self._shutdown = shutdown
+
+    def query(self, *arguments: Any, **options: Any) -> Any:
+        """Read rows."""
+        return self._ask(lambda: self._client.query(*arguments, **options))
+
+    def query_arrow(self, *arguments: Any, **options: Any) -> Any:
+        """Read rows as Arrow's table."""
+        ask: Callable[..., Any] = self._client.query_arrow
+        return self._ask(lambda: ask(*arguments, **options))
+
+    def insert(self, *arguments: Any, **options: Any) -> Any:
+        """Write rows that replace themselves."""
+        return self._ask(lambda: self._client.insert(*arguments, **options))
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        return retried(lambda: self._once(work), _passes, self._outage, self._shutdown)
+
+    def _once(self, work: Callable[[], T]) -> T:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            with store_errors(self._url):
+                return work()
+        except (HTTPError, OSError) as error:  # half an answer
+            raise StoreError(f"the span store at {self._url} broke off its answer ({error}). Start it with `spangrad store`.") from error
+
+
+def patient_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:
+    """A client whose calls wait for a store that is away.
+
+    Raises:
+        StoreError: from the calls: an error that no waiting ends, or the process was asked to stop.
+    """
+    return cast("Client", PatientClient(client, url, outage, shutdown))
+
+
+def make_patient(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
+    """Have a ledger's transactions wait for a database that is away, or locked, before they begin.
+
+    Those of other threads do not: a lease's renewal is made again by itself.
+    """
+    thread = threading.get_ident()
+
+    def opening(work: Callable[[], T]) -> T:
+        if threading.get_ident() != thread:
+            return work()
+        return retried(work, lambda error: _is_away(error, is_file=ledger.database.is_sqlite), outage, shutdown)
+
+    ledger.database.opening = opening
+
+
+def _passes(error: BaseException) -> bool:
+    return isinstance(error, StoreError) and getattr(error.__cause__, "code", None) not in _OURS
+
+
+def _is_away(error: BaseException, *, is_file: bool) -> bool:
+    cause = error.__cause__
+    return isinstance(error, LedgerError) and isinstance(cause, OperationalError) and (not is_file or "locked" in str(cause))

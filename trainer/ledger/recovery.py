@@ -1,0 +1,131 @@
+"""The ledger and the checkpoints before the first step, after a failed one, and when old versions go.
+
+In: the settings and a ledger. Out: both agree. Invariant: what the ledger has committed and somebody may still need is never removed;
+what it has not committed goes, and may go at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import takewhile
+from pathlib import Path
+
+from spangrad.errors import LedgerError, SettingsError
+from spangrad.settings import Settings
+from spangrad.types import VersionStatus
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.tables import FILE as LEDGER_FILE
+from trainer.ledger.tables import LedgerVersion, ledger_place
+from trainer.monitor.evaluate import best
+from trainer.publish import checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def require_beginning(settings: Settings) -> None:
+    """See, before anything is opened or made, that there are weights to begin with, or a ledger that names some.
+
+    Raises:
+        SettingsError: there are neither.
+    """
+    model = settings.trainer.model
+    if model is None and settings.trainer.ledger_url is None and not (settings.trainer.directory / LEDGER_FILE).exists():
+        raise SettingsError(
+            "trainer.model is not set. Give the directory of the weights that training begins with: `spangrad train --model DIR`."
+        )
+    if model is not None and not model.is_dir():
+        raise SettingsError(
+            f"trainer.model = {str(model)!r} is no directory. Give the one that holds the weights that training begins with."
+        )
+
+
+def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
+    """Undo what a crash left, enter the weights that training begins with if there are none, and verify the newest version.
+
+    Raises:
+        SettingsError: there is no version and no trainer.model.
+        CheckpointError: trainer.model holds no weights or tokenizer, or the newest version's directory is not what was committed.
+    """
+    undo_leases(ledger, settings)
+    if ledger.frontier() is None:
+        model = settings.trainer.model
+        if model is None:
+            raise SettingsError(
+                f"trainer.model is not set, and the ledger knows no version of {settings.trainer.policy} on {settings.trainer.branch}."
+                " Give the directory of the weights that training begins with: `spangrad train --model DIR`."
+            )
+        path = model.absolute()
+        checksum, tokenizer = checksum_directory(path), tokenizer_hash(path)
+        try:
+            ledger.register_initial(checksum=checksum, path=str(path), tokenizer_hash=tokenizer, run_id=settings.trainer.run_id)
+        except LedgerError:
+            if ledger.frontier() is None:  # else another trainer was first
+                raise
+        begun = newest_version(ledger)
+        if begun.parent_branch:
+            logger.info("branch %s begins with version %d of branch %s", begun.branch, begun.version, begun.parent_branch)
+    newest = newest_version(ledger)
+    checkpoint.verify(Path(newest.policy_version.path), newest.policy_version.checksum)
+    return newest
+
+
+def open_ledger(settings: Settings) -> Ledger:
+    """The ledger of the trainer's branch."""
+    trainer = settings.trainer
+    return Ledger(ledger_place(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds, settings=trainer)
+
+
+def existing_ledger(settings: Settings) -> Ledger | None:
+    """The ledger, to look into beside whoever trains. None: nothing was ever trained there."""
+    trainer = settings.trainer
+    return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
+
+
+def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
+    """Free the rollouts of a lease that nobody will commit, and remove what was written of versions that were never committed.
+
+    Returns:
+        The versions that this call orphaned.
+    """
+    orphaned = ledger.recover()
+    for version in orphaned:
+        logger.warning("version %d was never committed: its number stays taken, its rollouts are free again", version)
+    trainer = settings.trainer
+    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
+    return orphaned
+
+
+def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> list[Path]:
+    """Return the directories of the versions that led to one, oldest first: `count` at most, up to the first that is not there any more."""
+    paths = {known.version: Path(known.policy_version.path) for known in ledger.versions() if known.status is VersionStatus.COMMITTED}
+    lineage = ledger.lineage()
+    before = lineage[: lineage.index(version.version)] if version.version in lineage else []
+    directories = [paths.get(number) for number in reversed(before)]
+    return [path for path in takewhile(lambda path: path is not None and path.is_dir(), directories[:count]) if path][::-1]
+
+
+def prune(ledger: Ledger, settings: Settings) -> None:
+    """Remove the files of old versions: not the head's, the best's, pinned ones and those that another branch still needs."""
+    trainer, head = settings.trainer, ledger.frontier()
+    champion = best(ledger.versions(), trainer)
+    checkpoint.prune(
+        trainer.directory,
+        trainer.policy,
+        trainer.branch,
+        committed=set(ledger.committed_versions()) - ledger.lent(),
+        keep=trainer.keep_checkpoints,
+        spared=ledger.pinned() | {one.version for one in (head, champion) if one},
+    )
+
+
+def newest_version(ledger: Ledger) -> LedgerVersion:
+    """The version that the next step trains.
+
+    Raises:
+        LedgerError: there is none.
+    """
+    newest = ledger.frontier()
+    if newest is None:
+        raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
+    return newest

@@ -1,0 +1,244 @@
+"""The ledger's tables, and where they lie.
+
+In: where the ledger lies, a directory or a URL. Out: its database (`spangrad/database.py`), and rows as types. Invariant: a table's key is
+what may be there once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from spangrad.database import Database as AnyDatabase
+from spangrad.database import Owner, database_url
+from spangrad.errors import LedgerError
+from spangrad.settings import TrainerSettings
+from spangrad.types import PolicyVersion, VersionStatus
+
+T = TypeVar("T")
+FILE = "ledger.db"
+_CHANGED = "spangrad_changed"
+"""Key of what a connection notes."""
+_OWNER = Owner("the ledger", "trainer.ledger_url", LedgerError, "nothing is lost, and nothing is trained twice.", lock=0x7370616E)
+
+METADATA = sa.MetaData()
+BRANCH = ("policy", "branch")
+
+
+def _branch_key() -> list[sa.Column[Any]]:
+    return [sa.Column(name, sa.String, primary_key=True) for name in BRANCH]
+
+
+VERSIONS = sa.Table(
+    "versions",
+    METADATA,
+    *_branch_key(),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("parent", sa.Integer, comment="NULL: training began with these weights"),
+    sa.Column("parent_branch", sa.String, nullable=False, server_default="", comment="the parent's; empty where there is none"),
+    sa.Column("batch_id", sa.String, unique=True, comment="NULL: training began with these weights"),
+    sa.Column("run_id", sa.String, nullable=False),
+    sa.Column("modes", sa.String, nullable=False, comment="of the rollouts that trained it, comma-separated"),
+    sa.Column("status", sa.String, comment="NULL: the step is under way"),
+    sa.Column("checksum", sa.String, nullable=False, server_default=""),
+    sa.Column("path", sa.String, nullable=False, server_default=""),
+    sa.Column("tokenizer_hash", sa.String, nullable=False, server_default=""),
+    sa.Column("metrics", sa.String, nullable=False, server_default="{}"),
+)
+HEADS = sa.Table(
+    "heads",
+    METADATA,
+    *_branch_key(),
+    sa.Column("version", sa.Integer, nullable=False, comment="that the branch's next step trains"),
+)
+LEASES = sa.Table(
+    "leases",
+    METADATA,
+    *_branch_key(),
+    sa.Column("batch_id", sa.String, nullable=False, unique=True),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("holder", sa.String, nullable=False, comment="the process, as spangrad/leases.py names it"),
+    sa.Column("seconds", sa.Float, nullable=False, comment="that it holds unrenewed, by the clock of whoever looks at it"),
+    sa.Column("beats", sa.Integer, nullable=False, server_default="0", comment="how often it was renewed"),
+    comment="a row a step that is under way: one a branch, since each trains what the one before it made",
+)
+BATCH_ROLLOUTS = sa.Table(
+    "batch_rollouts",
+    METADATA,
+    *_branch_key(),
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("rollout_id", sa.String, primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("batch_id", sa.String, nullable=False, index=True),
+    sa.Column("mode", sa.String, nullable=False),
+    sa.Column("group_id", sa.String, nullable=False),
+    sa.Column("build_spec", sa.String, nullable=False),
+    sa.Column("revision", sa.Integer, nullable=False),
+    sa.Index("batch_rollouts_by_group", *BRANCH, "run_id", "group_id"),
+)
+TUNINGS = sa.Table(
+    "tunings",
+    METADATA,
+    sa.Column("batch_id", sa.String, primary_key=True),
+    *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "method")],
+    sa.Column("run", sa.String, nullable=False, comment="names what is trained how: trainer/ledger/file_batches.py"),
+    sa.Column("step", sa.Integer, nullable=False, comment="optimiser steps of the run once this batch is trained"),
+    sa.Column("steps", sa.Integer, nullable=False, comment="of the whole run"),
+    sa.Column("examples", sa.String, nullable=False, comment="digest of what the run trains"),
+    sa.Column("files", sa.String, nullable=False, comment="JSON: name, checksum, size and rows of each file of the batch"),
+    comment="a row a batch that was made of files",
+)
+TUNED_ROLLOUTS = sa.Table(
+    "tuned_rollouts",
+    METADATA,
+    sa.Column("batch_id", sa.String, primary_key=True),
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("rollout_id", sa.String, primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    *[sa.Column(name, sa.String, nullable=False) for name in (*BRANCH, "mode", "group_id", "build_spec")],
+    sa.Column("revision", sa.Integer, nullable=False),
+    sa.Index("tuned_rollouts_by_group", *BRANCH, "run_id", "group_id"),
+    comment="the rollouts that rows of a batch of TUNINGS came from: named, not claimed, since a run goes through its rows several times",
+)
+SKIPPED = sa.Table(
+    "skipped_groups",
+    METADATA,
+    *_branch_key(),
+    *[sa.Column(name, sa.String, primary_key=True) for name in ("run_id", "mode", "build_spec", "group_id")],
+    sa.Column("reason", sa.String, nullable=False),
+    sa.Column("detail", sa.String, nullable=False, comment="a sentence about this group; empty: the reason says it all"),
+    sa.Column("basis", sa.String, nullable=False, comment="JSON: the settings that the reason depends on (trainer/ledger/skips.py)"),
+    sa.Column("head", sa.Integer, comment="the reason holds for what comes of this version; NULL: it depends on no version"),
+    sa.Column("version", sa.Integer, nullable=False, comment="newest number that the policy had handed out: what was skipped when"),
+    sa.Column("skipped_at", sa.BigInteger, nullable=False, comment="microseconds since 1970, for people"),
+    sa.Index("skipped_groups_by_version", *BRANCH, "version"),
+)
+PINS = sa.Table(
+    "pins",
+    METADATA,
+    sa.Column("policy", sa.String, primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    comment="versions whose files are kept, on whichever branches they are",
+)
+
+
+CHANGES = sa.Table(
+    "changes",
+    METADATA,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.BigInteger, nullable=False, comment="transactions that have changed a row, of any policy"),
+    sa.Column("restored", sa.BigInteger, nullable=False, comment="the newest of them that took a row out of skipped_groups"),
+    comment="one row, by which whoever reads the ledger again sees that it is as it was",
+)
+
+
+_CHANGES_READ = sa.select(CHANGES.c.number, CHANGES.c.restored)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerVersion:
+    """A version as the ledger knows it."""
+
+    policy_version: PolicyVersion
+    branch: str
+    parent_branch: str
+    """Its own, or the one that this branch comes from; empty for the weights that training began with."""
+    run_id: str
+    modes: str
+    """Comma-separated; empty for the weights that training began with."""
+    tokenizer_hash: str
+    status: VersionStatus | None
+    """None: its step is under way."""
+    metrics: dict[str, float]
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+        return self.policy_version.version
+
+
+def version_of(row: sa.RowMapping) -> LedgerVersion:
+    """A row of VERSIONS."""
+    facts = PolicyVersion(row["policy"], row["version"], row["parent"], row["batch_id"], row["checksum"], row["path"])
+    status = VersionStatus(row["status"]) if row["status"] else None
+    metrics = json.loads(row["metrics"])
+    return LedgerVersion(facts, row["branch"], row["parent_branch"], row["run_id"], row["modes"], row["tokenizer_hash"], status, metrics)
+
+
+def ledger_place(settings: TrainerSettings) -> Path | str:
+    """Where the settings put the ledger: a directory for SQLite's file, or a URL."""
+    return settings.directory if settings.ledger_url is None else settings.ledger_url.get_secret_value()
+
+
+class Database(AnyDatabase):
+    """The ledger's database, with its tables."""
+
+    def __init__(self, place: Path | str) -> None:
+        """Open it, and make the tables that are missing.
+
+        Args:
+            place: the directory of SQLite's file, which is made; or a URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.
+
+        Raises:
+            LedgerError: the URL is none that the ledger knows, or nobody answers there.
+        """
+        super().__init__(_url(place), METADATA, _OWNER)
+        self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
+        with super().transaction() as transaction:
+            self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "restored": 0}])
+        event.listen(self.engine, "after_execute", _note_change)
+
+    @contextmanager
+    def transaction(self) -> Generator[sa.Connection]:
+        """One transaction, which is counted when it changes a row; otherwise as `spangrad.database` has it."""
+        with super().transaction() as connection:
+            connection.info.pop(_CHANGED, None)
+            yield connection
+            tables = connection.info.pop(_CHANGED, None)
+            if tables is not None:
+                number = CHANGES.c.number + 1
+                connection.execute(CHANGES.update().values(number=number, **({"restored": number} if SKIPPED.name in tables else {})))
+                connection.info.pop(_CHANGED, None)
+
+    def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
+        """Return what `read` reads, read again only when the ledger has changed since; what is returned is not to be changed.
+
+        Args:
+            name: of what is read.
+            read: reads it.
+        """
+        with self.reading() as connection:
+            changes = self.changes(connection)
+            known = self._remembered.get(name)
+            if known and known[0] == changes:
+                return known[1]
+            value = read(connection)
+        self._remembered[name] = changes, value
+        return value
+
+    def changes(self, connection: sa.Connection) -> tuple[int, int]:
+        """Return the number of transactions that have changed a row, and of the newest that took a row out of skipped_groups."""
+        number, restored = connection.execute(_CHANGES_READ).one()
+        return int(number), int(restored)
+
+
+def _note_change(connection: sa.Connection, statement: object, *_: object) -> None:
+    """Note in a connection that a statement changes rows, and from which tables it takes some."""
+    if isinstance(statement, sa.Insert | sa.Update | sa.Delete):
+        tables: set[str] = connection.info.setdefault(_CHANGED, set[str]())
+        if isinstance(statement, sa.Delete) and isinstance(statement.table, sa.Table):
+            tables.add(statement.table.name)
+
+
+def _url(place: Path | str) -> sa.URL:
+    if isinstance(place, str):
+        return database_url(place, _OWNER)
+    place.mkdir(parents=True, exist_ok=True)
+    return sa.URL.create("sqlite", database=str(place / FILE))

@@ -1,0 +1,1 @@
+"""Metrics, evaluations, checks and progress of a training run."""

@@ -1,0 +1,92 @@
+"""What a batch says of itself beside its return: how often it succeeded, and how old its calls are.
+
+In: whole groups of rollouts, the trainer's settings, the versions that led to the one about to be trained. Out: metrics. Invariant: pure
+functions of whole columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from spangrad.semconv import REWARD_NAME
+from spangrad.settings import TrainerSettings
+from trainer.credit.assignment import KEY
+from trainer.credit.roles import role_metrics
+from trainer.data.failures import failed_shares
+from trainer.data.masks import is_truncated
+from trainer.data.source import Loaded
+from trainer.data.token_versions import staleness, token_versions
+
+
+def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
+    """Metrics of a batch.
+
+    Args:
+        loaded: whole groups.
+        settings: policy, selection, reward weights, success_reward.
+        lineage: committed versions, oldest first; the last one is about to be trained.
+
+    Returns:
+        success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the sampled
+        tokens of the calls that may be trained: how many committed versions lie between a token's and the one about to be trained; 0 is on
+        policy. truncated_share, response_tokens_mean and response_tokens_p95, over those calls: share of responses that were cut at their
+        limit of tokens, and tokens of a response.
+        And what `failed_shares` and `role_metrics` return.
+    """
+    rewards = (
+        loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
+        .explode("Name", "Value")
+        .group_by(*KEY, maintain_order=True)
+        .agg(pl.struct("Name", "Value").filter(pl.col("Name").is_not_null()).alias("Rewards"))
+    )
+    named = [sums((one["Name"], one["Value"]) for one in row) for row in rewards["Rewards"].to_list()]
+    won = [succeeded(one, settings) for one in named]
+    calls = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))
+    behind = staleness(token_versions(calls), lineage) if lineage else np.zeros(0, np.int16)
+    behind = behind[behind >= 0]
+    return {
+        "success": sum(won) / len(won) if won else 0.0,
+        "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
+        "staleness_max": float(behind.max(initial=0)),
+        **failed_shares(loaded, settings.policy, lineage, settings.failed_share_alarm),
+        **role_metrics(loaded.transitions, settings.reward_weights),
+        **_responses(calls),
+    }
+
+
+def _responses(calls: pl.DataFrame) -> dict[str, float]:
+    """Metrics of the responses' lengths; none of no calls."""
+    if calls.is_empty():
+        return {}
+    tokens = pl.col("ResponseIds").list.len()
+    facts = calls.select(
+        truncated_share=is_truncated().mean(),
+        response_tokens_mean=tokens.mean(),
+        response_tokens_p95=tokens.quantile(0.95, "nearest"),
+    )
+    return {name: float(value) for name, value in facts.row(0, named=True).items()}
+
+
+def succeeded(rewards: Mapping[str, float], settings: TrainerSettings) -> bool:
+    """Whether a rollout with these rewards, summed by name, succeeded.
+
+    Its final reward (`reward`) decides, raw; a rollout that has none of that name is judged by its weighted return.
+    """
+    final = rewards.get(REWARD_NAME)
+    return (weighted_return(rewards, settings) if final is None else final) >= settings.success_reward
+
+
+def weighted_return(rewards: Mapping[str, float], settings: TrainerSettings) -> float:
+    """The sum of all rewards, each times its weight (trainer.reward_weights)."""
+    return sum(value * settings.reward_weights.get(name, 1.0) for name, value in rewards.items())
+
+
+def sums(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Rewards of one rollout, summed by name; a name whose sum is 0 is among them."""
+    found: dict[str, float] = {}
+    for name, value in rewards:
+        found[name] = found.get(name, 0.0) + value
+    return found

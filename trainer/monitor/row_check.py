@@ -1,0 +1,137 @@
+"""Checks of a batch's rows before any weight moves: what is not finite, and what the engine sampled otherwise than it recorded.
+
+In: a batch, the trainer's logprobs of its tokens, settings. Out: metrics; or the rows that are to blame, as a `BadRowsError`. Invariant: a
+token is held against the weights that sampled it. Those of the version that is trained are at hand. Tokens of earlier versions that agree
+with them as well pass at once; for the others, the weights of their version are asked where they are held, and else a drift is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import BadRowsError
+from spangrad.settings import TrainerSettings
+from trainer.data.batch import Batch
+from trainer.monitor import logprob_check
+from trainer.monitor.logprob_check import Dtype, Limits
+
+LOGPROB_GAP, NOT_FINITE = "logprob_gap", "not_finite"
+"""Values of `trainer.ledger.skips.SkipReason`."""
+Logprobs = NDArray[np.float32]
+EarlierLogprobs = Callable[[NDArray[np.bool_], int], Logprobs | None]
+"""From chosen tokens and how many versions ago they were sampled: their logprobs under the weights of then. None: those are not held."""
+
+
+class RowCheck:
+    """The checks that a trainer's settings ask for."""
+
+    def __init__(self, settings: TrainerSettings, engine: Dtype, trainer: Dtype) -> None:
+        """Set the limits that suit the dtypes.
+
+        Args:
+            settings: the trainer's.
+            engine: dtype of the engine that samples.
+            trainer: dtype of the trainer's computation.
+        """
+        self._alarm = settings.logprob_alarm
+        self._limits = logprob_check.limits_of(settings.logprob_alarm, engine, trainer)
+        low, high = settings.clip_ratio_low, settings.clip_ratio_high
+        self._clip = (settings.clip_ratio if low is None else low, settings.clip_ratio if high is None else high)
+
+    def require_recorded(self, batch: Batch) -> None:
+        """Check what the engine recorded, before anything is computed of it.
+
+        Raises:
+            BadRowsError: a logprob is not finite.
+        """
+        self._require_finite(batch, batch.logprobs, "engine")
+
+    def compare(self, batch: Batch, computed: Logprobs, earlier: EarlierLogprobs) -> dict[str, float]:
+        """Compare recorded logprobs with the trainer's.
+
+        Args:
+            batch: as it was loaded.
+            computed: the trainer's logprobs at the start of the step, shaped as the batch's.
+            earlier: asked at most once for each earlier version.
+
+        Returns:
+            `logprob_check.metrics` of all tokens but those of reshaped rows, which were recorded of another distribution; and, of versions
+            whose weights were asked, `held_gap_mean_behind_N`: mean |difference| from those (nats). Nothing where there is no such token.
+
+        Raises:
+            BadRowsError: rows differ by more than trainer.logprob_alarm allows, or the trainer's logprobs are not finite.
+        """
+        self._require_finite(batch, computed, "trainer")
+        mask = batch.response_mask.astype(bool) & ~batch.reshaped[:, None]
+        if not mask.any():
+            return {}
+        metrics = logprob_check.metrics(batch.logprobs[mask], computed[mask], batch.staleness[mask], self._clip)
+        bad: dict[int, list[str]] = {}
+        for behind in np.unique(batch.staleness[mask & (batch.staleness >= 0)]).tolist():
+            chosen = mask & (batch.staleness == behind)
+            other, limits = computed, self._limits
+            rows = logprob_check.bad_rows(batch.logprobs, other, chosen, limits)
+            if behind and len(rows):
+                other, limits = self._earlier(computed, chosen, behind, earlier)
+                if limits is self._limits:
+                    self._require_finite(batch, other, "trainer")
+                    metrics[f"held_gap_mean_behind_{behind}"] = float(np.abs(other - batch.logprobs)[chosen].mean())
+                rows = logprob_check.bad_rows(batch.logprobs, other, chosen, limits)
+            if len(rows):
+                named = chosen & np.isin(np.arange(len(chosen)), rows)[:, None]
+                beyond = logprob_check.beyond(batch.logprobs, other, named, limits)
+                bad |= dict.fromkeys(rows.tolist(), beyond or ["a row's mean |difference| out of proportion"])
+        if bad:
+            raise BadRowsError(_sentence(bad, batch), dict.fromkeys(bad, LOGPROB_GAP))
+        return metrics
+
+    def _earlier(self, computed: Logprobs, chosen: NDArray[np.bool_], behind: int, earlier: EarlierLogprobs) -> tuple[Logprobs, Limits]:
+        then = earlier(chosen, behind)
+        return (computed, self._limits.after(behind * self._alarm.drift)) if then is None else (then, self._limits)
+
+    def _require_finite(self, batch: Batch, logprobs: Logprobs, whose: str) -> None:
+        rows = np.flatnonzero((batch.response_mask.astype(bool) & ~np.isfinite(logprobs)).any(axis=1))
+        if len(rows):
+            raise BadRowsError(
+                f"logprobs of {len(rows)} of {batch.real_rows} rows are NaN or infinite, as the {whose} gives them, so no step was taken. "
+                f"Look for NaN in the weights that the {whose} holds.",
+                dict.fromkeys(rows.tolist(), NOT_FINITE),
+            )
+
+
+def blame_gradient(batch: Batch, computed: Logprobs, norm: float) -> BadRowsError:
+    """Return the error of a gradient that is not finite.
+
+    Args:
+        batch: the rows it is of.
+        computed: their logprobs in that pass.
+        norm: the gradient's.
+    """
+    values = (computed, batch.advantages, batch.logprobs)
+    mask = batch.response_mask.astype(bool)
+    rows = np.flatnonzero((mask & ~np.logical_and.reduce([np.isfinite(value) for value in values])).any(axis=1))
+    named = rows.tolist() or list(range(batch.real_rows))
+    return BadRowsError(
+        f"the gradient's norm is {norm}, so no step was taken. It comes of {len(named)} of {batch.real_rows} rows: look for extreme "
+        "rewards or logprobs in them. Lower trainer.learning_rate if earlier steps' norms grew.",
+        dict.fromkeys(named, NOT_FINITE),
+    )
+
+
+def _sentence(bad: dict[int, list[str]], batch: Batch) -> str:
+    reasons = "; ".join(dict.fromkeys(", ".join(beyond) for beyond in bad.values()))
+    systematic = len(bad) == batch.real_rows
+    look = (
+        "every row differs, so that the fault is not a row's own: check that the engine served this very version, that it dropped its "
+        "prefix cache at the reload, and that the temperature of calls is recorded"
+        if systematic
+        else "check the calls of these rows"
+    )
+    return (
+        f"the logprobs that {len(bad)} of {batch.real_rows} rows were sampled with differ from the trainer's ({reasons}: "
+        f"trainer.logprob_alarm), so no step was taken; {look}. Logprobs must be processed ones (--logprobs-mode processed_logprobs), "
+        "without top-p, top-k, penalties or grammars, of the trainer's tokenizer, in the dtypes that engine.dtype and trainer.dtype name."
+    )

@@ -1,0 +1,109 @@
+"""The pipeline traces itself: a span a training step, with its stages as children and links to the rollouts that it consumed.
+
+In: steps. Out: spans of service `spangrad-trainer` and scope `spangrad.trainer`, to store.otlp_endpoint. Invariant: they name no rollout
+and call no model, so that the builder takes none of them for an agent's; their times are those at which the stages began and ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, SpanContext, TraceFlags
+
+from spangrad import semconv
+from spangrad.agent.telemetry import bearer, tracer_provider
+from spangrad.store.clickhouse import LONG, batches, constant, store_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from clickhouse_connect.driver.client import Client
+
+    from spangrad.settings import Settings
+    from trainer.data.source import BatchRollout
+    from trainer.ledger.tables import LedgerVersion
+    from trainer.monitor.watching import Step
+
+SERVICE = "spangrad-trainer"
+STEP_SPAN_NAME = "train step"
+
+_ROOTS = """
+SELECT RolloutId, Attempt, TraceId, SpanId FROM otel.v_rollouts WHERE RunId = %(run)s AND RolloutId IN {rollouts}
+"""
+# Traces that no runner announced have no root of ours: their first call that was kept stands for them.
+_CALLS = """
+SELECT RolloutId, Attempt, argMin((TraceId, SpanId), (Turn, CallId)) AS first
+FROM otel.transitions WHERE RunId = %(run)s AND RolloutId IN {rollouts} GROUP BY RolloutId, Attempt
+"""
+
+
+class StepSpans:
+    """Sends a span for each step."""
+
+    def __init__(self, settings: Settings, client: Client) -> None:
+        """Send to store.otlp_endpoint; find the rollouts' roots with `client`."""
+        token = settings.store.token
+        headers = bearer(token.get_secret_value() if token else None)
+        self._provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
+        self._tracer = self._provider.get_tracer(semconv.TRAINER_SCOPE)
+        self._client = client
+        self._url = settings.store.url
+
+    def stepped(self, step: Step) -> None:
+        """Send the step's span and its stages'."""
+        if not step.stages:
+            return
+        version, facts = step.version, step.version.policy_version
+        attributes: dict[str, str | int | float] = {
+            semconv.POLICY_NAME: facts.policy,
+            semconv.TRAINER_BRANCH: version.branch,
+            semconv.TRAINER_VERSION: facts.version,
+            semconv.TRAINER_BATCH: facts.batch_id or "",
+            **({semconv.TRAINER_PARENT: facts.parent} if facts.parent is not None else {}),
+            **{f"{semconv.TRAINER_METRIC}.{name}": value for name, value in sorted(version.metrics.items())},
+        }
+        span = self._tracer.start_span(
+            STEP_SPAN_NAME,
+            context=Context(),
+            attributes=attributes,
+            links=[Link(root, {semconv.TRAINER_CONSUMED: name}) for name, root in self._roots(step.rollouts)],
+            start_time=step.stages[0].began,
+        )
+        within = trace.set_span_in_context(span, Context())
+        for stage in step.stages:
+            self._tracer.start_span(stage.name, context=within, start_time=stage.began).end(stage.ended)
+        span.end(step.stages[-1].ended)
+
+    def evaluated(self, version: LedgerVersion, newest: int) -> None:
+        """Held-out rollouts have spans of their own."""
+
+    def close(self) -> None:
+        """Send what is queued, for a bounded time."""
+        self._provider.shutdown()
+
+    def _roots(self, rollouts: Sequence[BatchRollout]) -> list[tuple[str, SpanContext]]:
+        """The root span of each rollout that has one, else its first call, by the rollout's name."""
+        found: dict[tuple[str, int], tuple[str, str]] = {}
+        for run in {one.group.run_id for one in rollouts}:
+            for some in batches(one.rollout_id for one in rollouts if one.group.run_id == run):
+                named = constant(some)
+                with store_errors(self._url):
+                    calls, roots = (
+                        self._client.query(sql.format(rollouts=named), parameters={"run": run}, settings=LONG).result_rows
+                        for sql in (_CALLS, _ROOTS)
+                    )
+                found |= {(rollout, attempt): tuple(first) for rollout, attempt, first in calls}
+                found |= {(rollout, attempt): (trace_id, span_id) for rollout, attempt, trace_id, span_id in roots}
+        known = [(one.rollout_id, found[one.rollout_id, one.attempt]) for one in rollouts if (one.rollout_id, one.attempt) in found]
+        contexts = ((name, _context(*ids)) for name, ids in known)
+        return [(name, context) for name, context in contexts if context]
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext | None:
+    """A span by its ids; None: they are none, as whoever else fills the store may have written."""
+    try:
+        return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    except ValueError:
+        return None

@@ -1,0 +1,108 @@
+"""Metrics of each version for TensorBoard, Weights & Biases, MLflow and others, by verl's own tracking.
+
+In: steps, and what held-out rollouts say of versions. Out: scalars under grouped names (`train/loss`, `seconds/publish`,
+`validate/return`), by version number. Invariant: a tracker is told of a version once it is committed, never of one that may be undone.
+
+verl is imported once there is something to tell them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+from spangrad.errors import SettingsError
+from trainer.publish.checkpoint import branch_directory
+
+if TYPE_CHECKING:
+    from spangrad.settings import Settings
+    from trainer.ledger.tables import LedgerVersion
+    from trainer.monitor.watching import Step
+
+_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+    "clearml": "clearml",
+}
+_GROUPS = ("seconds", "validate", "held_out", "staleness", "mean_reward", "logprob_gap")
+"""Beginnings of names that are groups of their own; all others are `train`'s."""
+
+
+class Trackers:
+    """All of trainer.trackers: project = the policy, experiment = its branch."""
+
+    def __init__(self, settings: Settings) -> None:
+        """See that they can be opened. Files lie beside the branch's checkpoints, unless the tracker's own variables say otherwise.
+
+        Raises:
+            SettingsError: a tracker's package is not installed.
+        """
+        for name in settings.trainer.trackers:
+            package = _PACKAGES.get(name)
+            if package and importlib.util.find_spec(package) is None:
+                raise SettingsError(f"trainer.trackers names {name!r}, whose package is not installed. Run `pip install {package}`.")
+        self._settings = settings
+        self._opened: Any = None
+
+    @property
+    def _tracking(self) -> Any:
+        # Not before there is something to say: a run without a batch opens nothing, and verl is not imported before the engine has said
+        # on which platform it is.
+        if self._opened is None:
+            self._opened = _open(self._settings)
+        return self._opened
+
+    def stepped(self, step: Step) -> None:
+        """Log a version's metrics."""
+        metrics = {**step.version.metrics, "seconds_idle_share": step.idle_share}
+        data = {grouped(name): value for name, value in metrics.items() if not name.startswith("validate_")}
+        self._tracking.log(data=data, step=step.version.version)
+
+    def evaluated(self, version: LedgerVersion, newest: int) -> None:
+        """Log what held-out rollouts say, at the newest version's place: W&B refuses to go back. `validate/version` says of which."""
+        data = {grouped(name): value for name, value in version.metrics.items() if name.startswith("validate_")}
+        self._tracking.log(data={**data, "validate/version": version.version}, step=newest)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        if self._opened is not None:
+            self._opened.finish()
+
+
+def _open(settings: Settings) -> Any:
+    trainer = settings.trainer
+    own = branch_directory(trainer.directory, trainer.policy, trainer.branch)
+    places = {
+        "TENSORBOARD_DIR": str(own / "tensorboard"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{own / 'mlflow.db'}",
+        "WANDB_DIR": str(own),
+        "VERL_FILE_LOGGER_PATH": str(own / "metrics.jsonl"),
+    }
+    ours = {name: place for name, place in places.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        from verl.utils.tracking import Tracking
+
+        return Tracking(
+            project_name=trainer.policy,
+            experiment_name=f"{trainer.branch} of {trainer.run_id}",
+            default_backend=list(trainer.trackers),
+            config={"trainer": trainer.model_dump(mode="json"), "builder": settings.builder.decides},
+        )
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def grouped(name: str) -> str:
+    """A metric's name with its group: `seconds_train` -> `seconds/train`, `loss` -> `train/loss`."""
+    for group in _GROUPS:
+        if name == group:
+            return f"{group}/max"
+        if name.startswith(f"{group}_"):
+            return f"{group}/{name.removeprefix(f'{group}_')}"
+    return f"train/{name}"

@@ -1,0 +1,149 @@
+"""A training run before people's eyes: a table that lives in a terminal, or a line a step in a log.
+
+In: steps. Out: text. Invariant: in a terminal nothing else writes over the table: log records go above it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from spangrad.settings import TrainerSettings
+from trainer.ledger.tables import LedgerVersion
+from trainer.monitor.evaluate import describe_validation
+from trainer.monitor.watching import Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+logger = logging.getLogger(__name__)
+
+_STEPS_SHOWN = 12
+_STAGES = ("load", "credit", "train", "checkpoint", "publish")
+
+
+class LogLines:
+    """A line a step."""
+
+    def stepped(self, step: Step) -> None:
+        """Log the step."""
+        logger.info("%s", describe(step))
+
+    def evaluated(self, version: LedgerVersion, newest: int) -> None:
+        """Log what the held-out rollouts say."""
+        logger.info("%s", describe_validation(version))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class LiveView:
+    """The last steps as a table, renewed in place."""
+
+    def __init__(self, settings: TrainerSettings, console: Console) -> None:
+        """Begin to draw on a terminal, and have the log written above the table."""
+        from rich.live import Live
+
+        self._settings = settings
+        self._steps: deque[Step] = deque(maxlen=_STEPS_SHOWN)
+        self._validation: dict[int, Mapping[str, float]] = {}
+        self._seconds = {"idle": 0.0, "all": 0.0}
+        self._count = 0
+        streaming = [one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler)]
+        self._handlers = [one for one in streaming if one.stream is sys.stderr]
+        self._stderr = sys.stderr
+        self._live = Live(self.table(), console=console, refresh_per_second=2, redirect_stdout=True, redirect_stderr=True)
+        self._live.start()
+        for one in self._handlers:
+            one.setStream(sys.stderr)
+
+    def stepped(self, step: Step) -> None:
+        """Add a row."""
+        self._steps.append(step)
+        self._count += 1
+        idle = step.version.metrics.get("seconds_idle", 0.0)
+        self._seconds["idle"] += idle
+        self._seconds["all"] += idle / step.idle_share if step.idle_share else sum(one.seconds for one in step.stages)
+        self._live.update(self.table(), refresh=True)
+
+    def evaluated(self, version: LedgerVersion, newest: int) -> None:
+        """Fill in what the held-out rollouts say."""
+        self._validation[version.version] = version.metrics
+        self._live.update(self.table(), refresh=True)
+
+    def close(self) -> None:
+        """Leave the table standing, and give the log its stream back."""
+        self._live.stop()
+        for one in self._handlers:
+            one.setStream(self._stderr)
+
+    def table(self) -> Table:
+        """The last steps: a row each, the newest last."""
+        from rich.table import Table
+        from rich.text import Text
+
+        whole = self._seconds["all"]
+        idle = f", waited for rollouts {self._seconds['idle'] / whole:.0%} of {whole:.0f} s" if whole else ""
+        title = f"{self._settings.policy}/{self._settings.branch}: {self._count} {'step' if self._count == 1 else 'steps'}{idle}"
+        columns = ("step", "version", "return", "success", "held out", "gap", "behind", *(f"{name} s" for name in _STAGES), "idle")
+        table = Table(title=Text(title, "table.title"), title_justify="left", box=None, pad_edge=False)
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for step in self._steps:
+            table.add_row(*row(step, self._validation.get(step.version.version, {})))
+        return table
+
+
+def row(step: Step, validation: Mapping[str, float]) -> list[str]:
+    """The cells of a step.
+
+    Args:
+        step: what happened.
+        validation: metrics of its version that hold what its held-out rollouts say, if they do.
+    """
+    metrics = step.version.metrics
+    held_out = {**metrics, **validation}.get("validate_return")
+    seconds = {stage.name: f"{stage.seconds:.2f}" for stage in step.stages}
+    return [
+        str(step.number),
+        str(step.version.version),
+        _number(metrics.get("mean_return"), "+.2f"),
+        _number(metrics.get("success"), ".2f"),
+        _number(held_out, "+.2f"),
+        _number(metrics.get("logprob_gap_max"), ".0e"),
+        _number(metrics.get("staleness_mean"), ".1f"),
+        *(seconds.get(name, "-") for name in _STAGES),
+        f"{step.idle_share:.0%}",
+    ]
+
+
+def describe(step: Step) -> str:
+    """One line about a step."""
+    version, m = step.version, step.version.metrics
+    masked = sum(value for name, value in m.items() if name.startswith("masked_"))
+    parts = [
+        f"{m['groups']:.0f} groups",
+        f"{m['rollouts']:.0f} rollouts",
+        f"{m['transitions']:.0f} transitions",
+        *([f"{m['merge_ratio']:.1f}x fewer tokens in {m['sequences']:.0f} sequences"] if m["merge_ratio"] > 1 else []),
+        *([f"{masked:.0f} calls masked"] if masked else []),
+        f"return {m['mean_return']:+.2f}",
+        f"success {m['success']:.2f}",
+        *([f"response {m['response_tokens_mean']:.0f} tokens"] if "response_tokens_mean" in m else []),
+        *([f"{m['truncated_share']:.0%} truncated"] if m.get("truncated_share") else []),
+        *([f"entropy {m['entropy']:.2f}"] if "entropy" in m else []),
+        f"gap {_number(m.get('logprob_gap_max'), '.0e', 'unknown')}",
+        f"train {m['seconds_train']:.2f} s",
+        *([f"publish {m['seconds_publish']:.2f} s"] if "seconds_publish" in m else []),
+        f"idle {step.idle_share:.0%}",
+        *([] if m.get("updated", 1) else ["all advantages 0: weights as before"]),
+    ]
+    return f"step {step.number} -> version {version.version}: {', '.join(parts)}"
+
+
+def _number(value: float | None, form: str, unknown: str = "-") -> str:
+    return unknown if value is None else format(value, form)

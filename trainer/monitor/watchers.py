@@ -1,0 +1,38 @@
+"""Who watches a training run, as the settings say.
+
+In: settings, a client of the store, what stdout is. Out: `Watchers`. Invariant: a table is drawn in a terminal only; a log file gets lines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spangrad.settings import Settings
+from trainer.monitor.view import LiveView, LogLines
+from trainer.monitor.watching import Watcher, Watchers
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+
+def watchers_of(settings: Settings, client: Client) -> Watchers:
+    """Those who watch.
+
+    Raises:
+        SettingsError: a tracker's package is not installed.
+    """
+    from rich.console import Console
+
+    found: list[Watcher] = []
+    if settings.trainer.trackers:
+        from trainer.monitor.tracking import Trackers
+
+        found.append(Trackers(settings))
+    if settings.trainer.traces:
+        from trainer.monitor.tracing import StepSpans
+
+        found.append(StepSpans(settings, client))
+    console = Console(markup=False, emoji=False)
+    # Last: nothing is drawn when something above cannot be had.
+    found.append(LiveView(settings.trainer, console) if console.is_terminal else LogLines())
+    return Watchers(found)

@@ -1,0 +1,1 @@
+"""The optimizer: verl's workers, in this process or under Ray."""

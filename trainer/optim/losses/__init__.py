@@ -1,0 +1,1 @@
+"""Policy losses over verl's, token by token and over whole responses."""

@@ -1,0 +1,76 @@
+"""The policy's loss of a micro-batch: verl's, entropy and KL beside it, and what is counted of its tokens.
+
+In: verl's configuration, the trainer's settings, a forward pass and the rows that it was given. Out: a loss and verl's metrics. Invariant:
+each term is a sum of rows' parts of the whole batch's, so that it does not depend on micro-batches; a sequence is a rollout
+(`trainer.optim.losses.rollout_losses`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from spangrad.settings import TrainerSettings
+
+_CLIPPED = {"vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "bypass_mode"}
+"""Losses that clip ratios; the others have no `clip_low` and `clip_high`."""
+
+
+def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
+    """Loss of a micro-batch, whose sum over all is the batch's.
+
+    Args:
+        config: of `losses.actor_config`; verl's ppo_loss writes the batch's sizes into it.
+        settings: loss, clipping, entropy and KL.
+        model_output: log_probs, and entropy or measured_entropy (`trainer.optim.losses.entropy`); jagged.
+        data: the rows, with the batch's sizes (batch_num_tokens, global_batch_size, dp_size).
+        dp_group: of the workers.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+    from verl.utils.metric import AggregationType, Metric
+    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    logprobs = no_padding_2_padding(model_output["log_probs"], data)
+    if "rollout_log_ratio" in data:  # verl's gspo takes a row's mean for the ratio and stops its gradient: make it the rollout's
+        data["old_log_probs"] = logprobs.detach().float() - data["rollout_log_ratio"][:, None]
+    entropy = model_output.pop("entropy", None)
+    measured = model_output.pop("measured_entropy", entropy)
+    loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    mask, share = data["response_mask"].bool(), data["row_share"][:, None] if "row_share" in data else 1.0
+
+    def aggregated(values: Any) -> Any:
+        return agg_loss(loss_mat=values * share, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
+
+    def mean(values: Any) -> Any:
+        """The micro-batch's part of a mean over the batch's tokens; verl averages over ranks, and sums over micro-batches."""
+        total = (values.detach().float() * mask).sum() * data["dp_size"] / max(data["batch_num_tokens"], 1)
+        return Metric(AggregationType.SUM, total)
+
+    if settings.entropy_coef:
+        loss = loss - settings.entropy_coef * aggregated(no_padding_2_padding(entropy, data))
+    if settings.kl_coef:
+        logprob: Any = logprobs
+        divergence = aggregated(kl_penalty(logprob=logprob, ref_logprob=data["ref_log_prob"], kl_penalty=settings.kl_type))
+        loss = loss + settings.kl_coef * divergence
+        metrics["kl_loss"] = Metric(AggregationType.SUM, divergence.detach())
+    if measured is not None:
+        metrics["entropy"] = mean(no_padding_2_padding(measured, data))
+    if settings.loss in _CLIPPED and settings.correction.objective != "reinforce":
+        low, high = _clipped(config, settings, logprobs.detach().float() - data["old_log_probs"], data["advantages"], mask)
+        metrics |= {"clip_low": mean(low), "clip_high": mean(high)}
+    return loss, metrics
+
+
+def _clipped(config: Any, settings: TrainerSettings, log_ratio: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
+    """Which tokens' ratios lie below the lower bound, and above the upper one, where the loss clips them.
+
+    It clips ratios below where the advantage is negative and above where it is positive; `cispo` on both sides whatever the advantage.
+    `gspo` compares the ratio of the whole response; `geo_mean` bounds the logarithm.
+    """
+    if settings.loss == "gspo":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1))[:, None].expand_as(log_ratio)
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    below, above = (-low, high) if settings.loss == "geo_mean" else (math.log(1 - low) if low < 1 else -math.inf, math.log1p(high))
+    either = settings.loss == "cispo"
+    return (log_ratio < below) & (either | (advantages < 0)), (log_ratio > above) & (either | (advantages > 0))

@@ -1,0 +1,117 @@
+"""Losses that look at whole responses, where a rollout's calls lie in several rows.
+
+In: a `Batch` of an optimiser step, the trainer's settings, and the logprobs of its tokens under the weights that are stepped, where the
+loss needs them. Out: the batch with what verl's functions, which take a row for a response, need so that loss and gradient are those of a
+row a rollout. Invariant: they are, however rows are merged and however they fall into micro-batches, mini-batches' parts or workers.
+
+A response is all that the policy said in a rollout: the trained tokens of its calls, without what came between, as a row of verl's agent
+loop is. Three things of a loss depend on it:
+
+- `seq-mean-token-mean` (and `sapo`, which has no other): a row's mean is weighed by the row's share of its rollout's tokens;
+- `gspo`: the ratio of a rollout, exp(mean over its tokens of log(pi / pi_old)), whose gradient verl stops, stands for each row's own;
+- `geo_mean`: a row's geometric mean is multiplied so that value and gradient are the row's part of the rollout's.
+
+Sums over sequences (`seq-mean-token-sum`, and Dr. GRPO's) are the same whatever is a row; only their divisor counts rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.settings import TrainerSettings
+from trainer.data.batch import Batch
+from trainer.optim.losses.corrected import correct
+from trainer.optim.losses.rollout_tokens import RolloutTokens
+
+_MEAN = "seq-mean-token-mean"
+
+
+def several_rows(batch: Batch) -> bool:
+    """Whether a rollout has more than one row."""
+    rollouts = batch.rollout[: batch.real_rows]
+    return len(np.unique(rollouts)) < len(rollouts)
+
+
+def needs_logprobs(settings: TrainerSettings) -> bool:
+    """Whether the loss needs logprobs of whole rollouts under the weights that are stepped: a forward pass before each step."""
+    if settings.loss == "bypass_mode":
+        correction = settings.correction
+        whole = correction.weights == "sequence" or any(name.startswith("seq") for name in correction.reject)
+        return whole or settings.loss_aggregation == _MEAN
+    return settings.loss in {"gspo", "geo_mean"}
+
+
+def by_rollout(batch: Batch, settings: TrainerSettings, logprobs: NDArray[np.float32] | None = None) -> tuple[Batch, dict[str, float]]:
+    """Prepare a batch in which a rollout has several rows for an optimiser step.
+
+    Args:
+        batch: the step's.
+        settings: loss, aggregation, clipping and correction.
+        logprobs: of the sampled tokens under the weights that are stepped (nats), shaped as `batch.logprobs`. None: the loss needs none
+            (`needs_logprobs`).
+
+    Returns:
+        The batch with weights, row_share and rollout_log_ratio as the loss needs them; metrics of a correction.
+    """
+    tokens = RolloutTokens.of(batch)
+    shares = tokens.row_shares
+    mean = settings.loss_aggregation == _MEAN
+    changes: dict[str, Any] = {"row_share": shares} if mean else {}
+    metrics: dict[str, float] = {}
+    if settings.loss == "bypass_mode" and logprobs is not None:
+        weights, metrics = _bypassed(replace(batch, old_logprobs=logprobs), settings, mean=mean)
+        return replace(batch, weights=weights, **changes), metrics
+    if settings.loss == "geo_mean":
+        assert logprobs is not None
+        return replace(batch, weights=_geometric(batch, tokens, settings, logprobs), **changes), metrics
+    if mean or settings.loss == "sapo":
+        changes["weights"] = (_ones(batch) if batch.weights is None else batch.weights) * shares[:, None]
+    if settings.loss == "gspo":
+        assert logprobs is not None
+        ratios = np.zeros(len(batch.rollout), np.float32)
+        ratios[tokens.row] = tokens.means(logprobs - _old(batch))
+        changes["rollout_log_ratio"] = ratios
+    return replace(batch, **changes), metrics
+
+
+def _old(batch: Batch) -> NDArray[np.float32]:
+    return batch.logprobs if batch.old_logprobs is None else batch.old_logprobs
+
+
+def _ones(batch: Batch) -> NDArray[np.float32]:
+    return np.ones_like(batch.logprobs)
+
+
+def _bypassed(batch: Batch, settings: TrainerSettings, *, mean: bool) -> tuple[NDArray[np.float32], dict[str, float]]:
+    """The factor of each token in verl's `bypass_mode`, corrected by rollouts: its mask, its weight with `reinforce`, its row's share."""
+    changes, metrics = correct(batch, settings)
+    kept = changes["response_mask"].astype(np.float32)
+    weights = kept * (changes.get("weights", 1.0) if settings.correction.objective == "reinforce" else 1.0)
+    if mean:  # verl divides by the row's tokens, rejected ones among them: make it the rollout's tokens that were kept
+        tokens = RolloutTokens.of(replace(batch, response_mask=changes["response_mask"]))
+        factors = np.zeros(len(kept), np.float32)
+        rows = np.unique(tokens.row, return_index=True)
+        factors[rows[0]] = 1 / tokens.lengths[tokens.rollout[rows[1]]]
+        weights = weights * (batch.response_mask.sum(axis=1) * factors)[:, None]
+    return weights.astype(np.float32), metrics
+
+
+def _geometric(batch: Batch, tokens: RolloutTokens, settings: TrainerSettings, logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What verl's `geo_mean` multiplies each row by, on all of its tokens.
+
+    A row's loss is -A exp(mean over the row of x), with x = log(pi / pi_old) clipped at the token. The rollout's is -A exp(mean over the
+    rollout of x), and a row's part of its value, and of its gradient, is the row's share of the tokens.
+    """
+    low, high = (settings.clip_ratio if one is None else one for one in (settings.clip_ratio_low, settings.clip_ratio_high))
+    ratio, sign = logprobs - _old(batch), np.sign(batch.advantages)
+    clipped = sign * np.minimum(sign * ratio, sign * np.clip(ratio, -low, high))
+    factors = np.exp(tokens.means(clipped) - tokens.row_means(clipped)) * tokens.row_shares[tokens.row]
+    if batch.weights is not None:
+        factors = factors * np.exp(tokens.means(np.log(batch.weights + 1e-10)))
+    weights = _ones(batch)
+    weights[tokens.row, tokens.column] = factors
+    return weights

@@ -1,0 +1,116 @@
+"""This process as verl and PyTorch see it: its device, its group of workers, and silence.
+
+In: the machine; where other workers wait. Out: the device's name. Invariant: no Ray cluster and no port is needed for one worker; what
+verl prints goes to the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Literal
+
+from spangrad.errors import SettingsError
+from spangrad.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
+
+
+_CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trainer.optim.cpu_platform"}
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def choose_platform() -> str:
+    """Tell verl, before anything of it is imported, whether there is a GPU, and return the device's name: cuda or cpu."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ.update(_CPU)
+    return device
+
+
+def prepare_process() -> str:
+    """Tell verl and PyTorch about this process of one worker, and return the device's name."""
+    import torch
+
+    device = choose_platform()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    _silence_torch()
+    if not torch.distributed.is_initialized():
+        # A group of one needs no rendezvous over a port.
+        torch.distributed.init_process_group(_BACKENDS[device], store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def check_device(settings: TrainerSettings, device: str) -> None:
+    """Refuse what a device cannot do.
+
+    Raises:
+        SettingsError: rows are to be packed on a CPU, or without flash attention.
+    """
+    if settings.packing and device == "cpu":
+        raise SettingsError("trainer.packing = true needs a GPU, and there is none. Set trainer.packing = false.")
+    if settings.packing and importlib.util.find_spec("flash_attn") is None:
+        raise SettingsError("trainer.packing = true needs the package flash-attn. Install it, or set trainer.packing = false.")
+
+
+def dtype_of(settings: TrainerSettings, device: str) -> Literal["fp32", "bf16"]:
+    """Return what a model is computed in (trainer.dtype)."""
+    return settings.dtype or ("fp32" if device == "cpu" else "bf16")
+
+
+def is_packed(settings: TrainerSettings, device: str) -> bool:
+    """Return whether rows pass through the model end to end (trainer.packing)."""
+    if settings.packing is None:
+        return device != "cpu" and importlib.util.find_spec("flash_attn") is not None
+    return settings.packing
+
+
+def worker_environment(device: str, *, own: bool) -> dict[str, str]:
+    """What a worker's process must find in its environment before it imports verl.
+
+    Args:
+        device: cuda or cpu.
+        own: whether all workers are on this machine, and need no other interface than loopback.
+    """
+    interfaces = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {"VERL_LOGGING_LEVEL": "ERROR", **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
+
+
+def join_group(device: str, rendezvous: str) -> None:
+    """Make this process the rank of a group that its environment says (RANK, WORLD_SIZE), and share its machine's cores out.
+
+    Args:
+        device: cuda or cpu.
+        rendezvous: a URL, the same for all ranks: file:// or tcp://.
+    """
+    import torch
+
+    _silence_torch()
+    on_this_machine = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
+    torch.distributed.init_process_group(
+        _BACKENDS[device], init_method=rendezvous, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
+def _silence_torch() -> None:
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of a rename on the first step
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep verl's prints and third parties' deprecation warnings from the user's terminal; errors and our own log lines pass."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        warnings.simplefilter("ignore")
+        yield
+    if printed.getvalue().strip():
+        logger.debug("verl: %s", printed.getvalue().strip())

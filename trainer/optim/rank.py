@@ -1,0 +1,325 @@
+"""One process of the optimiser: verl's TrainingWorkers of the policy, its reference and its critic, and what they hold.
+
+In: a model directory, settings; rows in verl's layout that name their model. Out: verl's outputs; weights and state as files, whole tensors
+that any number of workers can load. Invariant: every rank makes the same calls in the same order; rank 0 alone writes.
+
+verl is imported with this module, so `trainer.optim.process.choose_platform` comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+
+from spangrad.errors import CheckpointError
+from spangrad.settings import TrainerSettings
+from trainer.optim import snapshots, staged_step
+from trainer.optim.process import check_device, join_group, quiet
+from trainer.optim.snapshots import EarlierWeights
+from trainer.optim.verl_worker import training_worker
+from trainer.publish import checkpoint
+from trainer.publish.lora import alone, kept, merged, require_adapters, weights_file
+from trainer.sft.objective import Objective
+
+_SEED = 0
+MESH = "train"
+"""Verl's name of how rows are shared out among ranks."""
+
+
+class Role(StrEnum):
+    """The models of a worker."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+    CRITIC = "critic"
+
+
+class Rank(Worker):
+    """A rank of the process group that this process has joined; `load` comes first."""
+
+    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
+        super().__init__()
+        self._model, self._settings, self._objective = model, settings, objective
+        self._models: dict[Role, Any] = {}
+        self._before: dict[Role, snapshots.Snapshot] = {}
+        self._earlier: EarlierWeights | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meeting_place(self) -> str:
+        """Where other ranks may meet this one: a port of this node that is free."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join(self, device: str, rendezvous: str) -> None:
+        """Meet the other ranks; not for a rank whose process is a group of its own already."""
+        join_group(device, rendezvous)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, device: str) -> None:
+        """Load the weights of the policy and of the models that the settings ask for, in float32.
+
+        Raises:
+            SettingsError: the device cannot do what the settings ask for.
+        """
+        settings = self._settings
+        check_device(settings, device)
+        with quiet(), _alike():
+            self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank, objective=self._objective)
+            if settings.kl_coef:
+                # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
+                held = settings.reference or settings.model
+                assert held is not None  # checked
+                self._models[Role.REFERENCE] = training_worker(held, settings, device)
+            if settings.estimator == "gae":
+                self._models[Role.CRITIC] = training_worker(self._model, settings, device, critic=True)
+        policy = self._engine(Role.POLICY)
+        self._register_dispatch_collect_info(MESH, policy.get_data_parallel_rank(), policy.is_mp_src_rank_with_outputs())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_step(self, held_versions: int, undoable: bool) -> None:
+        """Copy what `end_step` keeps for later versions' checks and what `undo_step` goes back to.
+
+        Args:
+            held_versions: of how many earlier versions the policy's weights are held in main memory.
+            undoable: whether weights may move before the last check of the step.
+        """
+        if self._earlier is None:
+            self._earlier = EarlierWeights(held_versions)
+        trained = [role for role in self._models if role is not Role.REFERENCE]
+        copied = trained if undoable else [Role.POLICY] if held_versions else []
+        self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_step(self) -> None:
+        """Hold the weights that the step began with, as those of the version before."""
+        if Role.POLICY in self._before and self._earlier:
+            self._earlier.hold(self._before[Role.POLICY].weights)
+        self._before = {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hold_weights(self, directory: Path, held_versions: int) -> None:
+        """Hold a checkpoint's weights as those of the version before the trained one; those that are held already are older; collective.
+
+        Args:
+            directory: of the checkpoint.
+            held_versions: as in `begin_step`.
+
+        Raises:
+            CheckpointError: the directory lacks a trained parameter.
+        """
+        if self._earlier is None:
+            self._earlier = EarlierWeights(held_versions)
+        engine = self._engine(Role.POLICY)
+        own = snapshots.take(engine, moments=False)
+        state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        tied = getattr(engine.module, "all_tied_weights_keys", None) or {}
+        lacking = [name for name, one in engine.module.named_parameters() if one.requires_grad and name not in state and name not in tied]
+        if lacking:
+            raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
+        try:
+            _load_module(engine.module, state, strict=False)
+            self._earlier.hold(snapshots.take(engine, moments=False).weights)
+        finally:
+            snapshots.restore(engine, own)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def undo_step(self) -> None:
+        """Clear gradients, and put back what `begin_step` copied."""
+        for role, model in self._models.items():
+            if role is not Role.REFERENCE:
+                staged_step.discard(model)
+        for role, snapshot in self._before.items():
+            snapshots.restore(self._engine(role), snapshot)
+        self._before = {}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def train(self, rows: Any) -> Any:
+        """Take one optimizer step of the model that the rows name; collective."""
+        with quiet():
+            return self._models[Role(tu.pop(rows, "role"))].train_batch(rows)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def accumulate(self, rows: Any) -> Any:
+        """Pass rows through the model that they name, forward and backward, and leave their gradients to `apply`; collective."""
+        with quiet():
+            return staged_step.accumulate(self._models[Role(tu.pop(rows, "role"))], rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def apply(self, role: str) -> float:
+        """Step a model by the gradients that `accumulate` left; collective. The gradient's norm."""
+        with quiet():
+            return staged_step.apply(self._models[Role(role)])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
+    def infer(self, rows: Any) -> Any:
+        """Pass rows forward through the model that they name, or through the policy as it was `behind` versions ago; collective."""
+        role, behind = Role(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
+        with quiet(), self._as_it_was(role, behind):
+            return self._models[role].infer_batch(rows)
+
+    def _as_it_was(self, role: Role, behind: int) -> contextlib.AbstractContextManager[None]:
+        if not behind:
+            return contextlib.nullcontext()
+        assert self._earlier is not None
+        return self._earlier.loaded(self._engine(role), behind)
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The policy's parameters by Hugging Face's names, tied ones once, adapters merged; or adapters alone, by PEFT's; collective."""
+        module, settings = self._engine(Role.POLICY).module, self._settings
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        if settings.road == "adapter":
+            tensors = alone(module.state_dict())
+        elif settings.lora_rank:  # verl would merge them too, in bfloat16
+            tensors = merged(module.state_dict(), settings.lora_alpha / settings.lora_rank)
+        else:
+            tensors, _ = self._engine(Role.POLICY).get_per_tensor_param()
+        for name, tensor in tensors:
+            if name not in tied:
+                yield name, np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_weights(self, directory: Path) -> None:
+        """Write the policy's parameters; collective."""
+        if self.rank == 0:
+            checkpoint.save_weights(directory, self.weights(), weights_file(self._settings))
+        else:
+            for _ in self.weights():
+                pass  # each whole tensor takes all ranks
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_state(self, directory: Path, order: Any) -> None:
+        """Write what the weights do not hold: moments, steps, random states, adapters beside their base, and the critic; collective.
+
+        Args:
+            directory: where.
+            order: the random state that mini-batches are drawn from, which is not a worker's.
+        """
+        policy = self._engine(Role.POLICY)
+        ranks: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(ranks, _random_state())
+        state = {
+            "moments": _moments(policy.optimizer),
+            "steps": policy.lr_scheduler.last_epoch,
+            "order": order,
+            "random": ranks,
+        }
+        if self._settings.lora_rank:
+            state["adapted"] = _whole(kept(policy.module.state_dict(), self._settings))
+            state["lora_alpha"] = self._settings.lora_alpha
+        if Role.CRITIC in self._models:
+            critic = self._engine(Role.CRITIC)
+            state["critic"] = {"weights": _whole(critic.module.state_dict()), "moments": _moments(critic.optimizer)}
+        if self.rank == 0:
+            torch.save(state, directory / checkpoint.STATE)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_state(self, directory: Path) -> Any:
+        """Read what `save_state` wrote, by however many workers. A critic that it lacks begins anew; rates and betas are the settings'.
+
+        Returns:
+            The random state that mini-batches are drawn from.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or has other adapters than the settings; on every rank.
+        """
+        file, settings = directory / checkpoint.STATE, self._settings
+        try:
+            state = torch.load(file, weights_only=False, mmap=True)  # our own file, beside weights whose checksum was verified
+        except (OSError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}). Restore {directory} from a copy.") from error
+        if not {"order", "steps", "moments"} <= state.keys():
+            raise CheckpointError(
+                f"{file} is of another release. Begin a branch with the weights beside it (trainer.branch, trainer.model), or go on there."
+            )
+        policy = self._engine(Role.POLICY)
+        require_adapters(file, state.get("adapted"), state.get("lora_alpha"), policy.module.state_dict(), settings)
+        if settings.lora_rank:
+            _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
+        _load_moments(policy.optimizer, state["moments"])
+        _go_on(policy.lr_scheduler, state["steps"])
+        if self.rank < len(state["random"]):
+            _set_random_state(state["random"][self.rank])
+        if Role.CRITIC in self._models and "critic" in state:
+            _load_module(self._engine(Role.CRITIC).module, state["critic"]["weights"])
+            _load_moments(self._engine(Role.CRITIC).optimizer, state["critic"]["moments"])
+        return state["order"]
+
+    def _engine(self, role: Role) -> Any:
+        return self._models[role].engine
+
+
+@contextlib.contextmanager
+def _alike() -> Iterator[None]:
+    """Draw the same random numbers in every process, whatever it did before: adapters and a critic's head begin with some."""
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(_SEED)
+        yield
+
+
+def _whole(state: Any) -> Any:
+    """A state whose tensors are whole and in main memory; collective."""
+    if isinstance(state, DTensor):
+        return state.full_tensor().cpu()
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: _whole(value) for key, value in state.items()}
+    return state
+
+
+def _own(value: Any, like: Any) -> Any:
+    """Of a whole tensor, the part that this rank holds of a parameter; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> None:
+    held = module.state_dict()
+    module.load_state_dict({name: _own(value, held.get(name)) for name, value in state.items()}, strict=strict)
+
+
+def _moments(optimizer: Any) -> dict[int, dict[str, Any]]:
+    """What an optimiser remembers of each parameter; collective."""
+    return _whole(optimizer.state_dict()["state"])
+
+
+def _load_moments(optimizer: Any, moments: dict[int, dict[str, Any]]) -> None:
+    """Take them over; rates, betas and decay stay what the settings say."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    own = {at: {name: _own(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
+
+
+def _go_on(schedule: Any, steps: int) -> None:
+    """Let a schedule go on after so many optimiser steps, from the rates of the settings."""
+    schedule.last_epoch = steps
+    for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(steps)
+
+
+def _random_state() -> dict[str, Any]:
+    return {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

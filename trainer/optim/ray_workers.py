@@ -1,0 +1,195 @@
+"""The workers as processes under Ray: verl's RayWorkerGroup of `trainer.optim.rank.Rank`, and what happens when one of them fails.
+
+In: calls of the engine. Out: what the ranks answer. Invariant: every call ends. What all ranks refuse alike (the gap's alarm, a state that
+cannot be read) is raised here as the one error that it is, and they stand as before; where one died, or failed alone, while the others wait
+for it in a collective, all of them are ended, and the error says which one and why.
+
+Rows go through Ray's object store, by verl's own dispatch; weights and states do not: workers read and write them as files, which lie where
+every node sees them.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import SpangradError, TrainerError
+from spangrad.settings import TrainerSettings
+from trainer.optim.process import prepare_process, quiet, worker_environment
+from trainer.optim.ray_cluster import Cluster
+from trainer.publish.lora import weights_file
+from trainer.sft.objective import Objective
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""How often a call looks up from waiting, so that signals are seen."""
+_SETTLE_SECONDS = 20.0
+"""How long after one rank's failure the others may take to end the call, before they are held for stuck."""
+
+
+class RayWorkers:
+    """trainer.workers ranks on each of trainer.nodes nodes."""
+
+    def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
+        """Begin the ranks and load their models.
+
+        Raises:
+            TrainerError: Ray has no place for them, or one died or failed.
+        """
+        self._settings, self._group, self._failed = settings, None, False
+        with quiet():
+            prepare_process()
+            self._cluster = Cluster(settings)
+        try:
+            with quiet():
+                places, self.device = self._cluster.place()
+                self._group = _group(model.absolute(), settings, objective, places, self.device, self._cluster.own)
+            self.everywhere("join", self.device, self._rendezvous())
+            self.everywhere("load", self.device)
+            self.size = self._learn_dispatch()
+        except BaseException:
+            self.close()
+            raise
+
+    def everywhere(self, method: str, *arguments: object) -> Any:
+        """Call a method on every rank; the first rank's answer."""
+        from verl.single_controller.base.decorator import dispatch_one_to_all
+
+        parted, _ = dispatch_one_to_all(self._living(), *arguments)
+        return self._call(method, parted)[0]
+
+    def by_rows(self, method: str, rows: Any) -> Any:
+        """Call a method on every rank with its part of the rows; the answers, one after the other."""
+        from verl.single_controller.base.decorator import collect_lazy_compute_data_proto, dispatch_lazy_compute_data_proto
+
+        from trainer.optim.rank import MESH
+
+        group = self._living()
+        parted, _ = dispatch_lazy_compute_data_proto(MESH, group, rows)
+        return collect_lazy_compute_data_proto(MESH, group, self._call(method, parted))
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The policy's parameters by name; they take the way over a file."""
+        from safetensors.numpy import load_file
+
+        shared = None if self._cluster.own else self._settings.directory.absolute()
+        if shared:
+            shared.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
+            self.everywhere("save_weights", Path(directory))
+            yield from load_file(Path(directory) / weights_file(self._settings)).items()
+
+    def close(self) -> None:
+        """End the ranks, and Ray if it was begun for them."""
+        import ray
+
+        if self._group and ray.is_initialized():
+            for actor in self._group.workers:
+                ray.kill(actor)
+        self._group = None
+        self._cluster.close(keep_logs=self._failed)
+
+    def _living(self) -> Any:
+        if self._group is None:
+            raise TrainerError("the trainer's workers have ended: what they were called for is not done. Start `spangrad train` again.")
+        return self._group
+
+    def _learn_dispatch(self) -> int:
+        """Let verl's dispatch know which rank takes which part of the rows: it would ask by itself, and not see signals. How many parts."""
+        from verl.single_controller.base.decorator import dispatch_one_to_all
+
+        from trainer.optim.rank import MESH
+
+        group = self._living()
+        asked, _ = dispatch_one_to_all(group, MESH)
+        group._dispatch_info[MESH] = self._call("_query_dispatch_info", asked)
+        group._collect_info[MESH] = self._call("_query_collect_info", asked)
+        return max(group._dispatch_info[MESH]) + 1
+
+    def _rendezvous(self) -> str:
+        """Where ranks meet: a file where they share a machine with nobody else's, else a port of the first one's node."""
+        if self._cluster.directory:
+            return f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
+        return str(self.everywhere("meeting_place"))
+
+    def _call(self, method: str, parted: Any) -> list[Any]:
+        """Start a call on every rank and wait for all.
+
+        Raises:
+            TrainerError: a rank died, or failed.
+            SpangradError: what the ranks raised.
+            OSError: the same.
+        """
+        import ray
+
+        calls = self._living().execute_all_async(method, *parted)
+        pending = list(calls)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=_LOOK_SECONDS)
+            if any(_failure(one) for one in done):
+                _, pending = ray.wait(calls, num_returns=len(calls), timeout=_SETTLE_SECONDS)
+                self._raise(method, calls, stuck=pending)
+        return ray.get(calls)
+
+    def _raise(self, method: str, calls: list[Any], *, stuck: list[Any]) -> None:
+        from ray.exceptions import RayTaskError
+
+        failures = {rank: _failure(call) for rank, call in enumerate(calls) if call not in stuck}
+        failures = {rank: error for rank, error in failures.items() if error}
+        dead = {rank: error for rank, error in failures.items() if not isinstance(error, RayTaskError)}
+        causes = {rank: error.cause for rank, error in failures.items() if isinstance(error, RayTaskError)}
+        known = next((one for one in causes.values() if isinstance(one, SpangradError | OSError)), None)
+        if known and not dead:
+            if stuck:
+                self.close()
+            raise known
+        self._failed = True
+        rank, error = next(iter((dead or causes).items()))
+        what = "died" if dead else f"failed ({type(error).__name__}: {error})"
+        logs = f" Its log lies in {self._cluster.directory}." if self._cluster.directory else ""
+        self.close()
+        raise TrainerError(
+            f"worker {rank} of {len(calls)} {what} in `{method}`, and the others were ended. The batch is trained again at the next start."
+            f"{logs} Where memory was short, lower trainer.max_tokens_per_device."
+        ) from error
+
+
+def _failure(call: Any) -> BaseException | None:
+    """What a call that is over has raised, as Ray has it. None: it went well."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.get(call)
+    except RayError as error:
+        return error
+    return None
+
+
+def _group(model: Path, settings: TrainerSettings, objective: Objective | None, places: list[Any], device: str, own: bool) -> Any:
+    """Verl's worker group, a rank a place."""
+    import ray
+    from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, sort_placement_group_by_node_ip
+
+    from trainer.optim.rank import Rank
+
+    class Group(RayWorkerGroup):
+        """Ranks meet by `Rank.join`: verl would start a process of Ray's to find a port."""
+
+        def _get_master_addr_port(self, *_: object, **__: object) -> None:
+            self._master_addr, self._master_port = "127.0.0.1", "0"
+
+    everywhere = {name: path.absolute() for name in ("model", "reference") if (path := getattr(settings, name))}
+    pool = RayResourcePool([settings.workers] * settings.nodes, use_gpu=False, max_colocate_count=1)
+    pool.pgs = sort_placement_group_by_node_ip(places)
+    rank = RayClassWithInitArgs(ray.remote(Rank), model, settings.model_copy(update=everywhere), objective)
+    rank.update_options({"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0})  # verl would ask the platform of this process
+    return Group(pool, rank, device_name=device, worker_env=worker_environment(device, own=own))

@@ -1,0 +1,1 @@
+"""Checkpoints, and their way to running engines."""

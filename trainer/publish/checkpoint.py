@@ -1,0 +1,221 @@
+"""Policy versions as directories: a Hugging Face model that any engine can serve, or an adapter, and the optimiser's state beside it.
+
+In: named weights and a function that writes the optimiser's state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
+Invariant: a directory of that name is whole. It is written under a temporary name, every file is synced to disk, the marker
+`STABLE` is written last, and one rename makes it visible. Weights are float32, whatever config.json says: that is what training
+goes on from, and an engine casts them as it loads. A model that adapters below the same directory are of is not pruned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import CheckpointError
+from spangrad.types import VersionStatus
+from spangrad.weights import adapters
+from spangrad.weights.adapters import AdapterFacts
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+
+MARKER = "STABLE"
+WEIGHTS = "model.safetensors"
+STATE = "optimizer.pt"
+_TEMPORARY = ".writing-"
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+"""Weights and optimiser states, which a new version has its own of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A version's directory, as its marker describes it."""
+
+    path: Path
+    policy: str
+    branch: str
+    version: int
+    parent: int
+    batch_id: str
+    checksum: str
+    """Of the weights: `spangrad.weights.checksums.checksum_directory`."""
+    tokenizer_hash: str
+
+
+def branch_directory(directory: Path, policy: str, branch: str) -> Path:
+    """Where a branch's versions lie; names are quoted, so that a slash in one makes no directory."""
+    return directory.absolute() / quote(policy, safe="") / quote(branch, safe="")
+
+
+def version_directory(directory: Path, policy: str, branch: str, version: int) -> Path:
+    """Where a version lies once it is whole."""
+    return branch_directory(directory, policy, branch) / f"v{version}"
+
+
+def write(
+    directory: Path,
+    *,
+    policy: str,
+    branch: str,
+    version: int,
+    parent: int,
+    batch_id: str,
+    base: Path,
+    save_weights: Callable[[Path], None],
+    save_state: Callable[[Path], None],
+    adapter: AdapterFacts | None = None,
+) -> Checkpoint:
+    """Write a version.
+
+    Args:
+        directory: trainer.directory.
+        policy: its name.
+        branch: its branch.
+        version: its number; nothing may lie there yet.
+        parent: the version that was trained.
+        batch_id: what it was trained on.
+        base: a model directory whose configuration and tokenizer are copied.
+        save_weights: writes the parameters into a directory, as `save_weights` below does.
+        save_state: writes the optimiser's state into a directory.
+        adapter: what the weights adapt. None: they are a whole model.
+
+    Raises:
+        CheckpointError: the version is there already, or cannot be written: the disk is full, say.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    final = version_directory(directory, policy, branch, version)
+    if final.exists():
+        raise CheckpointError(f"{final} exists, and version {version} was only now handed out. Move it away, and start again.")
+    temporary = final.with_name(f"{_TEMPORARY}{final.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for file in sorted(base.iterdir()):
+            if file.is_file() and file.name not in {MARKER, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
+                shutil.copyfile(file, temporary / file.name)
+        save_weights(temporary)
+        if adapter:
+            with safe_open(temporary / adapters.WEIGHTS, "numpy") as opened:
+                adapters.write_config(temporary, adapter, opened.keys())
+        save_state(temporary)
+        made = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        for name in sizes:
+            _sync(temporary / name)
+        facts = {**asdict(made), "path": str(final), "files": sizes}
+        (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
+        _sync(temporary / MARKER)
+        _sync(temporary)
+        temporary.rename(final)
+        _sync(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"version {version} could not be written to {final.parent} ({error}). Make room there and start again: what was trained up to "
+            f"version {parent} is kept, and the batch is trained again."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return made
+
+
+def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]], file: str = WEIGHTS) -> None:
+    """Write parameters, by their Hugging Face names, as a model directory has them; or by PEFT's, as `adapters.WEIGHTS`."""
+    from safetensors.numpy import save_file
+
+    save_file(dict(weights), directory / file, metadata={"format": "pt"})
+
+
+def verify(path: Path, checksum: str) -> None:
+    """Make sure that a model directory holds the weights that the ledger says.
+
+    Raises:
+        CheckpointError: it is missing, a file was cut, or the weights are others.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"the model directory {path} is missing. Restore it from a copy, or begin a new trainer.branch.")
+    marker = path / MARKER
+    if marker.exists():
+        for name, size in json.loads(marker.read_text())["files"].items():
+            file = path / name
+            if not file.exists() or file.stat().st_size != size:
+                there = f"{file.stat().st_size} bytes" if file.exists() else "missing"
+                raise CheckpointError(f"{file} is {there}, and was written with {size}. Restore {path} from a copy.")
+    found = checksum_directory(path)
+    if found != checksum:
+        raise CheckpointError(
+            f"{path} holds weights with checksum {found}, and the ledger says {checksum}. Restore the directory from a copy."
+        )
+
+
+def remove(directory: Path, policy: str, branch: str, version: int) -> None:
+    """Remove a version, if it is there."""
+    path = version_directory(directory, policy, branch, version)
+    gone = path.with_name(f"{_TEMPORARY}{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # another trainer of the branch tidies up as well
+        # Under its final name, a half-removed directory would look whole.
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def prune(directory: Path, policy: str, branch: str, *, committed: Collection[int], keep: int, spared: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` committed versions and those that are `spared`; the newest of all always stays."""
+    old = [version for version in sorted(committed)[: -max(keep, 1)] if version not in spared]
+    adapted = _adapted(directory) if old else ()
+    for version in old:
+        if version_directory(directory, policy, branch, version) not in adapted:
+            remove(directory, policy, branch, version)
+
+
+def _adapted(directory: Path) -> set[Path]:
+    """The models that adapters below a directory are of."""
+    found = set[Path]()
+    for config in directory.absolute().glob(f"*/*/v*/{adapters.CONFIG}"):
+        with contextlib.suppress(CheckpointError):  # nobody can serve it
+            if facts := adapters.adapter_facts(config.parent):
+                found.add(facts.base)
+    return found
+
+
+def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:
+    """Remove what a crash left half-written or half-removed, and versions that were never committed.
+
+    Args:
+        directory: trainer.directory.
+        policy: its name.
+        branch: its branch.
+        statuses: of the branch's versions, None where a step is under way. They are asked for once the directories have been seen: what
+            another trainer writes by then is under way or committed.
+    """
+    left = sorted(branch_directory(directory, policy, branch).glob(f"{_TEMPORARY}v*"))
+    whole = sorted(branch_directory(directory, policy, branch).glob("v*"))
+    known = statuses()
+    for path in left:
+        if known.get(_number(path), VersionStatus.ORPHANED) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
+    for path in whole:
+        if known.get(_number(path)) is VersionStatus.ORPHANED:
+            remove(directory, policy, branch, _number(path))
+
+
+def _number(path: Path) -> int:
+    """Of the version that a directory is named after; -1 where it is named after none."""
+    digits = path.name.rpartition("v")[2]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,122 @@
+"""LoRA's adapters: folded into the weights that they adapt, or by themselves.
+
+In: the parameters of a model under PEFT, by PEFT's names. Out: the merged weights by Hugging Face's names, or the adapter's tensors by the
+names that PEFT's files have. Invariant: in float32 whatever the engine trains in, so that what is served has the logprobs of what is
+trained; nothing of the model changes.
+
+Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spangrad.errors import CheckpointError
+from spangrad.settings import TrainerSettings
+from spangrad.weights.adapters import PREFIX, A, AdapterFacts, B, adapter_facts
+from spangrad.weights.adapters import WEIGHTS as ADAPTER
+from trainer.publish.checkpoint import WEIGHTS
+
+_BASE = ".base_layer."
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+"""In the model; in files they have no `default`."""
+
+
+def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str, Any]]:
+    """Each weight with its adapter, if it has one, added to it.
+
+    Args:
+        parameters: tensors (full or FSDP2's) by PEFT's names.
+        scaling: alpha over rank.
+    """
+    for name, value in parameters.items():
+        if ".lora_" in name:
+            continue
+        weight = _full(value)
+        module, base, _ = name.partition(_BASE)
+        if base and module + _A in parameters and name.endswith(".weight"):
+            weight = weight + scaling * (_full(parameters[module + _B]) @ _full(parameters[module + _A]))
+        yield name.removeprefix(PREFIX).replace(_BASE, "."), weight
+
+
+def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each A and B, without what they adapt.
+
+    Args:
+        parameters: tensors (full or FSDP2's) by PEFT's names.
+    """
+    for name, value in parameters.items():
+        for ours, theirs in ((_A, A), (_B, B)):
+            if name.endswith(ours):
+                yield name.removesuffix(ours) + theirs, _full(value)
+
+
+def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, Any]:
+    """What a version's state holds of them: what its merged weights do not tell apart, or with trainer.road `adapter` the adapters."""
+    return {name: value for name, value in parameters.items() if ".lora_" in name or settings.road != "adapter"}
+
+
+def require_adapters(
+    file: Path, held: Mapping[str, Any] | None, alpha: int | None, parameters: Mapping[str, Any], settings: TrainerSettings
+) -> None:
+    """See that a version's state has the adapters that the settings make.
+
+    Args:
+        file: for errors.
+        held: what `kept` gave when it was written. None: it was written without adapters.
+        alpha: what trainer.lora_alpha was then.
+        parameters: the model's, as the settings make them.
+        settings: the trainer's.
+
+    Raises:
+        CheckpointError: it has others, or none.
+    """
+    if (held is not None) != bool(settings.lora_rank):
+        raise CheckpointError(
+            f"{file} was written {'without' if held is None else 'with'} adapters, and trainer.lora_rank = "
+            f"{settings.lora_rank}. Set it as it was, or begin a branch with these weights (trainer.branch, trainer.model)."
+        )
+    if held is None:
+        return
+    alone = all(".lora_" in name for name in held)
+    if alone != (settings.road == "adapter"):
+        raise CheckpointError(
+            f"{file} was written with trainer.road = {'adapter' if alone else 'disk'}, and now it is {settings.road}. Set it as it was, or "
+            "begin a branch with a whole model (trainer.branch, trainer.model)."
+        )
+    if {name: value.shape for name, value in held.items()} != {name: value.shape for name, value in kept(parameters, settings).items()}:
+        raise CheckpointError(
+            f"{file} holds adapters of another shape than trainer.lora_rank = {settings.lora_rank} and trainer.lora_modules make. "
+            "Set them as they were, or begin a branch with these weights (trainer.branch, trainer.model)."
+        )
+    if alpha != settings.lora_alpha:
+        # The same tensors, scaled otherwise, are other weights.
+        raise CheckpointError(
+            f"{file} was written with trainer.lora_alpha = {alpha}, and now it is {settings.lora_alpha}. Set it as it was, or begin a "
+            "branch with these weights (trainer.branch, trainer.model)."
+        )
+
+
+def weights_file(settings: TrainerSettings) -> str:
+    """What the file of a version's parameters is called."""
+    return ADAPTER if settings.road == "adapter" else WEIGHTS
+
+
+def model_of(version: Path) -> Path:
+    """The model that a version's directory holds, or that its adapter is of."""
+    adapter = adapter_facts(version)
+    return adapter.base if adapter else version
+
+
+def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
+    """What the adapter is of that a step makes: what its parent's adapter is of, or its parent. None: a step makes a whole model."""
+    if settings.road != "adapter":
+        return None
+    return AdapterFacts(model_of(parent), settings.lora_rank, settings.lora_alpha)
+
+
+def _full(value: Any) -> Any:
+    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.detach().float()

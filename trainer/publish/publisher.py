@@ -1,0 +1,123 @@
+"""Hands committed versions to the gateway, which alone touches engines.
+
+In: a committed version, and maybe its weights, which are then sent when the gateway asks for them. Out: the gateway serves it.
+Invariant: a version is published by path and checksum, so that what an engine loads is what the ledger committed; publishing the version
+that is served already changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.error
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from spangrad.errors import GatewayError
+from spangrad.http.json_http import ask, refusal
+from spangrad.settings import GatewaySettings, Settings
+from spangrad.types import PolicyVersion
+from trainer.publish.sender import Sender, Weights
+
+_REFUSALS = {400, 401, 403, 405, 409, 413, 422}
+"""HTTP statuses of refusals that asking again does not change; others, such as those of a proxy before a gateway that starts, pass."""
+_REMEDY = (
+    "The version stays committed and is published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
+)
+
+
+class GatewayRefusedError(GatewayError):
+    """The gateway refuses for good: the version, the token or the request is not what it takes."""
+
+
+class Publisher:
+    """HTTP client of the gateway's administration of policies."""
+
+    stages: Mapping[str, float] = {}
+    """Seconds of each step of the last publication, of the engine that took the longest; `files`: what was read before. Empty: no engine
+    had to take anything."""
+
+    def __init__(
+        self,
+        gateway: GatewaySettings,
+        remedy: str = _REMEDY,
+        sender: Sender | None = None,
+        calls: Mapping[str, object] | None = None,
+    ) -> None:
+        """Talk to gateway.url, with gateway.token when there is one.
+
+        Args:
+            gateway: where it is.
+            remedy: ends what is said when that fails.
+            sender: sends weights to engines. None: they read files.
+            calls: the publication's `in_flight` and `drain_seconds`. None: the gateway's defaults.
+        """
+        self._gateway = gateway
+        self._remedy = remedy
+        self._sender = sender
+        self._calls = calls or {}
+
+    def served(self, policy: str) -> int | None:
+        """The version that the gateway serves. None: it has not admitted its engine yet.
+
+        Raises:
+            GatewayError: it does not answer, or does not know the policy.
+        """
+        version = self._ask("GET", f"/admin/policies/{quote(policy, safe='')}")["version"]
+        return None if version is None else int(version)
+
+    def publish(self, version: PolicyVersion, *, again: bool = False, weights: Weights | None = None) -> float:
+        """Have the gateway serve a version, and wait until its engines do.
+
+        Args:
+            version: which one.
+            again: even if it is older than what is served, or was rolled back.
+            weights: gives the version's, for the sender if there is one. None: nobody has them in memory.
+
+        Returns:
+            Seconds that the gateway took.
+
+        Raises:
+            GatewayRefusedError: it refuses for good.
+            GatewayError: it does not answer, or cannot now.
+        """
+        body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum, **self._calls}
+        if again:
+            body["again"] = True
+        with self._sender.offering(weights) if self._sender and weights else contextlib.nullcontext() as sender:
+            if sender:
+                body["sender"] = sender
+            made = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
+        seconds = float(made["seconds"])
+        engines: list[dict[str, float]] = list(made.get("stages", {}).values())
+        slowest = max(engines, key=lambda one: sum(one.values()), default={})
+        self.stages = {"files": max(seconds - sum(slowest.values()), 0.0), **slowest} if slowest else {}
+        return seconds
+
+    def _ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
+        try:
+            return ask(self._gateway.url, self._gateway.token, method, path, body, self._gateway.request_timeout_seconds)
+        except urllib.error.HTTPError as error:
+            kind = GatewayRefusedError if error.code in _REFUSALS else GatewayError
+            raise kind(f"the gateway refused {method} {error.url} ({error.code}): {refusal(error)} {self._remedy}") from error
+        except (OSError, ValueError) as error:  # URLError, timeouts, and something else than JSON
+            reason = getattr(error, "reason", error)
+            raise GatewayError(
+                f"the gateway at {self._gateway.url} does not answer ({reason}). Start it with `spangrad gateway`, or set "
+                f"gateway.url. {self._remedy}"
+            ) from error
+
+
+def publisher_of(settings: Settings) -> Publisher | None:
+    """As the settings want it. None: versions are not published.
+
+    Raises:
+        SettingsError: nobody can listen at trainer.transfer_host.
+    """
+    if not settings.trainer.publish:
+        return None
+    trainer = settings.trainer
+    calls: dict[str, object] = {"in_flight": trainer.in_flight}
+    if trainer.in_flight == "drain":
+        calls["drain_seconds"] = trainer.drain_seconds
+    return Publisher(settings.gateway, sender=Sender(trainer) if trainer.road == "transfer" else None, calls=calls)

@@ -1,0 +1,252 @@
+"""Keeps the branch's head served: at once where the gateway answers, else in the background, with back-off, while training goes on.
+
+In: the ledger, which says what the head is. Out: publications. Invariant: whatever fails for a while is tried again until it succeeds; of
+several versions that wait for the gateway only the newest is published, since each attempt asks the ledger for the head anew; one attempt
+is under way at a time. Only a refusal of the head for good is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tenacity
+
+from spangrad.errors import GatewayError, LedgerError
+from spangrad.settings import Settings
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.recovery import newest_version
+from trainer.outages import BACK_OFF, Outage, retried
+from trainer.publish.checkpoint import WEIGHTS
+from trainer.publish.publisher import GatewayRefusedError, Publisher
+from trainer.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from trainer.ledger.tables import LedgerVersion
+    from trainer.publish.sender import Weights
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ServedHead:
+    """A version that the gateway was brought to serve."""
+
+    version: int
+    metrics: Mapping[str, float]
+    """seconds_publish, and seconds_publish_STAGE of the engine that took the longest."""
+
+
+class HeadPublisher:
+    """Publishes the head of one branch."""
+
+    def __init__(self, publisher: Publisher, ledger: Ledger, settings: Settings, shutdown: Shutdown) -> None:
+        """Publish through `publisher` what `ledger` has for a head."""
+        self.publisher = publisher
+        self._ledger = ledger
+        self._settings = settings
+        self._policy = settings.trainer.policy
+        self._shutdown = shutdown
+        self.outage = Outage("the gateway")
+        self._lock = threading.Lock()
+        """Held to change what follows."""
+        self._thread: threading.Thread | None = None
+        """Tries again what failed. None: nothing did."""
+        self._late: list[ServedHead] = []
+        self._refused: GatewayRefusedError | None = None
+        self._closed = threading.Event()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a publication failed and has not succeeded since."""
+        return self._thread is not None
+
+    def start(self, held: LedgerVersion, weights: Weights) -> None:
+        """Wait until the gateway has an engine, which may be starting beside us, and have the head served.
+
+        Also where that version is said to be served: the gateway compares weights, not numbers, and brings up what is down.
+
+        Args:
+            held: the version that this process has in memory.
+            weights: gives its parameters.
+
+        Raises:
+            GatewayRefusedError: the gateway refuses the head for good.
+            GatewayError: there is no gateway, or it has no engine, in the time that an engine has to start.
+        """
+        end = time.monotonic() + self._settings.engine.start_timeout_seconds
+        self._retried(self._await_engine, end)
+        self._retried(lambda: self._attempt(held.version, weights), end)
+
+    def publish(self, held: LedgerVersion, weights: Weights) -> ServedHead | None:
+        """Have the head served.
+
+        Args:
+            held: the version that this process has in memory.
+            weights: gives its parameters, until this call returns.
+
+        Returns:
+            None: the gateway cannot serve it now, and is asked again in the background; or somebody moved the head meanwhile.
+
+        Raises:
+            GatewayRefusedError: the gateway refuses the head for good.
+        """
+        with self._lock:
+            if self.is_behind:
+                return None  # the background asks for the head anew before it ends
+        try:
+            return self._attempt(held.version, weights)
+        except GatewayRefusedError:
+            raise
+        except GatewayError as error:
+            self.outage.failed(error)
+            self._begin_retries()
+            return None
+
+    def look(self, held: LedgerVersion, weights: Weights) -> None:
+        """Have the head served where something else is: an engine that was restarted serves what it was started with.
+
+        Raises:
+            GatewayRefusedError: the gateway refuses the head for good.
+        """
+        if self.is_behind:
+            return
+        try:
+            served = self.publisher.served(self._policy)
+            self.outage.over()
+        except GatewayError as error:
+            # Also a refusal: it is an error when something is to be published.
+            self.outage.failed(error, is_retry=False)
+            return
+        if served not in {None, newest_version(self._ledger).version}:
+            self.publish(held, weights)
+
+    def collect(self) -> list[ServedHead]:
+        """Return what the background has published since the last call.
+
+        Raises:
+            GatewayRefusedError: the gateway refused the head for good.
+        """
+        with self._lock:
+            late, self._late = self._late, []
+            refused, self._refused = self._refused, None
+        if refused:
+            raise refused
+        return late
+
+    def wait(self) -> None:
+        """Wait until nothing is behind, or the background was refused.
+
+        Raises:
+            GatewayError: the gateway did not serve the head in the time that an engine has to start.
+        """
+        end = time.monotonic() + self._settings.engine.start_timeout_seconds
+        while self.is_behind and not self._shutdown.is_ending:
+            if time.monotonic() > end:
+                raise GatewayError(
+                    f"the gateway at {self._settings.gateway.url} has not taken version {newest_version(self._ledger).version} in "
+                    f"engine.start_timeout_seconds = {self._settings.engine.start_timeout_seconds:g} s. The version stays committed and is "
+                    "published when `spangrad train` starts again."
+                )
+            self._shutdown.sleep(self._settings.trainer.poll_seconds)
+
+    def close(self) -> None:
+        """Begin no attempt more; one that is under way is left to the gateway, which carries it out."""
+        self._closed.set()
+
+    def _retried(self, work: Callable[[], object], end: float) -> None:
+        retried(work, lambda error: _passes(error) and time.monotonic() < end, self.outage, self._shutdown)
+
+    def _await_engine(self) -> None:
+        if self.publisher.served(self._policy) is None:
+            raise GatewayError(f"the gateway at {self._settings.gateway.url} has no engine. Start one with `spangrad engine`.")
+
+    def _attempt(self, held: int | None = None, weights: Weights | None = None) -> ServedHead | None:
+        """Have the head served, also where that is older than what is: the branch was rolled back, and nobody told the gateway.
+
+        Args:
+            held: the version that `weights` are of.
+            weights: gives parameters that are in memory. None: they are read from files.
+        """
+        served = self.publisher.served(self._policy)
+        head = newest_version(self._ledger)  # read last: what is served and newer was committed before, and the head was moved since
+        back = served is not None and head.version < served and served in self._ledger.committed_versions()
+        path = Path(head.policy_version.path)
+        chosen = weights if head.version == held else self._from_files(path)
+        try:
+            seconds = self.publisher.publish(head.policy_version, again=back, weights=chosen)
+        except GatewayError:
+            if newest_version(self._ledger).version != head.version:
+                return None  # somebody has moved the head, and publishes it
+            raise
+        self.outage.over()
+        logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
+        stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
+        return ServedHead(head.version, {"seconds_publish": seconds, **stages})
+
+    def _from_files(self, path: Path) -> Weights | None:
+        """Parameters of a version that this process has written, read again: those in memory may be in the middle of a step.
+
+        None: the engines read the version's files.
+        """
+        if self._settings.trainer.road != "transfer" or not (path / WEIGHTS).is_file():
+            return None
+        return lambda: _read_weights(path / WEIGHTS)
+
+    def _begin_retries(self) -> None:
+        with self._lock:
+            self._thread = threading.Thread(target=self._retry, name="publication", daemon=True)
+            self._thread.start()
+
+    def _sleep(self, seconds: float) -> None:
+        self._closed.wait(seconds)
+
+    def _retry(self) -> None:
+        """Publish the head, in a thread of its own, until that succeeds or is refused for good."""
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_passes),
+            wait=BACK_OFF,
+            stop=lambda _: self._closed.is_set(),
+            sleep=self._sleep,
+            before_sleep=self.outage.note,
+            reraise=True,
+        )
+        publication: ServedHead | None = None
+        refused: GatewayRefusedError | None = None
+        self._sleep(_FIRST_RETRY_SECONDS)
+        while not self._closed.is_set():
+            try:
+                publication = attempts(self._attempt)
+            except GatewayRefusedError as error:
+                refused = error
+            except (GatewayError, LedgerError):
+                return  # closed
+            with self._lock:
+                if publication:
+                    self._late.append(publication)
+                if refused or (publication and publication.version == newest_version(self._ledger).version):
+                    self._refused, self._thread = refused, None
+                    return
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether an error of a publication may pass: no refusal for good, and not the ledger's word that there is no version."""
+    return isinstance(error, GatewayError | LedgerError) and not isinstance(error, GatewayRefusedError)
+
+
+def _read_weights(file: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as opened:
+        for name in opened.keys():  # noqa: SIM118  # no mapping
+            yield name, opened.get_tensor(name)

@@ -1,0 +1,219 @@
+"""Sends a version's weights to the engines' workers, when the gateway asks for it: the trainer's side of vLLM's weight-transfer protocol.
+
+In: a version's weights, and the gateway's requests (gateway/weights/transfer.py has their form). Out: the weights, to one engine at a
+time, in the engine's dtype, over a carrier that the engine names: `http` anywhere, `nccl` between two GPUs. Invariant: nobody without the
+token, which only the gateway is given, is sent anything; what is sent is what the checksum is of.
+
+Each engine has a connection (group) of its own, so that one that fails holds up no other. Over NCCL the sender is rank 0 of a group with
+the engine's workers; it is PyTorch's own, since vLLM is not installed beside the trainer: vLLM's workers join by a unique id.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import SettingsError, SpangradError, TrainerError
+from spangrad.settings import TrainerSettings
+from spangrad.weights.checksums import checksum_arrays, nbytes, words_of
+
+logger = logging.getLogger(__name__)
+
+Weights = Callable[[], Iterator[tuple[str, NDArray[np.float32]]]]
+"""Gives each parameter by its Hugging Face name."""
+
+
+class _Offer:
+    """The weights of one version, fetched when they are first asked for."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _named(self) -> dict[str, NDArray[np.float32]]:
+        return dict(self._weights())
+
+    @property
+    def named(self) -> dict[str, NDArray[np.float32]]:
+        """By name, in the order in which they are sent."""
+        with self._lock:
+            return self._named
+
+    def update(self, dtype: str) -> dict[str, Any]:
+        """What vLLM's workers are told of it."""
+        named = self.named
+        shapes = [list(one.shape) for one in named.values()]
+        return {"names": list(named), "dtype_names": [dtype] * len(named), "shapes": shapes}
+
+
+class Sender:
+    """An HTTP server of the trainer's that stands by during publications."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        """Listen at trainer.transfer_host.
+
+        Raises:
+            SettingsError: that is no address of this machine, or the port is taken.
+        """
+        self.token = secrets.token_urlsafe(24)
+        self._offer: _Offer | None = None
+        self._keys: dict[str, tuple[_Offer, str]] = {}
+        """What may be fetched once over HTTP, and in which dtype."""
+        self._groups: dict[str, Any] = {}
+        """NCCL's communicators that stand."""
+        try:
+            self._server = ThreadingHTTPServer((settings.transfer_host, settings.transfer_port), _handler(self))
+        except OSError as error:
+            raise SettingsError(
+                f"trainer.transfer_host = {settings.transfer_host!r}, trainer.transfer_port = {settings.transfer_port}: nobody can listen "
+                f"there ({error}). Set an address of this machine that the gateway and the engines reach."
+            ) from error
+        self._server.daemon_threads = True
+        host, port = self._server.server_address[:2]
+        self.url = f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="sender of weights", daemon=True).start()
+
+    def close(self) -> None:
+        """Stand by no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    @contextlib.contextmanager
+    def offering(self, weights: Weights) -> Generator[Mapping[str, str]]:
+        """While the block runs, send these weights to whoever the gateway names; what the gateway is told of the sender."""
+        self._offer = _Offer(weights)
+        try:
+            yield {"url": self.url, "token": self.token}
+        finally:
+            self._offer = None
+            self._keys.clear()
+
+    def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the gateway is told.
+
+        Raises:
+            TrainerError: it cannot have that.
+        """
+        offer = self._offer
+        if offer is None:
+            raise TrainerError("no version is being published.")
+        if path == "/checksum":
+            arrays = offer.named.values()
+            whole = checksum_arrays(arrays, "float32")
+            return {"checksum": whole if body["dtype"] == "float32" else checksum_arrays(arrays, body["dtype"]), "whole": whole}
+        if path != "/transfers":
+            raise TrainerError(f"there is no {path}.")
+        match body["over"]:
+            case "http":
+                return self._over_http(offer, body)
+            case "nccl":
+                return self._over_nccl(offer, body)
+            case over:
+                raise TrainerError(f"weights are sent over http or nccl, not {over!r}.")
+
+    def fetched(self, key: str) -> tuple[_Offer, str] | None:
+        """What a worker may fetch with a key, once. None: nothing."""
+        return self._keys.pop(key, None)
+
+    def _over_http(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
+        key = secrets.token_urlsafe(24)
+        self._keys[key] = offer, body["dtype"]
+        update = {**offer.update(body["dtype"]), "url": f"{self.url}/weights/{key}"}
+        return {"group": "http", "init": None if body["group"] == "http" else {}, "update": update}
+
+    def _over_nccl(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Not run by the tests of this project, which have no GPU."""
+        import torch
+
+        nccl: Any = importlib.import_module("torch.cuda.nccl")
+        if not torch.cuda.is_available():
+            raise TrainerError(
+                "engine.transfer = nccl, and the trainer's process sees no GPU. Give it one of its own, beside the engine's, or set "
+                "engine.transfer = http."
+            )
+        group, init = body["group"], None
+        if group not in self._groups:
+            group, unique_id = secrets.token_urlsafe(8), nccl.unique_id()
+            said = base64.b64encode(unique_id).decode()
+            init = {"nccl_unique_id_b64": said, "rank_offset": 1, "world_size": body["workers"] + 1, "packed": False}
+
+            def communicator() -> Any:
+                made = nccl.init_rank(body["workers"] + 1, unique_id, 0)
+                # vLLM's workers begin with a sum of one element, which waits for everybody.
+                nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[made])
+                self._groups[group] = made
+                return made
+        else:
+
+            def communicator() -> Any:
+                return self._groups[group]
+
+        def send() -> None:
+            try:
+                to = communicator()
+                for array in offer.named.values():
+                    nccl.broadcast([torch.from_numpy(array).to("cuda", getattr(torch, body["dtype"]))], comms=[to])
+                torch.cuda.synchronize()
+            except RuntimeError:
+                logger.exception("weights could not be sent to engine %s", body["engine"])
+
+        # Each side waits for the other inside NCCL, so this one begins before the gateway's order has come to the engine.
+        threading.Thread(target=send, name=f"sends to {body['engine']}", daemon=True).start()
+        return {"group": group, "init": init, "update": offer.update(body["dtype"])}
+
+
+def _handler(sender: Sender) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("content-length", 0)))
+            if not secrets.compare_digest(self.headers.get("authorization", "").encode(), f"Bearer {sender.token}".encode()):
+                self._say(401, b"another token is needed.")
+                return
+            try:
+                said = sender.answer(self.path, json.loads(text))
+            except SpangradError as error:
+                self._say(409, str(error).encode())
+            except (ValueError, KeyError, TypeError) as error:
+                self._say(400, f"that is no request of the gateway's: {error!r}".encode())
+            else:
+                self._say(200, json.dumps(said).encode(), "application/json")
+
+        def do_GET(self) -> None:
+            found = sender.fetched(self.path.removeprefix("/weights/"))
+            if found is None:
+                self._say(404, b"nothing is offered there.")
+                return
+            offer, dtype = found
+            named = offer.named
+            self.send_response(200)
+            self.send_header("content-length", str(sum(nbytes(one, dtype) for one in named.values())))
+            self.end_headers()
+            for one in named.values():
+                self.wfile.write(words_of(one, dtype).data)
+
+        def _say(self, status: int, body: bytes, kind: str = "text/plain") -> None:
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            logger.debug("sender: " + format, *args)
+
+    return Handler

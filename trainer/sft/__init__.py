@@ -1,0 +1,1 @@
+"""Training on files: supervised (SFT) and on preferences (DPO)."""

@@ -1,0 +1,164 @@
+"""The optimiser of a run over files: examples through verl's workers, in this process or several under Ray.
+
+In: a model directory, settings, `Example`s. Out: metrics of a step, logprobs of examples; weights and the run's state as files. Invariant:
+a run that goes on from a saved state is the run that was not stopped, bit by bit on a CPU: the state holds the optimiser, the schedule, the
+random states, adapters, and what the reference said of each pair, which is asked once, before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spangrad.errors import TrainerError
+from spangrad.settings import Settings
+from trainer.optim.rows import scalars
+from trainer.optim.workers import begin
+from trainer.sft.examples import Example
+from trainer.sft.objective import Method, Objective
+from trainer.sft.rendering import Tokens
+
+_NO_OP = Tokens([0, 0], [0, 0])
+_KEPT = ("loss", "grad_norm", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
+_ALONE = {"kl_coef": 0.0, "estimator": "grpo"}
+"""Of the trainer's settings: neither a reference nor a critic is loaded beside the policy."""
+
+
+class Tuner:
+    """A model, its optimiser, and what a run over files does with them."""
+
+    def __init__(self, model: Path, settings: Settings, method: Method, steps: int) -> None:
+        """Load the weights of `model` in float32, for a run of so many optimiser steps.
+
+        Raises:
+            SettingsError: what the settings ask for cannot be done.
+            TrainerError: Ray has no place for the workers.
+        """
+        self._tuning, self._objective = settings.tuning, Objective.of(method, settings.tuning, steps)
+        trainer = settings.trainer.model_copy(update=_ALONE)
+        self._workers = begin(model, trainer, self._objective)
+        self.device = self._workers.device
+        self.reference: NDArray[np.float32] | None = None
+        """Of every sequence of every example, trained before held out, its logprob under the reference. None: not asked yet, or SFT."""
+
+    def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
+        """One optimiser step.
+
+        Args:
+            examples: of the batch.
+            reference: DPO: logprob of each of their sequences under the reference.
+
+        Returns:
+            loss (SFT: nats a token; DPO: a pair), grad_norm, tokens (trained ones), and with DPO preference_accuracy, preference_margin,
+            chosen_reward, rejected_reward.
+
+        Raises:
+            TrainerError: the gradient is not finite; the weights are as before.
+        """
+        raw = scalars(self._workers.by_rows("train", self._rows(examples, reference)))
+        told = {name: raw[name] for name in _KEPT if name in raw}
+        if not np.isfinite(told["grad_norm"]):
+            raise TrainerError(
+                f"the gradient's norm is {told['grad_norm']}, so no step was taken. Look for odd rows in this batch, and lower "
+                "tuning.learning_rate if earlier steps grew."
+            )
+        return {**told, "tokens": float(_trained_tokens(examples))}
+
+    def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
+        """Of each sequence, the sum of its trained tokens' logprobs (nats) under the weights as they are."""
+        found = [self._sums(part) for part in _portions(examples, self._tuning.batch_size)]
+        return np.concatenate(found) if found else np.zeros(0, np.float32)
+
+    def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
+        """Metrics of held-out examples, as `step` names them, without a step; nothing of none."""
+        import torch
+
+        from trainer.sft.losses import preferences
+
+        if not examples:
+            return {}
+        sums = self.logprobs(examples)
+        if self._objective.method == "sft":
+            return {"loss": -float(sums.sum()) / _trained_tokens(examples)}
+        assert reference is not None
+        both = torch.from_numpy(sums), torch.from_numpy(reference)
+        made = preferences(*both, self._objective.beta, self._objective.label_smoothing)
+        return {"loss": float(made.losses.mean()), **{name: float(value.mean()) for name, value in made.figures().items()}}
+
+    def save_weights(self, directory: Path) -> None:
+        """Write every parameter by its Hugging Face name, with adapters merged."""
+        self._workers.everywhere("save_weights", directory.absolute())
+
+    def save_state(self, directory: Path) -> None:
+        """Write what the weights do not hold; in the place of the order of mini-batches, which a run draws from its seed, the reference."""
+        self._workers.everywhere("save_state", directory.absolute(), self.reference)
+
+    def load_state(self, directory: Path) -> None:
+        """Read what `save_state` wrote, by however many workers.
+
+        Raises:
+            CheckpointError: the file is missing or damaged.
+        """
+        self.reference = self._workers.everywhere("load_state", directory.absolute())
+
+    def close(self) -> None:
+        """End the workers; nothing may be called after that."""
+        self._workers.close()
+
+    def _sums(self, examples: Sequence[Example]) -> NDArray[np.float32]:
+        from trainer.sft.losses import row_sums
+
+        sequences = len(examples) * self._objective.sequences
+        rows = self._rows(examples, np.zeros(sequences, np.float32), compute_loss=False)
+        output = self._workers.by_rows("infer", rows)
+        return row_sums(output["log_probs"].cpu(), rows["loss_mask"])[:sequences].numpy()
+
+    def _rows(self, examples: Sequence[Example], reference: NDArray[np.float32] | None, **flags: bool) -> Any:
+        """Verl's jagged layout, chosen and rejected in turn, with no-op rows up to a multiple of the number of workers."""
+        import torch
+        from tensordict import TensorDict
+        from verl.utils import tensordict_utils as tu
+
+        size = self._objective.sequences
+        sequences = [one for example in examples for one in example.sequences]
+        padding = -len(sequences) % (size * self._workers.size)
+        whole = [*sequences, *[_NO_OP] * padding]
+
+        def jagged(values: list[list[int]]) -> Any:
+            return torch.nested.as_nested_tensor([torch.tensor(one, dtype=torch.long) for one in values], layout=torch.jagged)
+
+        columns = {
+            "input_ids": jagged([one.ids for one in whole]),
+            "position_ids": jagged([list(range(len(one.ids))) for one in whole]),
+            "loss_mask": jagged([one.mask for one in whole]),
+        }
+        if size == 2:
+            assert reference is not None
+            columns["reference"] = torch.from_numpy(np.pad(reference, (0, padding)))
+            columns["is_real"] = torch.tensor([1.0] * len(sequences) + [0.0] * padding)
+        rows = TensorDict(columns, batch_size=len(whole))
+        tu.assign_non_tensor(
+            rows,
+            role="policy",
+            temperature=1.0,
+            global_batch_size=len(sequences),
+            global_token_num=[len(one.ids) for one in whole],
+            force_group_size=size,
+            pairs=len(examples),
+            update_lr_scheduler=True,
+            **flags,
+        )
+        return rows
+
+
+def _trained_tokens(examples: Sequence[Example]) -> int:
+    return sum(sum(one.mask) for example in examples for one in example.sequences)
+
+
+def _portions(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
+    for at in range(0, len(examples), size):
+        yield examples[at : at + size]

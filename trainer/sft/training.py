@@ -1,0 +1,390 @@
+"""A run of `spangrad tune`: files -> examples -> optimiser steps -> checkpoints -> commits -> publication.
+
+In: settings, a method, files. Out: policy versions, one an epoch (or tuning.steps_per_version steps), the last of them published.
+Invariant: at every instruction the ledger knows enough to go on. What a commit holds is never trained again by the same command, and what
+no commit holds is trained as if nothing had happened: the files' checksums, the settings and the examples name the run, the ledger says at
+which step of it the branch's head is, and the head's directory holds the state from which the next step is made.
+
+A step goes to the branch's head only. When somebody else moves the head meanwhile, the run ends with an error and can be gone on with once
+the head is back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Protocol
+
+from spangrad.errors import SettingsError, SpangradError, StoreError, TrainerError
+from spangrad.settings import Settings
+from spangrad.store.clickhouse import connect
+from trainer.data.source import BatchRollout, Group
+from trainer.ledger.file_batches import TunedFile, Tuning, last_of, trained_attempts
+from trainer.ledger.heartbeat import beating
+from trainer.ledger.ledger import Lease, Ledger
+from trainer.ledger.mirror import Mirror
+from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning, undo_leases
+from trainer.ledger.tables import LedgerVersion
+from trainer.monitor.watching import Clock, Step, Watchers
+from trainer.publish import checkpoint
+from trainer.publish.lora import model_of
+from trainer.publish.publisher import Publisher
+from trainer.sft.examples import Example, Examples, Limits, batches, digest_of, read_examples
+from trainer.sft.files import RolloutOrigin, Source, find_sources
+from trainer.sft.objective import Method
+from trainer.sft.rendering import Renderer
+from trainer.shutdown import Shutdown, Stopped
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+    from trainer.sft.optimizer import Tuner
+
+logger = logging.getLogger(__name__)
+
+_LEARNING = ("lora_rank", "lora_alpha", "lora_modules", "betas", "weight_decay", "clip_grad", "dtype", "max_tokens_per_device")
+"""The trainer's settings that decide what a run learns."""
+_REMEDY = (
+    "The version stays committed and is published when the same `spangrad tune` is started again; trainer.publish = false trains without."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is about to do."""
+
+    method: Method
+    run: str
+    """Its name: `run_name`."""
+    base: LedgerVersion
+    """The weights that it goes on from."""
+    done: Tuning | None
+    """The batch that made `base`, where that is one of this run."""
+    sources: Sequence[Source]
+    examples: Examples
+    digest: str
+    steps: list[list[int]]
+    """Places of the examples of each optimiser step; none when the run is whole, whose files are not read."""
+    ends: list[int]
+    """Steps after which a version is committed."""
+
+    @property
+    def at(self) -> int:
+        """Steps that are committed."""
+        return self.done.step if self.done else 0
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a run did."""
+
+    plan: Plan
+    versions: list[LedgerVersion]
+    """That it committed, oldest first; empty: the run had been whole before."""
+
+
+class Observer(Protocol):
+    """Who is told how a run goes."""
+
+    def planned(self, plan: Plan) -> None:
+        """The files are read, and training is about to begin."""
+        ...
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        """An optimiser step was made."""
+        ...
+
+    def committed(self, version: LedgerVersion) -> None:
+        """A version was committed."""
+        ...
+
+
+class _Nobody:
+    def planned(self, plan: Plan) -> None: ...
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def committed(self, version: LedgerVersion) -> None: ...
+
+
+def tune(
+    settings: Settings, method: Method, paths: Sequence[Path], *, again: bool = False, observer: Observer | None = None
+) -> Tuned | None:
+    """Train a branch's head on files.
+
+    Args:
+        settings: the whole tree; its own section, the trainer's, the store's and the gateway's are read.
+        method: sft or dpo.
+        paths: files, or directories of them.
+        again: also train rows whose rollouts the branch has trained, and a whole run over again.
+        observer: told how it goes.
+
+    Returns:
+        None: stopped by a signal.
+
+    Raises:
+        SpangradError: a setting, a file, the gateway or a checkpoint is not as it must be; the ledger is left so that the same call goes
+            on.
+    """
+    require_beginning(settings)
+    if settings.trainer.road == "adapter":
+        raise SettingsError(
+            "trainer.road = adapter hands out adapters alone, and `spangrad tune` makes whole models (adapters are merged into them). Set "
+            "trainer.road = disk, on a branch that has no adapters for versions."
+        )
+    sources = find_sources(paths)
+    shutdown = Shutdown()
+    try:
+        with shutdown.listening():
+            return _Run(settings, method, sources, again, observer or _Nobody(), shutdown).go()
+    except Stopped:
+        logger.info("stopped by %s: the same command goes on from the last version", shutdown.requested)
+        return None
+
+
+def run_name(settings: Settings, method: Method, sources: Sequence[Source], *, again: bool) -> str:
+    """What a run is known by: 16 hex digits over the method, the files' contents and every setting that decides what is learnt."""
+    trainer = settings.trainer.model_dump(mode="json", include=set(_LEARNING))
+    facts = [method, [one.checksum for one in sources], settings.tuning.model_dump(mode="json"), trainer, again]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class _Run:
+    settings: Settings
+    method: Method
+    sources: Sequence[Source]
+    again: bool
+    observer: Observer
+    shutdown: Shutdown
+    clock: Clock = field(default_factory=Clock)
+
+    def go(self) -> Tuned:
+        ledger, client, watchers = open_ledger(self.settings), _store(self.settings), Watchers([])
+        publisher = Publisher(self.settings.gateway, _REMEDY) if self.settings.trainer.publish else None
+        try:
+            head = prepare(ledger, self.settings)
+            if publisher:
+                publisher.served(self.settings.trainer.policy)  # so that a gateway that is not there is missed before the work, not after
+            plan = self._plan(ledger, head)
+            versions: list[LedgerVersion] = []
+            if plan.steps:
+                self.observer.planned(plan)
+                watchers = _watchers(self.settings, client)
+                versions = self._train(ledger, client, watchers, plan)
+            _copy(client, self.settings, ledger)
+            newest = newest_version(ledger)
+            if publisher:
+                logger.info("version %d is served (%.2f s)", newest.version, publisher.publish(newest.policy_version))
+            return Tuned(plan, versions)
+        finally:
+            ledger.close()
+            watchers.close()
+            if client:
+                client.close()
+
+    def _plan(self, ledger: Ledger, head: LedgerVersion) -> Plan:
+        trainer, tuning = self.settings.trainer, self.settings.tuning
+        run = run_name(self.settings, self.method, self.sources, again=self.again)
+        last = last_of(ledger.database, trainer.policy, trainer.branch, run, ledger.lineage())
+        done = last[1] if last else None
+        if last and done and self.again and (done.is_whole or last[0] != head.version):
+            last = done = None
+        if done and done.is_whole:
+            return Plan(self.method, run, head, done, self.sources, Examples(), done.examples, [], [])
+        if last and done and last[0] != head.version:
+            raise TrainerError(
+                f"this run stopped at step {done.step} of {done.steps} (version {last[0]}), and branch {trainer.branch} is at "
+                f"version {head.version} by now. Go back with `spangrad policy rollback {trainer.policy}@{last[0]}` to end it, or begin "
+                "a run of its own with --again."
+            )
+        model = Path(head.policy_version.path)
+        if model_of(model) != model:
+            raise TrainerError(
+                f"version {head.version}, the head of branch {trainer.branch}, is an adapter, and `spangrad tune` goes on from whole "
+                "models. Begin a branch with a whole model (trainer.branch, trainer.model)."
+            )
+        limits = Limits.of(model, head.tokenizer_hash, tuning, trainer.max_tokens_per_device)
+        known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, done)
+
+        def trained_before(origins: Sequence[RolloutOrigin]) -> list[RolloutOrigin]:
+            return [one for one in origins if (one.run_id, one.rollout_id, one.attempt) in known]
+
+        examples = read_examples(self.sources, self.method, Renderer(model), limits, tuning, trained_before)
+        digest = digest_of([*examples.trained, *examples.held_out])
+        if done and digest != done.examples:
+            raise TrainerError(
+                f"this run has trained other rows up to step {done.step} than these files give now: the branch, or its tokenizer, has "
+                "changed since. Begin a run of its own with --again."
+            )
+        steps = batches(examples.trained, tuning)
+        stride = tuning.steps_per_version or len(steps) // tuning.epochs
+        ends = [*range(stride, len(steps), stride), len(steps)]
+        return Plan(self.method, run, head, done, self.sources, examples, digest, steps, ends)
+
+    def _train(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan) -> list[LedgerVersion]:
+        with closing(self._tuner(plan)) as tuner:
+            return self._versions(ledger, client, watchers, plan, tuner)
+
+    def _versions(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan, tuner: Tuner) -> list[LedgerVersion]:
+        head, made = plan.base, list[LedgerVersion]()
+        before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
+        for begin, end in pairwise([plan.at, *(one for one in plan.ends if one > plan.at)]):
+            self.clock.begin()
+            head = self._version(ledger, tuner, plan, head, begin, end, {f"{name}_before": value for name, value in before.items()})
+            before = {}
+            made.append(head)
+            self.observer.committed(head)
+            _copy(client, self.settings, ledger)
+            batch = ledger.batch(head.policy_version.batch_id or "")
+            watchers.stepped(Step(len(ledger.committed_versions()) - 1, head, batch, self.clock.stages))
+            prune(ledger, self.settings)
+            self.clock.end()
+        return made
+
+    def _tuner(self, plan: Plan) -> Tuner:
+        from trainer.sft.optimizer import Tuner
+
+        model = Path(plan.base.policy_version.path)
+        tuner = Tuner(model, self.settings, self.method, len(plan.steps))
+        if plan.done:
+            tuner.load_state(model)
+        elif self.method == "dpo":
+            tuner.reference = tuner.logprobs([*plan.examples.trained, *plan.examples.held_out])
+        logger.info("version %d is loaded on %s", plan.base.version, tuner.device)
+        return tuner
+
+    def _held_out(self, tuner: Tuner, plan: Plan) -> dict[str, float]:
+        after = 2 * len(plan.examples.trained)
+        return tuner.measure(plan.examples.held_out, None if tuner.reference is None else tuner.reference[after:])
+
+    def _version(
+        self, ledger: Ledger, tuner: Tuner, plan: Plan, parent: LedgerVersion, begin: int, end: int, facts: dict[str, float]
+    ) -> LedgerVersion:
+        """Make one version of some steps; when anything goes wrong before the commit, undo the lease."""
+        trained = [plan.examples.trained[at] for at in sorted({at for step in plan.steps[begin:end] for at in step})]
+        tuning = Tuning(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
+        try:
+            lease = self._lease(ledger, _rollouts(trained), parent, tuning)
+            with beating(ledger, lease):
+                with self.clock.stage("train"):
+                    told = [self._step(tuner, plan, at) for at in range(begin, end)]
+                    metrics = _means(told) | _named("held_out", self._held_out(tuner, plan)) | facts
+                written = self._checkpoint(tuner, plan, parent, lease, is_last=end == len(plan.steps))
+            whole = len(plan.steps) // self.settings.tuning.epochs
+            metrics |= {"epoch": end / whole, "tuning_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
+            with self.shutdown.shielded():
+                ledger.commit(
+                    lease, checksum=written.checksum, path=str(written.path), tokenizer_hash=written.tokenizer_hash, metrics=metrics
+                )
+        except BaseException:
+            self.shutdown.end()
+            with suppress(SpangradError, OSError):  # what went wrong first is to be told; the next start cleans up
+                undo_leases(ledger, self.settings)
+            raise
+        return ledger.version(lease.version)
+
+    def _step(self, tuner: Tuner, plan: Plan, at: int) -> dict[str, float]:
+        self.shutdown.check()
+        places = plan.steps[at]
+        reference = None
+        if tuner.reference is not None:
+            reference = tuner.reference.reshape(-1, 2)[places].reshape(-1)
+        told = tuner.step([plan.examples.trained[one] for one in places], reference)
+        self.observer.stepped(at + 1, told)
+        return told
+
+    def _checkpoint(self, tuner: Tuner, plan: Plan, parent: LedgerVersion, lease: Lease, *, is_last: bool) -> checkpoint.Checkpoint:
+        trainer = self.settings.trainer
+        nothing: Callable[[Path], None] = lambda _: None  # noqa: E731
+        with self.clock.stage("checkpoint"):
+            return checkpoint.write(
+                trainer.directory,
+                policy=trainer.policy,
+                branch=trainer.branch,
+                version=lease.version,
+                parent=lease.parent,
+                batch_id=lease.batch_id,
+                base=Path(parent.policy_version.path),
+                save_weights=tuner.save_weights,
+                save_state=nothing if is_last else tuner.save_state,  # a whole run goes on nowhere
+            )
+
+    def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, tuning: Tuning) -> Lease:
+        awaited = None
+        while True:
+            with self.shutdown.shielded():
+                lease = ledger.begin(rollouts, parent.version, tuning=tuning)
+            if lease:
+                return lease
+            head, branch = newest_version(ledger).version, self.settings.trainer.branch
+            if head != parent.version:
+                raise TrainerError(
+                    f"branch {branch} was moved from version {parent.version} to {head} meanwhile, so step {tuning.step} of this run has "
+                    "no place there. Stop whoever trains that branch, go back with `spangrad policy rollback "
+                    f"{self.settings.trainer.policy}@{parent.version}`, and start again."
+                )
+            holder = ledger.holder()
+            if holder and holder != awaited:
+                logger.info("%s makes a step of branch %s: waiting for its end", holder, branch)
+            awaited = holder
+            time.sleep(self.settings.trainer.poll_seconds)
+
+
+def _rollouts(examples: Sequence[Example]) -> list[BatchRollout]:
+    """The rollouts that examples came from, each once."""
+    found: dict[tuple[str, str, int], BatchRollout] = {}
+    for example in examples:
+        for one in example.origins:
+            group = Group(one.run_id, one.mode, one.build_spec, one.group_id)
+            found.setdefault((one.run_id, one.rollout_id, one.attempt), BatchRollout(group, one.rollout_id, one.attempt, one.revision))
+    return list(found.values())
+
+
+def _files(sources: Sequence[Source], examples: Sequence[Example]) -> tuple[TunedFile, ...]:
+    counts = {one.checksum: 0 for one in sources}
+    for example in examples:
+        counts[example.source.checksum] += 1
+    return tuple(TunedFile(one.name, one.checksum, one.size, counts[one.checksum]) for one in sources if counts[one.checksum])
+
+
+def _means(told: Sequence[dict[str, float]]) -> dict[str, float]:
+    sums = {"tokens"}
+    return {name: sum(one[name] for one in told) if name in sums else fmean(one[name] for one in told) for name in told[0]}
+
+
+def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def _store(settings: Settings) -> Client | None:
+    """The span store. None: it is away; what it lacks is copied there by whoever trains the branch next."""
+    try:
+        return connect(settings.store, consistent=True)
+    except StoreError as error:
+        logger.warning("the ledger is not copied to the store now: %s", error)
+        return None
+
+
+def _copy(client: Client | None, settings: Settings, ledger: Ledger) -> None:
+    if client:
+        try:
+            Mirror(client, settings.store.url, ledger).catch_up()
+        except StoreError as error:
+            logger.warning("the ledger is not copied to the store now: %s", error)
+
+
+def _watchers(settings: Settings, client: Client | None) -> Watchers:
+    from trainer.monitor.tracing import StepSpans
+    from trainer.monitor.tracking import Trackers
+
+    spans = [StepSpans(settings, client)] if client and settings.trainer.traces else []
+    return Watchers([*([Trackers(settings)] if settings.trainer.trackers else []), *spans])

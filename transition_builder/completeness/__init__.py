@@ -1,0 +1,1 @@
+"""Rollouts that are complete, and spans that no rollout claims."""

@@ -1,0 +1,140 @@
+"""When a rollout may be built.
+
+In: what has arrived of it (`facts`): the roots of its attempts, and how many of its calls and evaluations, all dated by
+the store's clock. Out: one row a rollout with a verdict. Invariant: nothing partial is ever complete.
+
+A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many of its
+calls have arrived as the gateway answered, and a reward or a failure has arrived, or SQL or rules alone give the reward; without such a
+number (no gateway), when nothing new has come for `quiet_seconds`. Calls of earlier attempts are waited for as well, so that
+each can be dropped by name. `incomplete_after_seconds` after the final root arrived the waiting ends: a final
+attempt that lacks calls is incomplete; one that lacks only its reward is complete, and has no reward.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import polars as pl
+
+from spangrad import semconv
+from spangrad.settings import BuilderSettings
+from transition_builder.calls.lineage import forest
+from transition_builder.completeness.resolve import NAMED, resolve
+from transition_builder.dialects.conventions.gateway import IS_GATEWAY
+from transition_builder.dialects.reading import attribute
+from transition_builder.frames import Facts, Verdict, conform
+from transition_builder.schemas import COUNTS, PRESENCE, ROLLOUTS, ROOTS
+
+_ROLLOUT = ["RunId", "RolloutId"]
+_NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
+
+
+def facts(arrivals: pl.DataFrame) -> Facts:
+    """What ARRIVALS tell of their rollouts."""
+    where = [*_NAMES, "TraceId"]
+    said = arrivals.filter(pl.col("RowKind") != "span")
+    scored = said.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
+    evaluations = scored.group_by(where).agg(pl.struct("SpanId", "Choice").n_unique().cast(pl.UInt64).alias("Evaluations"))
+    presence = (
+        arrivals.group_by(where)
+        .agg(pl.col("IngestedAt").max().alias("LastArrival"))
+        .join(evaluations, on=where, how="left")
+        .with_columns(pl.col("Evaluations").fill_null(0))
+    )
+    counts = _counted(arrivals).group_by(where).agg(pl.col("SpanId").n_unique().alias("Calls"))
+    return Facts(_roots(arrivals), conform(presence, PRESENCE), conform(counts, COUNTS))
+
+
+def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """Spans of calls that a gateway counts for an attempt: those that name it, once where gateways stand behind each other."""
+    links = ["TraceId", "SpanId", "ParentSpanId"]
+    spans = arrivals.select(*_NAMES, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
+    spans = spans.unique(["TraceId", "SpanId"], keep="first", maintain_order=True)
+    tree = forest(spans)
+    by_gateway = spans["by_gateway"].to_numpy()
+    outermost = tree.nearest(by_gateway)[tree.parent[: tree.size]] == tree.size
+    return spans.filter(pl.Series(by_gateway & outermost) & NAMED)
+
+
+def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
+    """ROOTS among ARRIVALS: of each the first delivery that is final, else the first."""
+    root = (pl.col("SpanName") == semconv.ROOT_SPAN_NAME) & (pl.col("RowKind") == "span") & NAMED
+    return conform(
+        arrivals.filter(root)
+        .filter(attribute(semconv.ROLLOUT_FINAL).is_not_null())
+        .with_columns(
+            RolloutId="RolloutKey",
+            GroupId=attribute(semconv.GROUP_ID).fill_null(""),
+            GroupSize=attribute(semconv.GROUP_SIZE).cast(pl.UInt32, strict=False).fill_null(0),
+            TaskId=attribute(semconv.TASK_ID).fill_null(""),
+            Calls=attribute(semconv.ROLLOUT_CALLS).cast(pl.UInt32, strict=False),
+            Final=(attribute(semconv.ROLLOUT_FINAL) == "true"),
+            Failure=attribute(semconv.ROLLOUT_FAILURE).fill_null(""),
+        )
+        .sort(~pl.col("Final"), "IngestedAt", maintain_order=True)
+        .unique(["RunId", "RolloutId", "Attempt", "TraceId", "SpanId"], keep="first", maintain_order=True),
+        ROOTS,
+    )
+
+
+def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
+    """Judge every rollout that has a final root.
+
+    Args:
+        facts: of the rollouts in question; a span counts once however often it was delivered.
+        now: the store's clock, as are all arrival times.
+        spec: the waiting times.
+
+    Returns:
+        ROLLOUTS, waiting ones included.
+    """
+    # A worker that died may have written a root before somebody wrote the one that ends the rollout.
+    roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique([*_ROLLOUT, "Attempt"], keep="first", maintain_order=True)
+    final = roots.filter("Final").unique(_ROLLOUT, keep="last", maintain_order=True)
+    last = final.select(*_ROLLOUT, pl.col("Attempt").alias("final_attempt"))
+
+    counts = resolve(facts.counts, facts.presence, final).group_by(*_ROLLOUT, "Attempt").agg(pl.col("Calls").sum().alias("arrived"))
+    presence = resolve(facts.presence, facts.presence, final).join(last, on=_ROLLOUT)
+    seen = presence.group_by(_ROLLOUT).agg(
+        pl.col("Evaluations").filter(pl.col("Attempt") == pl.col("final_attempt")).sum().alias("evaluations"),
+        pl.col("LastArrival").max().alias("last_arrival"),
+    )
+    lacking = (
+        roots.join(last, on=_ROLLOUT)
+        .join(counts, on=[*_ROLLOUT, "Attempt"], how="left")
+        .with_columns(pl.col("arrived").fill_null(0))
+        .with_columns(lacks=pl.col("Calls") > pl.col("arrived"))
+        .group_by(_ROLLOUT)
+        .agg(
+            pl.col("arrived").filter(pl.col("Attempt") == pl.col("final_attempt")).sum(),
+            (pl.col("lacks").fill_null(False) & (pl.col("Attempt") < pl.col("final_attempt"))).any().alias("earlier_lack"),
+            ((pl.col("Attempt") <= pl.col("final_attempt")).sum() <= pl.col("final_attempt").first()).alias("roots_lack"),
+        )
+    )
+    counted = pl.col("Calls").is_not_null()
+    expired = now - pl.col("IngestedAt") >= pl.duration(milliseconds=round(spec.incomplete_after_seconds * 1000))
+    quiet = now - pl.max_horizontal("IngestedAt", "last_arrival") >= pl.duration(milliseconds=round(spec.quiet_seconds * 1000))
+    whole = pl.when(counted).then(pl.col("arrived") >= pl.col("Calls")).otherwise(quiet)
+    concluded = (pl.col("Failure") != "") | (pl.col("evaluations") > 0) | pl.lit(not spec.waits_for_reward)
+    settled = concluded & ~pl.col("earlier_lack") & ~pl.col("roots_lack")
+    missing = pl.format("{} of {} calls arrived within {} s", "arrived", "Calls", pl.lit(f"{spec.incomplete_after_seconds:g}")) + pl.when(
+        pl.col("Failure") != ""
+    ).then(pl.format("; the attempt failed: {}", "Failure")).otherwise(pl.lit(""))
+    return conform(
+        final.join(seen, on=_ROLLOUT, how="left")
+        .with_columns(pl.col("evaluations").fill_null(0))
+        .join(lacking, on=_ROLLOUT, how="left")
+        .with_columns(
+            Verdict=pl.when(whole & (settled | expired))
+            .then(pl.lit(Verdict.COMPLETE.value))
+            .when(counted & expired)
+            .then(pl.lit(Verdict.INCOMPLETE.value))
+            .otherwise(pl.lit(Verdict.WAITING.value))
+        )
+        .with_columns(
+            Detail=pl.when(pl.col("Verdict") == Verdict.INCOMPLETE.value).then(missing).otherwise(pl.lit("")),
+            LastArrival=pl.max_horizontal("IngestedAt", "last_arrival"),
+            RowsRead=pl.lit(None, pl.UInt64),
+        ),
+        ROLLOUTS,
+    )

@@ -1,0 +1,177 @@
+"""What no final root claims: whose it is, and when it is waited for no longer.
+
+In: spans of calls that nobody has concluded, and what the store knows of their traces and rollouts. Out: rollouts to build in
+spite of the missing root. Invariant (law 2): every call that arrives is concluded in the end, and no rollout is concluded
+while anything of it still arrives.
+
+Two kinds. A rollout that a runner announced (its spans name run and mode) and that stays silent for
+`incomplete_after_seconds` is incomplete: the runner was killed, or its root was lost. Traces that no runner announced are
+production's: complete when silent for `quiet_seconds`. Their rollout is the one that a span of the trace names, else its session, its
+conversation, or the trace itself. A trace that still lacks a parent of some span has an open span, so that it must be silent
+for the longer time.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import polars as pl
+
+from spangrad.settings import BuilderSettings
+from spangrad.types import Mode
+from transition_builder.completeness.resolve import NAMED
+from transition_builder.frames import Verdict, conform
+from transition_builder.schemas import LOOSE, ROLLOUTS
+
+_ROLLOUT = ["RunId", "RolloutId"]
+_GROUP = ["GroupId", "GroupSize", "TaskId"]
+_WHOSE = [name for name in LOOSE if name != "IngestedAt"]
+NO_ROOT = "no final root arrived"
+
+
+def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
+    """LOOSE rows of before and now, with CheckedAt: one for whom each speaks, dated by the newest.
+
+    Args:
+        known: LOOSE, and CheckedAt.
+        new: LOOSE.
+    """
+    rows = pl.concat([known, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+    # What has gone on is silent again from now on.
+    newest = rows.group_by(_WHOSE, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
+    return newest.select(known.columns)
+
+
+def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
+    """Make every row name its rollout: by itself, else as its trace does: rollout, session, conversation, or the trace itself.
+
+    Args:
+        rows: any frame with RunId, Mode, RolloutKey, RolloutKeySource, Attempt and TraceId.
+        owners: OWNERS of their traces.
+
+    Returns:
+        The rows with those columns filled in, all of them named, and Ours: whether some span named the rollout as one of ours.
+    """
+    known = owners.rename({name: f"trace_{name}" for name in owners.columns if name != "TraceId"})
+    joined = rows.join(known, on="TraceId", how="left", maintain_order="left")
+    run, mode, of_trace = (_text(f"trace_{name}") for name in ("RunId", "Mode", "RolloutId"))
+    candidates = (of_trace, _text("trace_SessionId"), _text("trace_ConversationId"), pl.col("RolloutKey"))
+    attempt = pl.when(of_trace.is_not_null()).then("trace_Attempt").otherwise(0)
+    return joined.with_columns(
+        RunId=pl.coalesce(_text("RunId"), run, pl.lit("")),
+        Mode=pl.coalesce(_text("Mode"), mode, pl.lit("")),
+        RolloutKey=pl.when(NAMED).then("RolloutKey").otherwise(pl.coalesce(candidates)),
+        RolloutKeySource=pl.lit("rollout"),
+        Attempt=pl.when(NAMED).then("Attempt").otherwise(attempt).cast(pl.UInt16),
+        Ours=NAMED | of_trace.is_not_null(),
+    ).drop(name for name in known.columns if name != "TraceId")
+
+
+def _text(name: str) -> pl.Expr:
+    return pl.col(name).replace("", None)
+
+
+def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
+    """Rows with the rollouts that they belong to, and whether a runner announced those (Announced).
+
+    Args:
+        loose: LOOSE.
+        owners: OWNERS of their traces.
+        activity: ACTIVITY of the rollouts that those name; a run that a row does not name is the rollout's only one.
+    """
+    only = (
+        activity.filter(pl.col("RunId") != "")
+        .group_by("RolloutId")
+        .agg(pl.col("RunId").first().alias("run"), pl.col("Mode").max().alias("mode"), pl.len().alias("runs"))
+        .filter(pl.col("runs") == 1)
+        .drop("runs")
+    )
+    return (
+        claim(loose, owners)
+        .rename({"RolloutKey": "RolloutId"})
+        .join(only, on="RolloutId", how="left", maintain_order="left")
+        .with_columns(lone=(pl.col("RunId") == "") & pl.col("run").is_not_null())
+        .with_columns(RunId=pl.when("lone").then("run").otherwise("RunId"), Mode=pl.when("lone").then("mode").otherwise("Mode"))
+        .with_columns(Announced=pl.col("Ours") & (pl.col("RunId") != "") & (pl.col("Mode") != ""))
+        .drop("run", "mode", "lone", "Ours", "RolloutKeySource")
+    )
+
+
+def stale(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
+    """Those of the given rollouts of which something has arrived since they were built: RunId, RolloutId, LastArrival.
+
+    Args:
+        arrived: RunId, RolloutId and IngestedAt of rows; a run that a row does not name may be any.
+        built: BUILT.
+    """
+    newest = arrived.group_by(_ROLLOUT).agg(LastArrival=pl.col("IngestedAt").max())
+    unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built.select(*_ROLLOUT, "Watermark"), on="RolloutId")
+    named = newest.join(built.select(*_ROLLOUT, "Watermark"), on=_ROLLOUT)
+    return (
+        pl.concat([named, unnamed], how="diagonal")
+        .filter(pl.col("LastArrival") > pl.col("Watermark"))
+        .group_by(_ROLLOUT, maintain_order=True)
+        .agg(pl.col("LastArrival").max())
+    )
+
+
+def judge(
+    loose: pl.DataFrame,
+    roots: pl.DataFrame,
+    activity: pl.DataFrame,
+    traces: pl.DataFrame,
+    now: datetime,
+    spec: BuilderSettings,
+    *,
+    hurry: bool = False,
+) -> pl.DataFrame:
+    """Rollouts (ROLLOUTS, none waiting) that have been silent long enough, among those without a final root.
+
+    Args:
+        loose: of `rollouts_of`.
+        roots: ROOTS of the attempts of their rollouts, as far as they arrived.
+        activity: ACTIVITY of their rollouts.
+        traces: TRACES of theirs.
+        now: the store's clock, as are all arrival times.
+        spec: the waiting times.
+        hurry: wait for nothing of a trace that no runner announced and that has no open span.
+    """
+    seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
+    of_trace = loose.join(traces, on="TraceId", how="left")
+    torn = of_trace.group_by(_ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
+    known = roots.sort("Attempt").group_by(_ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
+    last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
+    patient, quiet = (
+        pl.duration(milliseconds=round(one * 1000)) for one in (spec.incomplete_after_seconds, 0 if hurry else spec.quiet_seconds)
+    )
+    announced = pl.col("Announced")
+    return conform(
+        _gather(loose)
+        .join(torn, on=_ROLLOUT)
+        .join(seen, on="RolloutId", how="left")
+        .join(known, on=_ROLLOUT, how="left")
+        .filter(~pl.col("Final").fill_null(False))
+        .filter(now - last >= pl.when(announced | pl.col("Torn")).then(patient).otherwise(quiet))
+        .with_columns(
+            pl.col("GroupId", "TaskId").fill_null(""),
+            pl.col("GroupSize").fill_null(0),
+            Mode=pl.when(announced).then("Mode").otherwise(pl.lit(Mode.PRODUCTION.value)),
+            Verdict=pl.when(announced).then(pl.lit(Verdict.INCOMPLETE.value)).otherwise(pl.lit(Verdict.COMPLETE.value)),
+            Detail=pl.when(announced).then(pl.lit(NO_ROOT)).otherwise(pl.lit("")),
+            SpanId=pl.lit(""),
+            LastArrival=last,
+            RowsRead=pl.lit(None, pl.UInt64),
+            Calls=pl.lit(None, pl.UInt32),
+            Failure=pl.lit(""),
+        ),
+        ROLLOUTS,
+    )
+
+
+def _gather(loose: pl.DataFrame) -> pl.DataFrame:
+    """One row a rollout: its newest attempt and arrival."""
+    return (
+        loose.sort("Attempt", "IngestedAt")
+        .group_by(_ROLLOUT, maintain_order=True)
+        .agg(pl.col("Mode").max(), pl.col("Attempt", "TraceId").last(), pl.col("IngestedAt").max(), pl.col("Announced").any())
+    )

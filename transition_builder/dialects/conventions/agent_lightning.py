@@ -1,0 +1,73 @@
+"""Agent Lightning 0.x: spans of AgentOps, of LiteLLM's proxy and of its own tracers, with token ids as attributes.
+
+In: spans of its scopes, or with its attributes. Out: what each is, and the rewards that it emits as spans. Invariant: a reward is a span
+of its own, so that its scores belong to the rollout and to no call.
+
+Ids are integer arrays: `prompt_token_ids` and `response_token_ids` (AgentOps, LiteLLM), or those of the answer under
+`agentlightning.operation.output` (its Weave tracer). They are long, so that `answers` reads them where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from transition_builder.dialects.conventions import gen_ai
+from transition_builder.dialects.reading import OF_CLIENT, Reading, Said, of_json
+
+SCOPES = r"^(agentlightning|agentops)\b"
+SPAN_KIND = "agentops.span.kind"
+OPERATION = "agentlightning.operation."
+MARKS = (
+    SPAN_KIND,
+    "agentlightning.operation.name",
+    "agentlightning.operation.output.id",
+    "agentlightning.operation.output.object",
+    "agentlightning.reward.0.value",
+    "prompt_token_ids",
+    "response_token_ids",
+)
+_CALL_NAME = r"(?i)(openai|anthropic|litellm)\.(chat|completions?|responses?|messages?)\b"
+_ANSWERS = r"^(chat\.completion|text_completion|response|message)$"
+_OUTPUTS = ("agentops.task.output", "agentops.entity.output")
+"""Where AgentOps keeps what a decorated function returned."""
+
+
+def read(said: Said) -> Reading:
+    """Read spans by their kinds and names."""
+    base = gen_ai.read(said)
+    kind = said(SPAN_KIND).str.to_lowercase()
+    answer = said(f"{OPERATION}output.object").str.contains(_ANSWERS).fill_null(False)
+    ids = said.has("prompt_token_ids", "response_token_ids", f"{OPERATION}output.prompt_token_ids")
+    named = pl.col("SpanName").str.contains(_CALL_NAME)
+    other = kind.is_in(["agent", "tool", "task", "workflow", "session", "operation", "chain", "guardrail"]).fill_null(False)
+    call = ~other & (base.call | (kind == "llm").fill_null(False) | answer | ids | (named & said.has(f"{OPERATION}name")))
+    return replace(
+        base,
+        call=call,
+        client=OF_CLIENT | answer | named,
+        tool=(kind == "tool").fill_null(False) | (kind.is_null() & base.tool),
+        chain=kind.is_in(["chain", "workflow"]),
+        suspect=pl.lit(False),
+        agent=pl.coalesce(
+            said.first("agent.name"),
+            base.agent,
+            pl.when(kind == "agent").then(said.first("operation.name", "agentops.entity.name")),
+            pl.when(said("type") == "agent").then(said.first(f"{OPERATION}input.name")),
+        ),
+        tool_name=said.first("tool.name", "operation.name", *gen_ai.TOOL_NAMES),
+        arguments=said.any_of("tool.parameters", "agentops.tool.input", "agentops.entity.input", *gen_ai.ARGUMENTS),
+        result=said.any_of("tool.result", "agentops.tool.output", "agentops.entity.output", *gen_ai.RESULTS),
+        failed=said("tool.status").str.contains("(?i)fail|error").fill_null(False),
+        model=pl.coalesce(said.first(f"{OPERATION}output.model", f"{OPERATION}input.model"), base.model),
+        response_id=pl.coalesce(base.response_id, said.first(f"{OPERATION}output.id")),
+        finish=pl.coalesce(base.finish, said.first(f"{OPERATION}output.choices.0.finish_reason")),
+    )
+
+
+def old_reward(said: Said) -> pl.Expr:
+    """The reward that a span of an early version holds: of the decorator `reward`, or of 0.2's annotation; null where there is none."""
+    found = [pl.when(of_json(said(name), "type") == "reward").then(of_json(said(name), "value")) for name in _OUTPUTS]
+    annotation = pl.when(pl.col("SpanName").is_in(["agentlightning.annotation", "agentlightning.reward"])).then(said("reward"))
+    return pl.coalesce(*found, annotation)

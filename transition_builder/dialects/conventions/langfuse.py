@@ -1,0 +1,41 @@
+"""Langfuse: `langfuse.observation.*`, from its SDKs, its wrapper of the openai client and its callback handlers.
+
+In: spans with `langfuse.observation.type`. Out: what each is. Invariant: the observation's type decides; a generation is a call. Scores go
+to Langfuse's own API and never into spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from transition_builder.dialects.conventions import gen_ai
+from transition_builder.dialects.reading import OF_CLIENT, Reading, Said, of_json, unquoted
+
+OBSERVATION_TYPE = "langfuse.observation.type"
+OUTPUT = "langfuse.observation.output"
+_OF_WRAPPER = r"^OpenAI-(generation|embedding)"
+"""Its wrapper of the openai client names its observations so, unless told otherwise."""
+
+
+def read(said: Said) -> Reading:
+    """Read spans by the types of their observations."""
+    base = gen_ai.read(said)
+    kind = unquoted(said(OBSERVATION_TYPE)).str.to_lowercase()
+    usage = said("langfuse.observation.usage_details")
+    return replace(
+        base,
+        call=(kind == "generation") | ((kind == "span") & base.call),
+        client=OF_CLIENT | pl.col("SpanName").str.contains(_OF_WRAPPER),
+        tool=(kind == "tool") | ((kind == "span") & base.tool),
+        chain=kind == "chain",
+        suspect=pl.lit(False),
+        agent=pl.coalesce(base.agent, pl.when(kind == "agent").then("SpanName")),
+        arguments=said.any_of("langfuse.observation.input", *gen_ai.ARGUMENTS),
+        result=said.any_of(OUTPUT, *gen_ai.RESULTS),
+        failed=(said("langfuse.observation.level") == "ERROR").fill_null(False),
+        model=pl.coalesce(said.first("langfuse.observation.model.name"), base.model),
+        input_tokens=pl.coalesce(of_json(usage, "input", "prompt_tokens", "input_tokens"), base.input_tokens),
+        output_tokens=pl.coalesce(of_json(usage, "output", "completion_tokens", "output_tokens"), base.output_tokens),
+    )

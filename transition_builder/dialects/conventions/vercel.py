@@ -1,0 +1,44 @@
+"""Vercel's AI SDK: `ai.*`, a span for each call of its functions and, within, one for each call of the model.
+
+In: spans with `ai.operationId`. Out: what each is. Invariant: `.doGenerate` and `.doStream` are the client's spans; the function's own span
+around them is the framework's, and may stand above several calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from transition_builder.dialects.conventions import gen_ai
+from transition_builder.dialects.reading import Reading, Said
+
+OPERATION = "ai.operationId"
+TOOL_CALLS = "ai.response.toolCalls"
+_CLIENT = r"\.do(Generate|Stream)$"
+_FUNCTION = r"^ai\.(generate|stream)(Text|Object)$"
+
+
+def read(said: Said) -> Reading:
+    """Read spans by their operations."""
+    base = gen_ai.read(said)
+    operation = said(OPERATION)
+    client = operation.str.contains(_CLIENT)
+    return replace(
+        base,
+        call=client | operation.str.contains(_FUNCTION),
+        client=client,
+        tool=operation == "ai.toolCall",
+        chain=pl.lit(False),
+        suspect=pl.lit(False),
+        agent=pl.coalesce(base.agent, said.first("ai.telemetry.functionId", "ai.telemetry.metadata.agentName")),
+        tool_name=pl.coalesce(said.first("ai.toolCall.name"), base.tool_name),
+        tool_call_id=pl.coalesce(said.first("ai.toolCall.id"), base.tool_call_id),
+        arguments=said.any_of("ai.toolCall.args", "ai.toolCall.input", *gen_ai.ARGUMENTS),
+        result=said.any_of("ai.toolCall.result", "ai.toolCall.output", *gen_ai.RESULTS),
+        model=pl.coalesce(said.first("ai.response.model"), base.model, said.first("ai.model.id")),
+        response_id=pl.coalesce(said.first("ai.response.id"), base.response_id),
+        input_tokens=pl.coalesce(base.input_tokens, said.first("ai.usage.promptTokens", "ai.usage.inputTokens")),
+        output_tokens=pl.coalesce(base.output_tokens, said.first("ai.usage.completionTokens", "ai.usage.outputTokens")),
+        finish=pl.coalesce(said.first("ai.response.finishReason"), base.finish),
+    )

@@ -1,0 +1,135 @@
+"""Pairs for preference training (DPO), as JSON lines: the best and the worst rollout of a group that began with the same messages.
+
+In: a `Reader`. Out: a line a pair: `prompt`, `chosen`, `rejected` as messages, and as token ids with masks where every call has them.
+Invariant: a group gives one pair at most, and its two returns differ; a group that gives none is counted with the reason.
+
+`chosen` and `rejected` go on where the prompt ends: replies, and what came between them. Where a rollout made several conversations, the
+first one stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from transition_builder.export.call_texts import SpokenRollout, about, spoken
+from transition_builder.export.conversations import Conversation, of_tokens, prompt_key
+from transition_builder.export.files import JsonLines
+from transition_builder.export.messages import Message
+from transition_builder.export.reading import Reader
+from transition_builder.export.tally import LeftOut
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    rollout: SpokenRollout
+    main: Conversation
+    """The conversation that the rollout began with."""
+
+    @property
+    def value(self) -> float:
+        return float(self.rollout.rollout["Return"])
+
+    @property
+    def prompt(self) -> list[Message]:
+        return self.main.messages[: self.main.prompt]
+
+    @property
+    def key(self) -> Hashable:
+        return prompt_key(self.prompt)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [self.rollout.said[at].call for at in self.main.calls]
+
+
+def write_preferences(reader: Reader, out: Path, *, min_margin: float = 0.0) -> None:
+    """Write pairs to the file `out`.
+
+    Args:
+        reader: of the rollouts.
+        out: the file.
+        min_margin: returns that differ by no more than this are a tie.
+    """
+    with JsonLines(out) as lines:
+        for part in reader.parts():
+            for _, group in groupby(spoken(reader, part, keep_cut=True), key=lambda one: one.rollout["Group"]):
+                candidates = [found for one in group if (found := _candidate(reader, one)) is not None]
+                if not candidates:
+                    continue
+                pair = _pair(candidates, min_margin)
+                if isinstance(pair, LeftOut):
+                    reader.tally.groups_left_out[pair.value] += 1
+                    reader.tally.leave(pair, sum(len(one.main.calls) for one in candidates))
+                    continue
+                lines.write(_row(reader, *pair))
+                reader.tally.write(sum(len(one.main.calls) for one in pair), pairs=1)
+                rest = sum(len(one.main.calls) for one in candidates if one not in pair)
+                reader.tally.leave(LeftOut.NOT_IN_A_PAIR, rest)
+    tally = reader.tally
+    without = tally.groups - tally.written["pairs"] - sum(tally.groups_left_out.values())
+    tally.groups_left_out.update({"no_usable_rollout": without} if without else {})
+
+
+def _candidate(reader: Reader, one: SpokenRollout) -> _Candidate | None:
+    """The rollout's main conversation, if it can be compared; calls beside it are counted."""
+    reason = None
+    if one.rollout["Return"] is None:
+        reason = LeftOut.NO_RETURN
+    elif not one.whole:
+        reason = LeftOut.OTHER_BRANCH
+    elif isinstance(one.said[0].dialogue.prompt, str):
+        reason = LeftOut.NO_MESSAGES
+    if reason is not None:
+        reader.tally.leave(reason, len(one.said))
+        return None
+    main = next(made for made in one.conversations() if 0 in made.calls)
+    reader.tally.leave(LeftOut.OTHER_BRANCH, len(one.said) - len(main.calls))
+    return _Candidate(one, main)
+
+
+def _pair(candidates: list[_Candidate], min_margin: float) -> tuple[_Candidate, _Candidate] | LeftOut:
+    """Best and worst of those that began alike; of several such sets, of the one where they differ most."""
+    if len(candidates) == 1:
+        return LeftOut.GROUP_OF_ONE
+    alike: dict[Hashable, list[_Candidate]] = {}
+    for one in candidates:
+        alike.setdefault(one.key, []).append(one)
+    sets = [some for some in alike.values() if len(some) > 1]
+    if not sets:
+        return LeftOut.PROMPTS_DIFFER
+    # max and min take the first of equals, so that the same rollouts always give the same pair.
+    ends = [(max(some, key=lambda one: one.value), min(some, key=lambda one: one.value)) for some in sets]
+    best, worst = max(ends, key=lambda pair: pair[0].value - pair[1].value)
+    return (best, worst) if best.value - worst.value > min_margin else LeftOut.TIE
+
+
+def _row(reader: Reader, best: _Candidate, worst: _Candidate) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "prompt": best.prompt,
+        "chosen": best.main.messages[best.main.prompt :],
+        "rejected": worst.main.messages[worst.main.prompt :],
+        "chosen_return": best.value,
+        "rejected_return": worst.value,
+    }
+    if best.main.tools:
+        row["tools"] = best.main.tools
+    ids = _tokens(best), _tokens(worst)
+    if ids[0] is not None and ids[1] is not None and ids[0][0] == ids[1][0]:
+        row["prompt_ids"] = ids[0][0]
+        row |= {"chosen_ids": ids[0][1], "chosen_mask": ids[0][2], "rejected_ids": ids[1][1], "rejected_mask": ids[1][2]}
+        reader.tally.written["pairs_with_ids"] += 1
+    row["meta"] = {name: about(reader, one.rollout.rollout, one.calls) for name, one in (("chosen", best), ("rejected", worst))}
+    return row
+
+
+def _tokens(one: _Candidate) -> tuple[list[int], list[int], list[int]] | None:
+    """Ids of the prompt, ids after it and their mask; None where they do not make one sequence of exactly these calls."""
+    sequences = of_tokens([(call["PromptIds"], call["ResponseIds"]) for call in one.calls])
+    if len(sequences) != 1 or not all(call["PromptIds"] and call["ResponseIds"] for call in one.calls):
+        return None
+    only = sequences[0]
+    return only.ids[: only.prompt], only.ids[only.prompt :], only.mask[only.prompt :]

@@ -1,0 +1,60 @@
+"""Rows for supervised fine-tuning, as JSON lines: messages that say which of them are trained, or token ids with a mask.
+
+In: a `Reader`. Out: a line a sequence. Invariant: each call's reply is trained in exactly one line, after exactly the prompt that it
+answered.
+
+Text: `messages` with `weight` 1 on the replies that are trained and 0 on other assistant messages, as OpenAI's fine-tuning reads it, and
+`tools`. A call without messages (/v1/completions) is `prompt` and `completion`. Tokens: `input_ids` and `loss_mask`, the engine's own ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transition_builder.export.call_texts import about, spoken
+from transition_builder.export.conversations import Conversation, of_tokens
+from transition_builder.export.files import JsonLines
+from transition_builder.export.messages import Message
+from transition_builder.export.reading import Reader
+from transition_builder.export.tally import LeftOut
+
+
+def write_sft(reader: Reader, out: Path) -> None:
+    """Write conversations to the file `out`."""
+    with JsonLines(out) as lines:
+        for part in reader.parts():
+            for one in spoken(reader, part):
+                for conversation in one.conversations():
+                    calls = [one.said[at].call for at in conversation.calls]
+                    tools = {"tools": conversation.tools} if conversation.tools else {}
+                    lines.write({"messages": weighted(conversation), **tools, "meta": about(reader, one.rollout, calls)})
+                    reader.tally.write(len(calls), rows=1, trained_messages=sum(conversation.trained))
+                for said in one.said:
+                    if isinstance(said.dialogue.prompt, str):
+                        texts = {"prompt": said.dialogue.prompt, "completion": said.dialogue.reply}
+                        lines.write({**texts, "meta": about(reader, one.rollout, [said.call])})
+                        reader.tally.write(1, rows=1)
+
+
+def write_sft_tokens(reader: Reader, out: Path) -> None:
+    """Write token sequences to the file `out`."""
+    with JsonLines(out) as lines:
+        for part in reader.parts():
+            for rollout, calls in part.by_rollout():
+                kept = [call for call in calls if call["PromptIds"] and call["ResponseIds"]]
+                reader.tally.leave(LeftOut.NO_IDS, len(calls) - len(kept))
+                for tokens in of_tokens([(call["PromptIds"], call["ResponseIds"]) for call in kept]):
+                    mine = [kept[at] for at in tokens.calls]
+                    lines.write({"input_ids": tokens.ids, "loss_mask": tokens.mask, "meta": about(reader, rollout, mine)})
+                    reader.tally.write(len(mine), rows=1, tokens=len(tokens.ids), trained_tokens=sum(tokens.mask))
+
+
+def weighted(conversation: Conversation) -> list[Message]:
+    """Messages with `weight` on those of the assistant."""
+    pairs = zip(conversation.messages, conversation.trained, strict=True)
+    return [_weighted(message, trained) if message["role"] == "assistant" else message for message, trained in pairs]
+
+
+def _weighted(message: Message, trained: bool) -> dict[str, Any]:
+    return {**message, "weight": int(trained)}

@@ -1,0 +1,139 @@
+"""The Parquet layouts that verl's datasets read.
+
+In: a `Reader`. Out: for `RLHFDataset` (reinforcement learning) a row for each distinct beginning of a rollout, for `MultiTurnSFTDataset` a
+row a conversation. Invariant: what verl reads back are the messages of the calls; what its reader would change or mask otherwise than it
+was is left out, and counted.
+
+verl's readers, as of 0.9: `RLHFDataset` wants `data_source`, `prompt`, `ability`, `reward_model` {style, ground_truth} and `extra_info`
+{index, ...}; `MultiTurnSFTDataset` wants `messages`, takes `tools`, and trains every assistant message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from transition_builder.export.call_texts import SpokenRollout, about, spoken
+from transition_builder.export.conversations import Conversation, prompt_key
+from transition_builder.export.messages import Dialogue
+from transition_builder.export.reading import Part, Reader
+from transition_builder.export.tally import LeftOut
+from transition_builder.export.texts import read_dialogues
+from transition_builder.export.writers.columns import MessageRows
+
+ABILITY = "agent"
+_RL_COLUMNS = {
+    "data_source": pa.string(),
+    "ability": pa.string(),
+    "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
+    "extra_info": pa.struct(
+        [
+            ("index", pa.int64()),
+            ("split", pa.string()),
+            ("task", pa.string()),
+            ("run", pa.string()),
+            ("group", pa.string()),
+            ("rollout", pa.string()),
+            ("call", pa.string()),
+            ("return", pa.float64()),
+        ]
+    ),
+}
+_META = pa.struct(
+    [(name, pa.string()) for name in ("dataset", "run", "mode", "task", "group", "rollout")]
+    + [("attempt", pa.int64()), ("build_spec", pa.string()), ("revision", pa.int64()), ("return", pa.float64())]
+    + [(name, pa.list_(pa.string())) for name in ("agents", "calls", "tokenizers")]
+)
+
+
+def write_verl(reader: Reader, out: Path) -> None:
+    """Write prompts for `RLHFDataset` to the file `out`: the messages that rollouts began with, each once."""
+    rows = MessageRows(out, "prompt", _RL_COLUMNS)
+    seen: set[bytes] = set()
+    try:
+        for part in reader.parts():
+            _add_prompts(reader, part, rows, seen)
+        for _, calls in rows.finish(lambda calls: reader.tally.leave(LeftOut.TOOLS_DIFFER, calls)):
+            reader.tally.write(calls, rows=1)
+    finally:
+        rows.close()
+
+
+def _add_prompts(reader: Reader, part: Part, rows: MessageRows, seen: set[bytes]) -> None:
+    rollouts = list(part.by_rollout())
+    found = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
+    for (rollout, calls), dialogue in zip(rollouts, found, strict=True):
+        reader.tally.leave(LeftOut.LATER_CALL, len(calls) - 1)
+        reason = _unfit(dialogue)
+        if reason is None:
+            assert isinstance(dialogue, Dialogue)
+            assert not isinstance(dialogue.prompt, str)
+            key = hashlib.sha256(repr(prompt_key(dialogue.prompt)).encode()).digest()
+            if key not in seen:
+                seen.add(key)
+                rows.add({"prompt": dialogue.prompt, **_task(reader, rollout, calls[0], len(seen) - 1)})
+                continue
+            reason = LeftOut.SAME_PROMPT
+        reader.tally.leave(reason)
+
+
+def _unfit(dialogue: Dialogue | LeftOut) -> LeftOut | None:
+    if isinstance(dialogue, LeftOut):
+        return dialogue
+    if isinstance(dialogue.prompt, str):
+        return LeftOut.NO_MESSAGES
+    return None if all(isinstance(message["content"], str) for message in dialogue.prompt) else LeftOut.NOT_TEXT
+
+
+def _task(reader: Reader, rollout: dict[str, Any], call: dict[str, Any], index: int) -> dict[str, Any]:
+    return {
+        "data_source": reader.dataset.name,
+        "ability": ABILITY,
+        # The store holds no solutions; a reward function of verl's looks the task up by its name.
+        "reward_model": {"style": "rule", "ground_truth": rollout["TaskId"]},
+        "extra_info": {
+            "index": index,
+            "split": rollout["Mode"],
+            "task": rollout["TaskId"],
+            "run": rollout["RunId"],
+            "group": rollout["GroupId"],
+            "rollout": rollout["RolloutId"],
+            "call": call["CallId"],
+            "return": rollout["Return"],
+        },
+    }
+
+
+def write_verl_sft(reader: Reader, out: Path) -> None:
+    """Write conversations for `MultiTurnSFTDataset` to the file `out`."""
+    rows = MessageRows(out, "messages", {"meta": _META})
+    try:
+        for part in reader.parts():
+            for one in spoken(reader, part):
+                _add_conversations(reader, one, rows)
+        for row, calls in rows.finish(lambda calls: reader.tally.leave(LeftOut.TOOLS_DIFFER, calls)):
+            reader.tally.write(calls, rows=1, trained_messages=sum(message["role"] == "assistant" for message in row["messages"]))
+    finally:
+        rows.close()
+
+
+def _add_conversations(reader: Reader, one: SpokenRollout, rows: MessageRows) -> None:
+    reader.tally.leave(LeftOut.NO_MESSAGES, sum(isinstance(said.dialogue.prompt, str) for said in one.said))
+    for conversation in one.conversations():
+        calls = [one.said[at].call for at in conversation.calls]
+        reason = _unfit_conversation(conversation)
+        if reason is not None:
+            reader.tally.leave(reason, len(calls))
+        else:
+            row = {"messages": conversation.messages, "meta": about(reader, one.rollout, calls)}
+            rows.add(row, tools=conversation.tools, calls=len(calls))
+
+
+def _unfit_conversation(conversation: Conversation) -> LeftOut | None:
+    if not all(isinstance(message["content"], str) for message in conversation.messages):
+        return LeftOut.NOT_TEXT
+    said = zip(conversation.messages, conversation.trained, strict=True)
+    return LeftOut.FOREIGN_REPLIES if any(message["role"] == "assistant" and not trained for message, trained in said) else None

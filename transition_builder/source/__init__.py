@@ -1,0 +1,1 @@
+"""What the builder reads of the span store and writes to it."""

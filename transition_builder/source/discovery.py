@@ -1,0 +1,226 @@
+"""What has changed in the store since the last look, and what it knows of it.
+
+In: a reader. Out: final roots that nobody has built for this specification, traces with calls that nobody has concluded, and
+what has arrived at all; by rollout or trace: who owns it, when its newest span came, whether it is torn. Invariant: history is
+scanned once, when the builder starts; after that each look reads what has arrived since the last one.
+
+A row is dated when its insert begins, and is seen when that ends, so that each look reads a little of what the last one read: enough
+for nearly every insert. For all others there is a sweep now and then, whose overlap is longer than the longest insert.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import polars as pl
+
+from spangrad import semconv
+from spangrad.store.clickhouse import constant, microseconds
+from spangrad.store.datasets import rows_sql
+from spangrad.types import Mode
+from transition_builder.completeness.reassigned_traces import CONCLUDED, KEYS
+from transition_builder.completeness.resolve import NAMED
+from transition_builder.dialects import MODEL_SPAN_SQL
+from transition_builder.frames import concat, conform, empty
+from transition_builder.schemas import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.source.queries import Reader, batches
+
+OVERLAP = timedelta(seconds=120)
+"""Longer than any insert takes to become visible after its rows were dated."""
+_USUAL_OVERLAP = timedelta(seconds=10)
+_BETWEEN_SWEEPS = timedelta(seconds=30)
+
+_ROOTS = f"""
+SELECT
+    RunId, Mode, RolloutKey AS RolloutId, Attempt,
+    Attributes['{semconv.GROUP_ID}'] AS GroupId,
+    toUInt32OrZero(Attributes['{semconv.GROUP_SIZE}']) AS GroupSize,
+    Attributes['{semconv.TASK_ID}'] AS TaskId,
+    toUInt32OrNull(Attributes['{semconv.ROLLOUT_CALLS}']) AS Calls,
+    Attributes['{semconv.ROLLOUT_FINAL}'] = 'true' AS Final,
+    Attributes['{semconv.ROLLOUT_FAILURE}'] AS Failure,
+    TraceId, SpanId, toUnixTimestamp64Micro(IngestedAt) AS IngestedAt
+FROM otel.rollout_spans
+PREWHERE SpanName = '{semconv.ROOT_SPAN_NAME}' AND RowKind = 'span' AND RolloutKeySource = 'rollout' AND {{arrived}} AND {{which}}
+WHERE mapContains(Attributes, '{semconv.ROLLOUT_FINAL}')
+ORDER BY Final DESC, IngestedAt
+LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
+"""
+_SINCE = "otel.rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+# A rollout is built after its spans have come, so that what was built before need not be looked at.
+_BUILT_SINCE = "FROM otel.builds WHERE BuildSpec = %(spec)s AND otel.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+# All of this is decided before any attributes are read, so that a look reads those of unbuilt rollouts alone.
+_UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
+_OF_BUILT_SINCE = f"""
+    SELECT TraceId FROM otel.{{table}}
+    WHERE BuildSpec = %(spec)s AND otel.{{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
+        AND (RunId, RolloutId, Revision, Content) IN (
+            SELECT RunId, RolloutId, max(Revision), argMin(Content, (-toInt64(Revision), otel.builds.IngestedAt)) {_BUILT_SINCE}
+            GROUP BY RunId, RolloutId)"""
+_LOOSE = f"""
+SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS IngestedAt
+FROM otel.rollout_spans
+PREWHERE RowKind = 'span' AND {{arrived}} AND {_SINCE} AND {{which}}
+    AND multiIf(
+        RolloutKeySource != 'rollout', TraceId NOT IN ({{of_built}}),
+        RunId = '', RolloutKey NOT IN (SELECT RolloutId {_BUILT_SINCE}),
+        (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE}))
+WHERE ScopeName = '{semconv.GATEWAY_SCOPE}' OR ({MODEL_SPAN_SQL})
+GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
+ORDER BY IngestedAt
+"""
+_ARRIVED = f"""
+SELECT RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS IngestedAt
+FROM otel.rollout_spans
+WHERE {{arrived}} AND {_SINCE} AND {{which}}
+GROUP BY RunId, Mode, RolloutKey, RolloutKeySource, Attempt, TraceId
+"""
+_UNNAMED = "RolloutKeySource != 'rollout'"
+_EVER_BUILT = f"({_UNNAMED} OR RolloutKey IN (SELECT RolloutId FROM otel.builds WHERE BuildSpec = %(spec)s))"
+_OWNERS = """
+SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(RolloutId) AS RolloutId, max(SessionId) AS SessionId,
+    max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
+FROM otel.trace_rollouts
+WHERE TraceId IN {keys}
+GROUP BY TraceId
+"""
+# What a trace says of itself at last is no answer to what it said then.
+_OWNERS_THEN = """
+SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(if(RolloutKeySource = 'rollout', RolloutKey, '')) AS RolloutId,
+    max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
+FROM otel.rollout_spans
+WHERE RowKind = 'span' AND {arrived} AND TraceId IN {keys}
+GROUP BY TraceId
+"""
+_ACTIVITY = """
+SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS LastArrival
+FROM otel.rollout_spans
+WHERE {arrived} AND RolloutKey IN {keys}
+GROUP BY RunId, RolloutKey
+"""
+_TRACES = """
+SELECT TraceId, toUnixTimestamp64Micro(max(otel.rollout_spans.IngestedAt)) AS LastArrival,
+    uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS Torn
+FROM otel.rollout_spans
+WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (
+    SELECT arrayJoin([TraceId, RolloutId, SessionId, ConversationId]) FROM otel.trace_rollouts WHERE TraceId IN {keys})
+GROUP BY TraceId
+"""
+_TALLY = """
+SELECT RunId, RolloutKey, RolloutKeySource, TraceId, uniqExact(Attempt, Timestamp, SpanId, Choice) AS Rows
+FROM otel.rollout_spans
+WHERE {arrived} AND {which}
+GROUP BY RunId, RolloutKey, RolloutKeySource, TraceId
+"""
+_OF_KEYS = "RolloutKey IN {keys}"
+_KEYS = "SELECT DISTINCT TraceId, RolloutKey FROM otel.trace_keys WHERE TraceId IN {keys}"
+_CONCLUDED = f"""
+SELECT DISTINCT RunId, RolloutId, TraceId FROM {{transitions}} AS t WHERE Mode = '{Mode.PRODUCTION.value}'
+UNION DISTINCT
+SELECT DISTINCT RunId, RolloutId, TraceId FROM {{drops}} AS d WHERE Mode = '{Mode.PRODUCTION.value}' AND CallId != ''
+"""
+_NAMELESS = f"{_UNNAMED} AND TraceId IN {{keys}} AND RolloutKey IN (SELECT RolloutKey FROM otel.trace_keys WHERE TraceId IN {{keys}})"
+
+
+class Discovery:
+    """Finds rollouts for one build specification."""
+
+    def __init__(self, reader: Reader, since: datetime | None = None) -> None:
+        """Find what has arrived since then; None: ever. Nothing is asked of the store yet."""
+        self._reader = reader
+        self._arrived = reader.arrived("rollout_spans")
+        self._begin = since
+        self._now: datetime | None = None
+        self._last: datetime | None = None
+        self._last_sweep: datetime | None = None
+        self._seen = empty(LOOSE)
+        self._seen_next = self._seen
+
+    def begin(self, now: datetime) -> None:
+        """A look begins, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
+        self._now = now
+
+    def done(self) -> None:
+        """All that the look has found is known to the caller."""
+        if self.sweeps:
+            self._last_sweep = self._now
+        self._last = self._now
+        self._seen = self._seen_next
+
+    @property
+    def _first(self) -> bool:
+        return self._last is None
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether this look reads all that may have arrived since the last sweep: the first one, and one now and then."""
+        assert self._now is not None
+        return self._last_sweep is None or self._now - self._last_sweep >= _BETWEEN_SWEEPS
+
+    @property
+    def _window(self) -> dict[str, object]:
+        if self._last is None or self._last_sweep is None:
+            since = microseconds(self._begin) if self._begin else 0
+        else:
+            since = microseconds(self._last_sweep - OVERLAP if self.sweeps else self._last - _USUAL_OVERLAP)
+        return {"since": since, "spec": self._reader.spec}
+
+    def new_roots(self) -> pl.DataFrame:
+        """Final ROOTS of rollouts that are not built."""
+        sql = _ROOTS.format(arrived=self._arrived, which=_UNBUILT)
+        return conform(self._reader.frame(sql, self._window), ROOTS).filter("Final")
+
+    def loose(self) -> pl.DataFrame:
+        """LOOSE rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
+
+        Those that name their rollout are looked for in sweeps only: their root comes, or is waited for for long.
+        """
+        of_built = " UNION ALL ".join(_OF_BUILT_SINCE.format(table=table) for table in ("transitions", "drops"))
+        which = "true" if self.sweeps else _UNNAMED
+        return conform(self._reader.frame(_LOOSE.format(arrived=self._arrived, which=which, of_built=of_built), self._window), LOOSE)
+
+    def arrivals(self) -> pl.DataFrame:
+        """LOOSE rows of everything that has arrived, at first only of what may belong to rollouts that are built."""
+        which = _EVER_BUILT if self._first else "true"
+        rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), LOOSE)
+        self._seen_next = rows
+        return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
+
+    def keys(self, arrived: pl.DataFrame) -> pl.DataFrame:
+        """KEYS of the traces of what has `arrived`."""
+        own = conform(arrived.filter(~NAMED), KEYS).unique(maintain_order=True)
+        if self._first and self._begin is None:
+            return own  # all that does not name its rollout is among it
+        return pl.concat([own, self._by_keys(_KEYS, arrived["TraceId"], KEYS)]).unique(maintain_order=True)
+
+    def concluded(self, rollouts: pl.Series) -> pl.DataFrame:
+        """CONCLUDED of those of the rollouts that nobody announced."""
+        named = f"BuildSpec = '{self._reader.spec}' AND RolloutId IN {{keys}}"
+        sql = _CONCLUDED.format(transitions=rows_sql("transitions", where=named), drops=rows_sql("drops", where=named))
+        return self._by_keys(sql, rollouts, CONCLUDED)
+
+    def owners(self, traces: pl.Series) -> pl.DataFrame:
+        """OWNERS of traces."""
+        return self._by_keys(_OWNERS_THEN if self._reader.as_of else _OWNERS, traces, OWNERS)
+
+    def activity(self, rollouts: pl.Series) -> pl.DataFrame:
+        """ACTIVITY of rollouts."""
+        return self._by_keys(_ACTIVITY, rollouts, ACTIVITY)
+
+    def traces(self, traces: pl.Series) -> pl.DataFrame:
+        """TRACES."""
+        return self._by_keys(_TRACES, traces, TRACES)
+
+    def roots(self, rollouts: pl.Series) -> pl.DataFrame:
+        """ROOTS of all attempts of rollouts."""
+        return self._by_keys(_ROOTS.replace("{which}", _OF_KEYS), rollouts, ROOTS)
+
+    def tally(self, rollouts: pl.Series) -> pl.DataFrame:
+        """TALLY of all rows that name rollouts, and of those in the same traces that name none."""
+        named = self._by_keys(_TALLY.replace("{which}", _OF_KEYS), rollouts, TALLY)
+        nameless = self._by_keys(_TALLY.replace("{which}", _NAMELESS), named["TraceId"], TALLY)
+        return pl.concat([named, nameless]).unique([name for name in TALLY if name != "Rows"])
+
+    def _by_keys(self, sql: str, keys: pl.Series, schema: Schema) -> pl.DataFrame:
+        some = batches(keys.filter(keys != ""))
+        return concat((self._reader.frame(sql.format(arrived=self._arrived, keys=constant(those))) for those in some), schema)

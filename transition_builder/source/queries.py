@@ -1,0 +1,112 @@
+"""How the builder asks the store: by keys that fit a statement, in Arrow, and nothing later than it was told.
+
+In: a client, SQL, keys. Out: Polars frames. Invariant: with `builder.as_of`, what arrived later does not exist, and it is then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from spangrad.settings import Settings
+from spangrad.store import clickhouse
+from spangrad.store.clickhouse import KEYS_A_STATEMENT, LONG, constant, microseconds, store_errors
+from spangrad.store.datasets import builds_sql
+from transition_builder.frames import concat, conform
+from transition_builder.schemas import BUILT
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_QUERIES = 20
+"""So many are dearer than one that reads everything."""
+_WHOLE = {**LONG, "enable_http_compression": 0, "buffer_size": 16 * 2**20}
+"""In one piece, up to so many bytes, and plain: pieces, and what packs and unpacks them, cost both sides more than copies do."""
+_NEWEST = """
+SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
+    toUnixTimestamp64Micro(v.IngestedAt) AS IngestedAt
+FROM {builds} AS v
+"""
+
+
+class Reader:
+    """Asks for one build specification."""
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        """Ask through `client`; nothing is asked yet."""
+        self.client = client
+        self.url = settings.store.url
+        self.spec = settings.builder.spec
+        as_of = settings.builder.as_of
+        self.as_of = as_of if as_of is None or as_of.tzinfo else as_of.replace(tzinfo=UTC)
+
+    def now(self) -> datetime:
+        """The store's clock, that dates every arrival; the past that is built from, where that is so."""
+        if self.as_of:
+            return self.as_of
+        return self.frame("SELECT toUnixTimestamp64Micro(now64(6)) AS now").select(pl.col("now").cast(pl.Datetime("us", "UTC"))).item()
+
+    def arrived(self, table: str) -> str:
+        """A condition over a table: whether a row had arrived."""
+        return f"otel.{table}.IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.as_of)})" if self.as_of else "true"
+
+    def built(self, rollouts: pl.Series) -> pl.DataFrame:
+        """BUILT: the newest revisions of all rollouts of some names, in whatever run."""
+        of_spec = f"BuildSpec = '{self.spec}'"
+        if rollouts.n_unique() > _QUERIES * KEYS_A_STATEMENT:
+            return self._newest(of_spec)
+        return concat((self._newest(f"{of_spec} AND RolloutId IN {constant(some)}") for some in batches(rollouts)), BUILT)
+
+    def _newest(self, where: str) -> pl.DataFrame:
+        return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where))), BUILT)
+
+    def frame(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pl.DataFrame:
+        """An answer.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        with store_errors(self.url):
+            table = self.client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=_WHOLE)
+        frame = pl.from_arrow(_with_plain_map_keys(table))
+        assert isinstance(frame, pl.DataFrame)
+        return frame
+
+    def insert(self, table: str, rows: pl.DataFrame) -> None:
+        """Write rows, which are there when this returns.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        with store_errors(self.url):
+            self.client.insert_arrow(f"otel.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
+
+
+def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:
+    """Distinct keys that are no nulls, as many at a time as fit a statement; as bytes, since not all that a store holds is UTF-8."""
+    return clickhouse.batches(keys.drop_nulls().unique(maintain_order=True).cast(pl.Binary).to_list())
+
+
+def span_constants(spans: pl.DataFrame) -> Mapping[str, object]:
+    """What a statement names to find spans in otel_traces by its sorting key: services, names, traces, spans, the first and last ns.
+
+    Args:
+        spans: one or more, no more than fit a statement, as SPANS has them.
+    """
+    named = {"services": "ServiceName", "names": "SpanName", "traces": "TraceId", "spans": "SpanId"}
+    times = spans["Timestamp"].dt.epoch("ns")
+    return {name: constant(spans[column].unique()) for name, column in named.items()} | {"first": times.min(), "last": times.max()}
+
+
+def _with_plain_map_keys(table: Any) -> Any:
+    """The same table: Polars takes a dictionary for any text but the key of a map."""
+    import pyarrow as pa
+
+    for place, column in enumerate(table.columns):
+        if pa.types.is_map(column.type) and pa.types.is_dictionary(column.type.key_type):
+            maps = [pa.MapArray.from_arrays(one.offsets, one.keys.dictionary_decode(), one.items) for one in column.chunks]
+            table = table.set_column(place, table.column_names[place], pa.chunked_array(maps, pa.map_(pa.string(), pa.string())))
+    return table

@@ -1,0 +1,171 @@
+"""What the builder reads of rollouts, and how little of it.
+
+In: names of rollouts. Out: what has arrived of them, and the frames to build them from. Invariant: only the rollouts that are asked
+for, by their keys.
+
+A rollout's spans are read once, and judged and built from. Its calls, which hold the token ids, are read when it no longer waits.
+A span that was delivered twice is dropped here: FINAL would sort whole granules for the few rows that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from spangrad.settings import Settings
+from spangrad.store.clickhouse import KEYS_A_STATEMENT, constant
+from transition_builder import dialects
+from transition_builder.calls import join
+from transition_builder.completeness.resolve import NAMED
+from transition_builder.completeness.rootless_traces import claim
+from transition_builder.dialects.conventions.gateway import IS_GATEWAY
+from transition_builder.frames import Frames, concat, conform
+from transition_builder.rewards import responses, sql, tool_records
+from transition_builder.schemas import ANSWERS, ARRIVALS, CALLS, DROPPED, MICROSECONDS, NAMES, ROLLOUTS, SPANS, Schema
+from transition_builder.source import late_spans
+from transition_builder.source.discovery import Discovery
+from transition_builder.source.queries import Reader, batches, span_constants
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+_BESIDE = """
+WITH {traces} AS traces
+SELECT TraceId, SpanId, '' AS RolloutKey FROM otel.dropped_attributes WHERE Signal = 'span' AND Attributes > 0 AND TraceId IN traces
+UNION ALL
+SELECT '', '', RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces
+SETTINGS max_threads = 1
+"""
+"""What is found by trace: spans of which attributes were kept back, and the keys of what does not name its rollout."""
+_NAMES = f"""
+WITH {{traces}} AS traces
+SELECT DISTINCT {", ".join(NAMES)} FROM otel.rollout_spans WHERE RolloutKeySource = 'rollout' AND TraceId IN traces AND {{arrived}}
+"""
+_TIMES = {
+    "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
+    "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
+}
+_ARRIVED = {name: dtype for name, dtype in ARRIVALS.items() if name != "Dropped"}
+_NAMED = "RolloutKeySource = 'rollout'"
+_ANY = "true"
+_RECORDED = "IdsSource != 'agent'"
+"""Calls that the gateway recorded. The plain road's are built from the agents' own spans, which say what they are part of."""
+_INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
+_SETTINGS = (
+    "max_threads = 1, preferred_block_size_bytes = 16777216,"
+    " output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
+)
+"""For reads of few granules: one thread, and one block, where that is no longer than what is held of an answer."""
+_ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
+"""What is the same in all deliveries of a row: the sorting key of the tables."""
+
+
+class Source:
+    """Reads rollouts for one build specification."""
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        """Read with `client`; nothing is asked of the store yet."""
+        self._settings = settings
+        self._reader = Reader(client, settings)
+        self._owners = Discovery(self._reader).owners
+
+    def now(self) -> datetime:
+        """The store's clock, that dates every arrival."""
+        return self._reader.now()
+
+    def arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """What has arrived of the given rollouts (RolloutId, TraceId): ARRIVALS, a row each delivery."""
+        return self._with_inherited(self._by_keys(rollouts["RolloutId"], _NAMED), rollouts["TraceId"])
+
+    def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame) -> Frames:
+        """Everything that is known of the given rollouts (ROLLOUTS), given their ARRIVALS, perhaps among others'."""
+        of_them = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
+        spans = _first_deliveries(arrivals if of_them.all() else arrivals.filter(of_them))
+        inherited = spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()
+        return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])))
+
+    def claimed_frames(self, rollouts: pl.DataFrame, traces: pl.Series) -> Frames:
+        """Everything that is known of rollouts without a root to claim their traces: each row is claimed by its own trace.
+
+        Args:
+            rollouts: ROLLOUTS.
+            traces: of calls of theirs.
+        """
+        found = self._by_keys(rollouts["RolloutId"], _ANY)
+        spans = _first_deliveries(self._with_inherited(found, traces))
+        calls = self._calls(pl.concat([rollouts["RolloutId"], traces, found["TraceId"]]))
+        owners = self._owners(pl.concat([spans["TraceId"], calls["TraceId"]]))
+        once = spans.unique(["TraceId", "SpanId", "RowKind", "Choice"], maintain_order=True)
+        return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS))
+
+    def _with_inherited(self, found: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
+        """ARRIVALS: those found by their keys, and those that do not name their rollouts, of the same traces and some others."""
+        dropped, inherited = list[pl.DataFrame](), list[pl.DataFrame]()
+        for some in batches(pl.concat([traces, found["TraceId"]])):
+            told = self._reader.frame(_BESIDE.format(traces=constant(some)))
+            dropped.append(told.filter(pl.col("RolloutKey") == ""))
+            inherited.append(self._by_keys(told["RolloutKey"].filter(told["RolloutKey"] != ""), _INHERITED, some))
+        rows, kept_back = pl.concat([found, *inherited]), concat(dropped, DROPPED)
+        if kept_back.is_empty():
+            return rows.with_columns(Dropped=pl.lit(False))
+        among = kept_back.select(pl.struct(*DROPPED)).to_series().implode()
+        return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
+
+    def _by_keys(self, keys: pl.Series, where: str, traces: Collection[bytes] = ()) -> pl.DataFrame:
+        """Rows of otel.rollout_spans by their keys, as far as a condition holds, which may ask for traces."""
+        constants = [f"{constant(traces)} AS traces"] if traces else []
+        return concat((self._read("rollout_spans", _ARRIVED, some, where, constants) for some in batches(keys)), _ARRIVED)
+
+    def _calls(self, keys: pl.Series) -> pl.DataFrame:
+        """CALLS by their keys."""
+        schema = {**CALLS, "IngestedAt": MICROSECONDS}
+        return concat((_first_deliveries(self._read("calls", schema, some, _RECORDED)) for some in batches(keys)), CALLS)
+
+    def _read(self, table: str, schema: Schema, keys: Collection[bytes], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
+        """Rows of a table by their keys, as far as a condition over some further constants holds."""
+        columns = ", ".join(_TIMES.get(name, name) for name in schema)
+        known = ", ".join([f"{constant(keys)} AS keys", *constants])
+        among = f"RolloutKey IN keys AND ({where}) AND {self._reader.arrived(table)}"
+        return self._reader.frame(f"WITH {known} SELECT {columns} FROM otel.{table} PREWHERE {among} SETTINGS {_SETTINGS}")
+
+    def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame) -> Frames:
+        dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()
+        # In one piece: each step of a build is the cheaper for it.
+        spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
+        answers = self._answers(spans, calls)
+        store = (self._reader.client, self._reader.url, self._settings.builder)
+        given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answers)
+        records = tool_records.read(self._reader, self._settings.builder, spans)
+        return Frames(rollouts, spans, calls, answers, given, responded, dropped, self._names(spans, answers), *records)
+
+    def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
+        """NAMES of the traces of calls that name no rollout: rollouts that are not asked for may be among them."""
+        nameless = spans.select(pl.col("TraceId", "SpanId").filter(~NAMED), gateway=IS_GATEWAY.filter(~NAMED))
+        heirs = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
+        asked = (_NAMES.format(traces=constant(some), arrived=self._reader.arrived("rollout_spans")) for some in batches(heirs))
+        return concat(map(self._reader.frame, asked), NAMES)
+
+    def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+        """What openai-level spans without a gateway call below them hold: their `output.value` is too long for the lean table."""
+        wanted = join.uncovered(spans, calls)
+        found = list[pl.DataFrame]()
+        for some in wanted.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
+            answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(some))
+            found.append(answered.join(some, on=["TraceId", "SpanId"], how="semi"))
+        return concat(found, ANSWERS)
+
+
+def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """ROLLOUTS with the number of rows that were read of them."""
+    counted = late_spans.count(late_spans.tally(rows), rollouts).rename({"Rows": "RowsRead"})
+    return conform(rollouts.drop("RowsRead").join(counted, on=["RunId", "RolloutId"], how="left", maintain_order="left"), ROLLOUTS)
+
+
+def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows without those that came again."""
+    if rows.select("TraceId", "SpanId", "Choice").is_unique().all():
+        return rows
+    return rows.sort("IngestedAt", maintain_order=True).unique(_ROW, keep="first", maintain_order=True)
