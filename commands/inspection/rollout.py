@@ -94,8 +94,8 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
     Raises:
         StoreError: nothing.
     """
-    from spangrad.store.clickhouse import connect, store_errors
     from commands.inspection.rollout_reader import near, read
+    from spangrad.store.clickhouse import connect, store_errors
 
     ledger, silent = _ledger(settings)
     with (

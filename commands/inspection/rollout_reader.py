@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, Trained
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
 from spangrad.store.datasets import builds_sql, rows_sql
-from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, Trained
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from spangrad import semconv
 from commands.inspection.rollout_record import Build, Call, Conclusion, Record, Reward, Span, attempts, counted, titled
+from spangrad import semconv
 
 _SEPARATOR = " · "
 _TOKEN_COUNTS = (

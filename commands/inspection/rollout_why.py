@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from commands.inspection.rollout_record import Build, Conclusion, Record, Span, attempts, counted, titled
 from commands.training.build_report import remedy
 from spangrad import semconv
 from spangrad.settings import Settings
-from commands.inspection.rollout_record import Build, Conclusion, Record, Span, attempts, counted, titled
 from spangrad.types import Mode
 
 _SHORT = 8

@@ -88,8 +88,8 @@ async def test_workers_whose_clock_is_moved(queue_db: str, tmp_path: Path, clock
 LEDGER = """
 import sys, time
 from pathlib import Path
-from trainer.ledger import Ledger
-from trainer.source import BatchRollout, Group
+from trainer.ledger.ledger import Ledger
+from trainer.data.source import BatchRollout, Group
 
 place, moved, file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 place = Path(place) if place.startswith("/") else place

@@ -213,7 +213,7 @@ def test_what_cannot_be_taken_back_is_skipped(tmp_path: Path, monkeypatch: pytes
 _APPEND_FOREVER = """
 import itertools, sys
 from pathlib import Path
-from gateway.spill import Spill
+from gateway.recorder.spill import Spill
 kept = Spill(Path(sys.argv[1]))
 for number in itertools.count():
     kept.append(b"%d " % number * 5000)

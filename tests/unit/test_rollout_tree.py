@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 from rollout_records import WHOLE, call, span
 
-from commands.inspection.rollout_tree import draw
 from commands.inspection.rollout_record import Build, Conclusion, Record
+from commands.inspection.rollout_tree import draw
 
 
 def text(record: Record) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rollout_records import CLIENT, FAILED, FIRST_CALL, KEPT, SECOND, SECOND_CALL, root, span
 
+from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, Trained
 from commands.inspection.rollout_why import explain
 from spangrad.settings import Settings
-from commands.inspection.rollout_record import Build, Conclusion, Record, Reward, Trained
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings()
