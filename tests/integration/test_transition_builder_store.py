@@ -589,7 +589,7 @@ def test_two_builders_at_once_build_every_rollout_once(store: StoreSettings) -> 
 _FOLLOW = """
 import logging, sys
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
-from transition_builder import portions
+from transition_builder import batch_sizes
 from transition_builder.loop import follow
 logging.basicConfig(level="INFO")
 follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(selection=Selection(agents=sys.argv[2]))))
