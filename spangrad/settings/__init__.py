@@ -1,6 +1,6 @@
-"""The tree of settings that every part reads: names, types, defaults, and what each means.
+"""Tree of the settings that every part reads: names, types, defaults and help.
 
-In: values, from wherever `spangrad.settings.sources` finds them. Out: a frozen `Settings`. Invariant: a value that has no meaning is
+In: values, from the sources that `spangrad.settings.sources` reads. Out: a frozen `Settings`. Invariant: a value that has no meaning is
 refused here, with its place, before any part starts.
 """
 
@@ -41,7 +41,7 @@ ENV_NESTING = "__"
 
 
 class Settings(BaseSettings):
-    """The whole tree."""
+    """All settings, by section."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_NESTING)
 

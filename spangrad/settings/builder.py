@@ -1,4 +1,4 @@
-"""Settings of the transition builder: which calls it takes, and what they are rewarded for."""
+"""Settings of the transition builder: the calls that it selects, and the rewards that it gives them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from spangrad.settings.section import Section
 
 
 class Selection(Section):
-    """Which calls: regular expressions, each of which must match a name in full. None: any name."""
+    """Filter of calls: regular expressions, each of which must match a name in full. None: any name."""
 
     agents: str | None = None
-    """Of the agent that made the call."""
+    """Regular expression of the agent that made the call."""
     models: str | None = None
-    """As the agent asked for it."""
+    """Regular expression of the model's name, as the agent requested it."""
     policies: str | None = None
-    """That answered; a call that no policy answered has its model's name."""
+    """Regular expression of the policy that answered; for a call that no policy answered, of its model's name."""
     tools: str | None = None
-    """Of a tool that the call caused to run; any of them may match."""
+    """Regular expression of a tool that the call caused to run; any of its tools may match."""
     components: str | None = None
-    """Of an agent, chain or tool around the call, at any height."""
+    """Regular expression of an agent, chain or tool around the call, at any height of the span tree."""
 
 
 TOOL_KINDS = frozenset({"tool_ok", "tool_error", "tool_exception", "empty_result", "malformed_arguments", "repeated_call"})
-"""Kinds of rules about tools, which name the tools that count."""
+"""Kinds of rules about tools, which must list the tools that count."""
 _NEEDS = {
     "latency": "seconds",
     "unparsable_output": "form",
@@ -40,14 +40,14 @@ _NEEDS = {
     "python": "where",
     "tool_exception": "types",
 }
-"""Kinds of rules -> the setting that they need beside a name and a reward."""
+"""Kind of rule -> the setting that it needs beside a name and a reward."""
 
 
 class AirRule(Section):
-    """An automatic intermediate reward: what is seen of a call, or of a tool that it caused to run, is worth something."""
+    """Automatic intermediate reward (AIR): a reward for what is observed of a call, or of a tool that the call caused to run."""
 
     name: str = Field(min_length=1)
-    """Of the reward that it gives."""
+    """Name of the reward that the rule gives."""
     kind: Literal[
         "tool_ok",
         "tool_error",
@@ -62,15 +62,15 @@ class AirRule(Section):
         "python",
     ]
     reward: float = Field(default=0.0, allow_inf_nan=False)
-    """For each call, tool or tool call that the rule finds; for `expression`, `sql` and `python`, what their value is multiplied by."""
+    """Reward of each call, tool or tool call that the rule matches; for `expression`, `sql` and `python`, the factor of their value."""
     role: str = ""
-    """Role (agent or policy) that the reward is of. Empty: everybody's."""
+    """Role (agent or policy) that the reward belongs to. Empty: every role."""
     tools: tuple[str, ...] = ()
-    """The tools that count. A rule about tools names them: ("*",) for all."""
+    """Tools that count. Required for a rule about tools; ("*",) for all."""
     agents: str | None = None
     """Regular expression of the agents whose calls count. None: all."""
     seconds: float | None = Field(default=None, gt=0)
-    """`latency`: longer than this."""
+    """`latency`: duration in seconds above which the rule matches."""
     form: str | None = None
     """`unparsable_output`: a regular expression that the response must match, or `json`."""
     types: str | None = None
@@ -79,76 +79,77 @@ class AirRule(Section):
     """`expression`: a Polars SQL expression over the columns of a call; `sql`: the name of a file in builder.rewards_directory; `python`:
     `module:function` or `file.py:function`, found from the working directory."""
     columns: tuple[str, ...] | None = None
-    """`python`: the columns that the function gets beside those that identify a call. None: all; fewer save what costs a query."""
+    """`python`: columns that the function gets beside those that identify a call; fewer columns make the query cheaper. None: all."""
 
     @model_validator(mode="after")
     def _whole(self) -> AirRule:
-        """What a kind needs is there, and nothing that it would not look at.
+        """Require the settings that the rule's kind needs, and refuse those that it does not read.
 
         Raises:
-            ValueError: one sentence with the remedy; `load_settings` makes it a SettingsError that says where the rule stands.
+            ValueError: one sentence with the remedy; `load_settings` makes it a SettingsError that names the rule's place.
         """
-        said = f"the rule {self.name!r} of kind {self.kind}"
+        subject = f"the rule {self.name!r} of kind {self.kind}"
         if self.kind in TOOL_KINDS and not self.tools:
             raise ValueError(
-                f'{said} names no tools. Name those that count, or tools = ["*"] for all: '
+                f'{subject} names no tools. Name those that count, or tools = ["*"] for all: '
                 "a policy learns to call whatever pays without advancing (docs/rewards.md)."
             )
         if self.kind not in TOOL_KINDS and self.tools:
-            raise ValueError(f"{said} looks at calls, not at tools. Leave out tools; agents chooses whose calls count.")
+            raise ValueError(f"{subject} looks at calls, not at tools. Leave out tools; agents chooses whose calls count.")
         for name in ("seconds", "form", "types", "where"):
             given, needed = getattr(self, name) is not None, _NEEDS.get(self.kind) == name
             if given != needed:
-                raise ValueError(f"{said} needs {name}. Give it." if needed else f"{said} does not look at {name}. Leave it out.")
+                raise ValueError(f"{subject} needs {name}. Give it." if needed else f"{subject} does not look at {name}. Leave it out.")
         if self.columns is not None and self.kind != "python":
-            raise ValueError(f"{said} does not look at columns. Leave it out.")
+            raise ValueError(f"{subject} does not look at columns. Leave it out.")
         if self.reward == 0:
-            raise ValueError(f"{said} gives nothing: its reward is 0. Give reward = -0.1, say, or drop the rule.")
+            raise ValueError(f"{subject} gives nothing: its reward is 0. Give reward = -0.1, say, or drop the rule.")
         return self
 
 
 class BuilderSettings(Section):
-    """The transition builder."""
+    """Settings of the transition builder."""
 
     dataset: str = "default"
-    """The name under which others find what this specification builds."""
+    """Name under which the trainer and exports find what this build specification builds."""
     poll_seconds: float = 0.2
     incomplete_after_seconds: float = 600
-    """How long after its root span a rollout may wait for missing calls or rewards before it drops; without one (the runner
-    was killed), how long it may be silent."""
+    """Time limit for missing calls or rewards, in seconds since the rollout's root span, after which the rollout drops. Without a root
+    span (the runner was killed): longest silence of the rollout, in seconds."""
     quiet_seconds: float = 30
-    """How long a trace without a runner must be silent before it counts as complete. One that lacks a parent of some span is
-    waited for as long as a rollout without its root."""
+    """Silence after which a trace without a runner counts as complete, in seconds. A trace that lacks the parent of a span is waited for
+    as long as a rollout without its root span."""
     lease_seconds: float = 60
-    """How long a rollout that one builder has claimed is left alone by others."""
+    """Time for which other builders leave alone a rollout that one builder has claimed, in seconds."""
     selection: Selection = Selection()
-    """The calls that become transitions; the others drop as not_selected."""
+    """Filter of the calls that become transitions; the others drop as not_selected."""
     rules: tuple[AirRule, ...] = ()
-    """AIR."""
+    """Rules of automatic intermediate rewards (AIR)."""
     sql_rewards: tuple[str, ...] = ()
-    """Names of files NAME.sql in rewards_directory."""
+    """Names of SQL rewards, each a file NAME.sql in builder.rewards_directory."""
     rewards_directory: Path = Path("rewards")
     tokenizer_hash: str | None = None
-    """Drop calls of any other tokenizer. None: take every tokenizer's."""
+    """Hash of the only tokenizer whose calls are kept; calls of others drop. None: calls of every tokenizer are kept."""
     max_tokens: int | None = None
-    """Drop calls of more tokens, prompt and response together. None: of any length."""
+    """Largest number of tokens of a call, prompt and response together; longer calls drop. None: no limit."""
     mixed_versions: Literal["keep", "drop"] = "keep"
-    """Calls during which the engine took new weights. keep: each response token is trained as sampled by its own version. drop: drop them
-    as mixed_versions."""
+    """Treatment of calls during which the engine loaded new weights. keep: each response token is trained as sampled by its own version.
+    drop: they drop as mixed_versions."""
     retokenized: bool = False
-    """Keep calls whose token ids the gateway made from their text: without logprobs, as version 0."""
+    """True to keep calls whose token ids the gateway computed from their text: without logprobs, as version 0."""
     reshaped: Literal["drop", "keep"] = "drop"
-    """Calls sampled with top-p, top-k, min-p, penalties or masked tokens: `drop` them, or `keep` them with the logprobs of the distribution
-    that was sampled from, for a trainer to correct with the bias that docs/learning.md names."""
+    """Treatment of calls sampled with top-p, top-k, min-p, penalties or masked tokens: `drop`, or `keep` with the logprobs of the
+    distribution that was sampled from, for a trainer to correct with the bias that docs/learning.md names."""
     rewards_from: Literal["any", "rules"] = "any"
-    """What rewards a rollout: `any` waits for a reward by somebody, without which its calls drop as no_reward; with `rules`, what
-    builder.rules and builder.sql_rewards give is enough, and where no rule finds anything the return is 0. Other rewards count beside."""
+    """Source of a rollout's reward. `any`: the builder waits for a reward, without which the rollout's calls drop as no_reward. `rules`:
+    the rewards of builder.rules and builder.sql_rewards are enough, and where no rule matches the return is 0. Other rewards count as
+    well."""
     as_of: datetime | None = None
-    """Build from the spans that had arrived by then, as a specification of its own. None: from all."""
+    """Time up to which spans must have arrived to be built from, as a build specification of its own. None: all spans."""
 
     @model_validator(mode="after")
     def _rewarded(self) -> BuilderSettings:
-        """Refuse rules as the only reward where there are none.
+        """Refuse rules as the only source of rewards where there are none.
 
         Raises:
             ValueError: one sentence with the remedy.
@@ -161,12 +162,12 @@ class BuilderSettings(Section):
 
     @property
     def waits_for_reward(self) -> bool:
-        """Whether a rollout is complete only with a reward that somebody sends: not where SQL, or rules alone, may give it."""
+        """Return whether a rollout is complete only with a reward that is sent: False where SQL, or rules alone, may give it."""
         return self.rewards_from == "any" and not self.sql_rewards
 
     @property
     def decides(self) -> dict[str, Any]:
-        """Return what decides a build's result: SQL rewards and rules with the hashes of their files."""
+        """Return the settings that determine a build's result: SQL rewards and rules with the hashes of their files."""
         decides = self.model_dump(
             mode="json",
             exclude={
@@ -185,11 +186,11 @@ class BuilderSettings(Section):
 
     @property
     def spec(self) -> str:
-        """Hash of what decides a build's result: the BuildSpec of its transitions and drops."""
+        """Return the hash of the settings that determine a build's result: the BuildSpec of its transitions and drops."""
         return hashlib.sha256(json.dumps(self.decides, sort_keys=True).encode()).hexdigest()[:16]
 
     def sql_hash(self, name: str) -> str:
-        """Hash of a reward's SQL, its version.
+        """Return the version of an SQL reward: a hash of its file.
 
         Raises:
             SettingsError: there is no such file.

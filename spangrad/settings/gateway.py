@@ -1,4 +1,4 @@
-"""Settings of the gateway, the engines behind it and those who may call it."""
+"""Settings of the gateway, of the engines behind it and of its clients."""
 
 from __future__ import annotations
 
@@ -10,122 +10,129 @@ from pydantic import Field, SecretStr
 from spangrad.settings.section import Section
 
 Relaxation = Literal["strict_tools", "schemas", "top_p", "penalties", "tool_choice"]
-"""What of a request the gateway may relax: see `GatewaySettings.relax`."""
+"""Parts of a request that the gateway may relax: see `GatewaySettings.relax`."""
 
 
 class ClientSettings(Section):
     """A client of the gateway that has a token of its own: `[[gateway.clients]]`."""
 
     name: str = Field(min_length=1)
-    """What refusals call it."""
+    """Name of the client in refusals."""
     token: SecretStr = Field(min_length=1)
-    """What it sends as its API key: `Authorization: Bearer` or `x-api-key`."""
+    """API key that the client sends: `Authorization: Bearer` or `x-api-key`."""
     rollouts: str = "*"
-    """Pattern (`*`, `?`, `[abc]`) of the rollouts that its calls may name. `*` allows calls that name none, too."""
+    """Pattern (`*`, `?`, `[abc]`) of the rollouts that the client's calls may name. `*` also allows calls that name none."""
     policies: tuple[str, ...] | None = None
-    """The policies that it may call. None: every policy."""
+    """Policies that the client may call. None: every policy."""
     may_admin: bool = False
-    """Whether it may announce attempts, publish weights and change backends."""
+    """True if the client may announce attempts, publish weights and change backends."""
 
 
 class BackendSettings(Section):
-    """An upstream that answers calls."""
+    """An upstream server that answers calls."""
 
     url: str = Field(pattern=r"^https?://(\[[0-9a-fA-F:.]+\]|[^\s/@?#:\[\]]+)(:[0-9]{1,5})?(/[^\s@?#]*)?$")
-    """Where it listens, with or without `/v1`. Keys go in `key`, never in here."""
+    """Base URL of the upstream, with or without `/v1`. Keys belong in `key`, never in the URL."""
     policy: str = "policy"
-    """The policy whose calls it answers."""
+    """Policy whose calls the backend answers."""
     kind: Literal["engine", "openai", "anthropic"] = "engine"
-    """`engine`: a vLLM of `spangrad engine`, which answers with token ids and takes orders. `openai`: any other server with OpenAI's
-    interface (SGLang, a plain vLLM, a provider). `anthropic`: Anthropic's own. The calls of the last two are recorded without ids."""
+    """Kind of upstream. `engine`: a vLLM of `spangrad engine`, which answers with token ids and takes orders. `openai`: any other server
+    with OpenAI's interface (SGLang, a vLLM that `spangrad engine` did not start, a provider). `anthropic`: Anthropic's own interface.
+    The calls of the last two are recorded without token ids."""
     key: SecretStr | None = Field(default=None, min_length=1)
-    """The upstream's own key. The clients' keys are never passed on."""
+    """API key of the upstream. The clients' keys are never forwarded."""
     limit: int | None = Field(default=None, ge=1)
-    """Calls in flight at once; further ones wait. None: as many as come."""
+    """Largest number of calls in flight; further ones wait. None: no limit."""
     model: str | None = Field(default=None, min_length=1)
-    """Name by which the upstream knows the model. None: an engine's is its policy, another upstream is asked for what the client named."""
+    """Name by which the upstream knows the model. None: for an engine the name of its policy, for another upstream the model that the
+    client requested."""
     restart_command: tuple[str, ...] = ()
-    """Command and arguments that restart the engine, run when a publication has spoiled it. Empty: it stays out until somebody mends it."""
+    """Command and arguments that restart the engine, run when a failed publication has left it with unusable weights. Empty: it stays
+    out of service until the user restarts it."""
 
 
 class GatewaySettings(Section):
-    """The recording gateway."""
+    """Settings of the recording gateway."""
 
     host: str = "127.0.0.1"
     port: int = 8180
     url: str = "http://127.0.0.1:8180"
-    """Where agents, runner and trainer find it."""
+    """URL at which agents, the runner and the trainer reach the gateway."""
     token: SecretStr | None = Field(default=None, min_length=1)
-    """Token that may do everything, shown by our own parts. None, and no `clients`: nothing is asked, and only loopback may be bound."""
+    """Token with every permission, which spangrad's own processes send. None, and no `clients`: no token is required, and only loopback
+    may be bound."""
     clients: tuple[ClientSettings, ...] = ()
-    """Clients with tokens of their own, and what each may do."""
+    """Clients with tokens of their own, and the permissions of each."""
     tls_cert: Path | None = None
-    """File (PEM) of the certificate that clients see, its chain below it. None: they speak plain HTTP."""
+    """File (PEM) of the certificate that clients see, followed by its chain. None: they speak plain HTTP."""
     tls_key: Path | None = None
     """File (PEM) of the certificate's key, not encrypted."""
     max_request_bytes: int = Field(default=32 * 2**20, ge=1)
-    """Largest body of a request: prompts may carry images."""
+    """Size limit of a request's body, in bytes: prompts may carry images."""
     head_seconds: float = Field(default=30, gt=0)
-    """How long a new connection may take to send a whole request head."""
+    """Time limit for a new connection to send a whole request head, in seconds."""
     body_seconds: float = Field(default=30, gt=0)
-    """How long a body may take to arrive, and a second more for each 64 KiB that have."""
+    """Time limit for a request's body to arrive, in seconds; one second is added for each 64 KiB received."""
     engine_url: str = "http://127.0.0.1:8000"
-    """The first backend: an engine of policy `policy`. Empty: only those of `backends`."""
+    """URL of the first backend: an engine of policy `gateway.policy`. Empty: only the backends of `gateway.backends`."""
     policy: str = "policy"
-    """Name of the policy that the engine serves: the `model` that agents ask for. Models that no policy is named after are its too."""
+    """Name of the policy that the engine serves: the `model` that agents request. It also answers for models that no policy is named
+    after."""
     backends: tuple[BackendSettings, ...] = ()
-    """Further upstreams; `[[gateway.backends]]` in the file. One with the url and policy of the first takes its place."""
+    """Further upstreams; `[[gateway.backends]]` in the file. One with the URL and policy of the first replaces it."""
     models: dict[str, str] = Field(default_factory=dict[str, str])
-    """Names that agents ask for -> the policy that answers: `{"gpt-4o" = "policy"}`."""
+    """Model names that agents request -> the policy that answers: `{"gpt-4o" = "policy"}`."""
     queue_limit: int = Field(default=10_000, ge=0)
-    """Calls of a policy that wait for a backend; beyond them, calls are refused (503, Retry-After)."""
+    """Largest number of calls of a policy that wait for a backend; further calls are refused (503, Retry-After)."""
     spill_path: Path = Path("data/gateway-spill")
-    """Directory of the spans that the store has not taken yet. One gateway owns it."""
+    """Directory of the spans that the store has not accepted yet. One gateway owns it."""
     spill_bytes: int = 8 * 2**30
-    """Bytes of spans on disk while the store is down; beyond them, calls wait."""
+    """Size limit of the spans on disk while the store is down, in bytes; when it is reached, calls wait."""
     export_bytes: int = 64 * 2**20
-    """Bytes of such spans held in memory as well; beyond them, they are read back from the disk."""
+    """Size limit of the spans on disk that are held in memory as well, in bytes; further ones are read back from disk."""
     redact: tuple[str, ...] = ()
-    """Regular expressions; what matches them in a call's text is replaced before anything is written."""
+    """Regular expressions; their matches in a call's text are replaced before anything is written."""
     redact_paths: tuple[str, ...] = ()
-    """JSON paths, `messages[*].content` say, whose values are replaced in requests and responses alike."""
+    """JSON paths, such as `messages[*].content`, whose values are replaced in requests and responses alike."""
     redact_keep_ids: bool = False
-    """Keep token ids and logprobs of calls in which something was replaced. They spell what it was."""
+    """True to keep the token ids and logprobs of calls in which text was replaced, although the ids spell that text."""
     export_delay_seconds: float = 0
-    """Hold every span back this long before it is sent: a test of completeness, 0 otherwise."""
+    """Time for which every span is held back before it is sent, in seconds: for tests of completeness, 0 otherwise."""
     relax: tuple[Relaxation, ...] = ("strict_tools",)
-    """Parts of a request of mode `train` that the engine is not asked for, because they mask or reshape what it samples: `strict_tools`
-    (arguments held to their schema), `schemas` (answers in JSON), `top_p` (with top_k and min_p), `penalties`, `tool_choice` (a tool that
-    must be called). Requests of every other mode reach the engine as they are."""
+    """Parts of a request of mode `train` that are not forwarded to the engine, because they mask or reshape what it samples:
+    `strict_tools` (arguments held to their schema), `schemas` (answers in JSON), `top_p` (with top_k and min_p), `penalties`,
+    `tool_choice` (a tool that must be called). Requests of every other mode reach the engine unchanged."""
     request_timeout_seconds: float = 600
     retokenize: Path | None = None
-    """Directory of the tokenizer and chat template that make token ids for calls whose upstream gives none. None: they have none.
-    Such calls are marked, and never trained unless `builder.retokenized` says so."""
+    """Directory of the tokenizer and chat template that compute token ids for calls whose upstream returns none. None: such calls have
+    no ids. Calls with computed ids are marked, and never trained unless `builder.retokenized` is set."""
 
 
 class EngineSettings(Section):
-    """vLLM, in an environment of its own."""
+    """Settings of vLLM, which runs in an environment of its own."""
 
     python: Path = Path(".venv-vllm/bin/python")
-    """The interpreter of vLLM's environment."""
+    """Python interpreter of vLLM's environment."""
     host: str = "127.0.0.1"
     port: int = 8000
     model: Path | None = None
-    """Directory of the policy's model. None: `spangrad engine` asks for it."""
+    """Directory of the policy's model. None: `spangrad engine` requires it as an argument."""
     version: int = 0
-    """The policy version that `model` holds."""
+    """Policy version of the weights in `engine.model`."""
     dtype: str = "auto"
     head_dtype: Literal["float32", "model"] = "float32"
-    """What logits are computed in: float32, as trainers compute them, or `model`: engine.dtype. A quantised head takes `model` only."""
+    """Type in which logits are computed: float32, as trainers compute them, or `model`: engine.dtype. A quantised head supports `model`
+    only."""
     max_model_len: int = 4096
     kv_cache_bytes: int | None = None
-    """Bytes of KV cache. None: vLLM decides."""
+    """Size of the KV cache, in bytes. None: vLLM decides."""
     enforce_eager: bool = False
     cache_dir: Path = Path("data/vllm-cache")
     lora_rank: int = Field(default=0, ge=0, le=512)
-    """Largest rank of the adapters that it takes from trainers with trainer.road `adapter`. 0: it takes whole models."""
+    """Largest rank of the adapters that the engine loads from trainers with trainer.road `adapter`. 0: it loads whole models."""
     transfer: Literal["nccl", "http"] | None = None
-    """Over what it takes weights from trainers with trainer.road `transfer`: `nccl` between GPUs, `http` anywhere. None: it does not."""
+    """Transport by which the engine receives weights from trainers with trainer.road `transfer`: `nccl` between GPUs, `http` anywhere.
+    None: it does not receive any."""
     warmup_requests: int = 16
     start_timeout_seconds: float = 600
     extra_args: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What every section of the settings is: frozen, and without keys that nobody knows."""
+"""Base class of every section of the settings: frozen, and without unknown keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A section of the tree."""
+    """A section of the settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,8 +1,8 @@
-"""Where settings come from: flags over environment over TOML file over defaults.
+"""Sources of the settings: flags over environment over TOML file over defaults.
 
 In: `spangrad.toml` (or --config FILE, or SPANGRAD_CONFIG), variables `SPANGRAD_SECTION__KEY`, flags. Out: a `Settings`, and for
-`spangrad config` where each value came from. Invariant: a key that no part knows is an error, wherever it was written, and what was
-written is never passed over: not even None, which the environment and the file write as the text `null`.
+`spangrad config` the source of each value. Invariant: an unknown key is an error in every source, and no written value is ignored: not
+even None, which the environment and the file write as the text `null`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _FILES = {"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"}
 _FOR_AGENTS = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
 _OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", "_URL", "_VARIABLE", "_VERSION")}
 ENV_NOT_SETTINGS = frozenset(_FILES | _FOR_AGENTS | _OF_PROMPTS)
-"""Variables with our prefix that name files, or that tell agents of their attempt; they are read where they are used."""
+"""Variables with our prefix that name files, or that describe an attempt to its agent; they are read where they are used."""
 DEFAULT_FILE = "spangrad.toml"
 _NULL = "null"
-"""None, for the environment and TOML, which have none of their own."""
+"""Text of None in the environment and in TOML, which have no null value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One leaf of the tree and where its value came from."""
+    """One leaf of the tree and the source of its value."""
 
     key: str
     value: object
@@ -109,7 +109,7 @@ def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[st
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, object]:
-    """Variables of ours as dotted keys; pydantic-settings parses the values, and would ignore the names it does not know."""
+    """Return our environment variables by dotted key; pydantic-settings parses the values, but would ignore unknown names."""
     named = {
         name: name.removeprefix(ENV_PREFIX).lower().replace(ENV_NESTING, ".")
         for name in env
@@ -131,7 +131,7 @@ def _as_written(leaves: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Every key below a model, and whether it is a section of its own."""
+    """Yield every key below a model, and True where it is a section."""
     for name, field in model.model_fields.items():
         key, kind = f"{prefix}{name}", field.annotation
         section = isinstance(kind, type) and issubclass(kind, BaseModel)
@@ -145,7 +145,7 @@ _KEYS = frozenset(key for key, section in _fields(Settings) if not section)
 
 
 def _of_key(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """The leaves that a key's value is made of: its own, or those of a section's table."""
+    """Yield the leaves of a key's value: the value itself, or the leaves of a section's table."""
     if key in _SECTIONS and isinstance(value, Mapping):
         yield from _leaves(cast("Mapping[str, object]", value), f"{key}.")
     else:
@@ -158,7 +158,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def variable_of(key: str) -> str:
-    """The variable of the environment that sets a dotted key."""
+    """Return the environment variable that sets a dotted key."""
     return ENV_PREFIX + key.replace(".", ENV_NESTING).upper()
 
 

@@ -10,7 +10,7 @@ from spangrad.settings.section import Section
 
 
 class StoreSettings(Section):
-    """The embedded span store, and where everybody else finds it."""
+    """Settings of the embedded span store, and its address for every other part."""
 
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs `token`."""
@@ -18,60 +18,61 @@ class StoreSettings(Section):
     otlp_http_port: int = 4318
     clickhouse_port: int = 8123
     path: Path = Path("data/store")
-    """Directory of the embedded engine. One process owns it."""
+    """Directory of the embedded database. One process owns it."""
     token: SecretStr | None = Field(default=None, min_length=1)
-    """Bearer token (and ClickHouse password) asked of every client. None: nothing is asked."""
+    """Bearer token (and ClickHouse password) required of every client. None: no token is required."""
     read_token: SecretStr | None = Field(default=None, min_length=1)
-    """Token of those who may only ask SQL questions, within the reader's limits. None: there are none."""
+    """Token of clients that may only read by SQL, within the reader's limits. None: there are no such clients."""
     reader_max_rows: int = Field(default=1_000_000, ge=10_000)
-    """Rows of an answer to the bearer of `read_token`. Drivers read some thousand when they connect."""
+    """Largest number of rows in a response to the bearer of `read_token`. Drivers read some thousand when they connect."""
     reader_max_seconds: int = Field(default=60, ge=1)
-    """How long a statement of the bearer of `read_token` may run, its answer's way included."""
+    """Time limit of a statement of the bearer of `read_token`, in seconds; the transfer of its response included."""
     url: str = "http://127.0.0.1:8123"
-    """ClickHouse's HTTP interface: this store's, a server's or a cluster's."""
+    """URL of ClickHouse's HTTP interface: this store's, a server's or a cluster's."""
     otlp_endpoint: str = "http://127.0.0.1:4318"
-    """Where spans are sent, by OTLP/HTTP."""
+    """URL to which spans are sent, by OTLP/HTTP."""
     linger_ms: float = 10
-    """How long a request waits for company before it is written."""
+    """Time that a received request waits for others, to be written together with them, in milliseconds."""
     settle_seconds: float = Field(default=2, ge=0)
-    """How long acknowledged spans wait for company in the journal before they enter the tables, unless somebody asks. 0: not at all."""
+    """Time that acknowledged spans wait in the journal for others before they enter the tables, in seconds; a query ends the wait. 0: no
+    wait."""
     queue_bytes: int = 256 * 2**20
-    """Bytes accepted and not yet committed before senders are told to wait."""
+    """Size limit of what is accepted and not yet committed, in bytes; beyond it, senders are asked to wait."""
     cluster: str | None = Field(default=None, pattern=r"^[\w.{}-]+$")
-    """The ClickHouse cluster that holds the tables, replicated. None: one server, the embedded store say."""
+    """Name of the ClickHouse cluster that holds the tables, replicated. None: one server, such as the embedded store."""
     sharded: bool = False
-    """Spread the tables over the cluster's shards."""
+    """True to distribute the tables over the cluster's shards."""
     sequential_consistency: bool | None = None
-    """Whether the trainer's and the builder's reads ask for every row that a quorum of replicas has acknowledged. None: where
+    """True if reads of the trainer and the builder must see every row that a quorum of replicas has acknowledged. None: True where
     store.cluster is set."""
     ttl_days: int | None = Field(default=None, ge=1)
-    """How long spans and what was made of them are kept, but for what a committed batch used. None: for ever."""
+    """Time for which spans and the rows built from them are kept, in days; those that a committed batch used stay. None: forever."""
 
     @property
     def reads_in_sequence(self) -> bool:
-        """Whether reads that conclude from missing rows ask for sequential consistency."""
+        """Return whether reads that draw conclusions from missing rows request sequential consistency."""
         return self.cluster is not None if self.sequential_consistency is None else self.sequential_consistency
 
 
 class CollectorSettings(Section):
-    """The real OpenTelemetry Collector before the store (`spangrad collector`)."""
+    """Settings of the OpenTelemetry Collector before the store (`spangrad collector`)."""
 
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs a token."""
     otlp_grpc_port: int = 14317
     otlp_http_port: int = 14318
     health_port: int = 13133
-    """Answers on loopback while the collector is up."""
+    """Port on loopback that answers health checks while the collector is up."""
     zpages_port: int = 55679
-    """Pages on loopback that show what it does."""
+    """Port on loopback of the collector's zPages, which show its activity."""
     queue_path: Path = Path("data/collector")
-    """Directory of what was accepted and is not stored yet. One collector owns it."""
+    """Directory of the data that is accepted and not stored yet. One collector owns it."""
     queue_bytes: int = Field(default=2 * 2**30, ge=2**27)
-    """Bytes in the queue of a signal (traces, logs) before senders must wait. A request has 64 MiB at most."""
+    """Size limit of the queue of a signal (traces, logs), in bytes; beyond it, senders must wait. A request has 64 MiB at most."""
     memory_mib: int = Field(default=1024, ge=256)
-    """Memory beyond which senders are told to come again."""
+    """Memory limit, in MiB; beyond it, senders are asked to retry later."""
     token: SecretStr | None = Field(default=None, min_length=1)
-    """Bearer token asked of senders. None: `store.token`, which our own parts show; without that, nothing is asked."""
+    """Bearer token required of senders. None: `store.token`, which spangrad's own processes send; without that, no token is required."""
     tls_certificate: Path | None = None
     """File (PEM) of the certificate that senders see. None: they speak plain HTTP and gRPC."""
     tls_key: Path | None = None
