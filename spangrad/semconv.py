@@ -1,6 +1,6 @@
-"""The home, in code, of attribute names: ours, and those of the conventions that we write or that several parts read.
+"""Names of attributes in one place: spangrad's own, and those of the conventions that we write or that several parts read.
 
-Ours are described in docs/architecture.md. A name that one dialect of the builder reads stands in that dialect. The gen_ai names are
+docs/architecture.md describes our own. A name that only one dialect of the builder reads is defined in that dialect. The gen_ai names are
 hard-coded because OpenTelemetry moved its constants to another repository and marks the old ones deprecated.
 """
 
@@ -18,10 +18,10 @@ SEQ: Final = "spangrad.seq"
 
 PROMPT_NAME: Final = "spangrad.prompt.name"
 PROMPT_VERSION: Final = "spangrad.prompt.version"
-"""Which version of which prompt the attempt was given, or the span's code has fetched."""
+"""Name and version of the prompt that the attempt is pinned to, or that the span's code has fetched."""
 
 CONTEXT_KEYS: Final = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT, PROMPT_NAME, PROMPT_VERSION)
-"""What baggage carries and every span of an agent repeats."""
+"""Attributes that baggage carries and every span of an agent repeats."""
 
 # The root span of an attempt.
 ROOT_SPAN_NAME: Final = "rollout"
@@ -34,7 +34,7 @@ ROLLOUT_FAILURE: Final = "spangrad.rollout.failure"
 INIT_SECONDS: Final = "spangrad.rollout.init.seconds"
 RUN_SECONDS: Final = "spangrad.rollout.run.seconds"
 EVALUATE_SECONDS: Final = "spangrad.rollout.evaluate.seconds"
-"""How long a stage took, without the wait for a place in it. Absent: the attempt did not come so far, or has no such stage."""
+"""Duration of a stage in seconds, the wait for a slot excluded. Absent: the attempt did not reach the stage, or has no such stage."""
 
 # The gateway's span.
 GATEWAY_SCOPE: Final = "spangrad.gateway"
@@ -50,11 +50,11 @@ REQUEST_JSON: Final = "spangrad.request.json"
 RESPONSE_JSON: Final = "spangrad.response.json"
 TOKENIZER_HASH: Final = "spangrad.tokenizer.hash"
 IDS_SOURCE: Final = "spangrad.ids.source"
-"""`retokenized`: the ids were made from the text, by the tokenizer that the hash names. Absent: they are the engine's."""
+"""`retokenized`: the token ids were computed from the text, by the tokenizer that the hash names. Absent: they are the engine's."""
 MODALITY: Final = "spangrad.modality"
 """Kinds of content of the call that are not text, such as `audio,image`. Absent: text only."""
 RELAXED: Final = "spangrad.request.relaxed"
-"""Names of `gateway.relax` that changed what the engine was asked; `spangrad.request.json` is what the client asked."""
+"""Names of `gateway.relax` that changed the request to the engine; `spangrad.request.json` is the client's request."""
 REDACTED: Final = "spangrad.redacted"
 ABORTED: Final = "spangrad.aborted"
 SAMPLING_TEMPERATURE: Final = "spangrad.sampling.temperature"
@@ -68,22 +68,22 @@ SAMPLING_CONSTRAINED: Final = "spangrad.sampling.constrained"
 """True when a grammar, a JSON schema or a required tool masked tokens."""
 
 REWARD: Final = "spangrad.reward"
-"""A reward as an attribute of any span; `spangrad.reward.NAME` where it has a name. What stands on no call's span is the rollout's."""
+"""A reward as an attribute of any span; `spangrad.reward.NAME` where it has a name. On a span that is no call, it is the rollout's."""
 
 ANSWER_FIELD: Final = "spangrad"
-"""The extra field of an engine's answer: {"policy", "versions", "tokenizer_hash", "sampling"}."""
+"""Extra field of an engine's response: {"policy", "versions", "tokenizer_hash", "sampling"}."""
 
 # The trainer's own spans: a step, and its stages below it. They name no rollout; what they consumed are their links.
 TRAINER_SCOPE: Final = "spangrad.trainer"
 TRAINER_BRANCH: Final = "spangrad.trainer.branch"
 TRAINER_VERSION: Final = "spangrad.trainer.version"
-"""The version that the step made."""
+"""Version that the step produced."""
 TRAINER_PARENT: Final = "spangrad.trainer.parent"
 TRAINER_BATCH: Final = "spangrad.trainer.batch"
 TRAINER_METRIC: Final = "spangrad.trainer.metric"
-"""Followed by a metric's name."""
+"""Prefix of an attribute, followed by a metric's name."""
 TRAINER_CONSUMED: Final = "spangrad.trainer.rollout"
-"""On a link: the rollout whose root the link leads to; no span's own attribute."""
+"""Attribute of a link, never of a span: the rollout whose root span the link points to."""
 
 # OpenTelemetry's generative AI conventions.
 GEN_AI_OPERATION: Final = "gen_ai.operation.name"
@@ -104,13 +104,13 @@ EVALUATION_EVENT: Final = "gen_ai.evaluation.result"
 EVALUATION_NAME: Final = "gen_ai.evaluation.name"
 EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
 REWARD_ROLE: Final = "spangrad.reward.role"
-"""On an evaluation, or beside scores among a span's attributes: the role (agent or policy) that the reward is of; absent: everybody's."""
+"""Role (agent or policy) of a reward, on an evaluation or beside scores among a span's attributes. Absent: every role."""
 EVALUATION_LABEL: Final = "gen_ai.evaluation.score.label"
 EVALUATION_EXPLANATION: Final = "gen_ai.evaluation.explanation"
 ERROR_TYPE: Final = "error.type"
 HTTP_STATUS: Final = "http.response.status_code"
 HTTP_ROUTE: Final = "http.route"
-"""On the gateway's span: the dialect of the request and of the answer, as the path that it is asked at."""
+"""Dialect of the request and of the response on the gateway's span, as the path of its endpoint."""
 SESSION_ID: Final = "session.id"
 
 # OpenInference.
@@ -122,4 +122,4 @@ OPENINFERENCE_AGENT_NAME: Final = "agent.name"
 OPENINFERENCE_GRAPH_NODE: Final = "graph.node.id"
 
 REWARD_NAME: Final = "reward"
-"""The name of a rollout's final reward, as an evaluation result."""
+"""Name of a rollout's final reward, as an evaluation result."""
