@@ -1,6 +1,6 @@
-"""The kernel: names, types, errors, settings and the command line that every part shares.
+"""Core that every part shares: names, types, errors, settings and the command line.
 
-In: nothing. Out: for people, `spangrad.rollout` (the decorator), `spangrad.prompt`, `spangrad.MaxTurnsError` and `spangrad.Client`.
+In: nothing. Out: for users, `spangrad.rollout` (the decorator), `spangrad.prompt`, `spangrad.MaxTurnsError` and `spangrad.Client`.
 Invariant: an agent's process imports this package, so importing it loads nothing but the standard library.
 """
 
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`Client`, loaded when it is asked for: it needs what the server's wheel brings."""
+    """Load `Client` when it is first used: it needs the packages of the server's wheel."""
     if name == "Client":
         from spangrad.client.client import Client
 

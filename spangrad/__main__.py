@@ -1,4 +1,4 @@
-"""`python -m spangrad` is `spangrad`."""
+"""Run `spangrad` by `python -m spangrad`."""
 
 from spangrad.cli import main
 

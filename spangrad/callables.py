@@ -1,7 +1,8 @@
-"""Finds the Python callables that people name, and names those that they hand over.
+"""Loading of Python callables by reference, and references to callables that users pass.
 
-In: `module:function`, `module`, `file.py:function` or `file.py`; or a function. Out: the function; or the name by which another process
-finds it. Invariant: only what another process can import has a name; a file is imported once, whichever of its functions are asked for.
+In: `module:function`, `module`, `file.py:function` or `file.py`; or a function. Out: the function; or the reference by which another
+process finds it. Invariant: only what another process can import has a reference; a file is imported once, whichever of its functions are
+loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from spangrad.agent.decorator import mark_of
 from spangrad.errors import AgentError
 
 T = TypeVar("T")
-_OTHERWISE = "_spangrad_agent"
-"""A file's module where its own name is taken."""
+_FALLBACK_NAME = "_spangrad_agent"
+"""Name of a file's module where the file's own name is taken."""
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -34,14 +35,14 @@ def load(reference: str) -> Callable[..., Any]:
     place, path = split(reference)
     if not (place and path):
         raise AgentError(f"{reference!r} does not name a callable: give it as module:function.")
-    found = _imported(reference, lambda module: _named(module, path))
-    if not callable(found):
-        raise AgentError(f"{reference!r} is {type(found).__name__}, which cannot be called: name a function.")
-    return found
+    function = _imported(reference, lambda module: _named(module, path))
+    if not callable(function):
+        raise AgentError(f"{reference!r} is {type(function).__name__}, which cannot be called: name a function.")
+    return function
 
 
 def load_agent(reference: str) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
-    """The agent that a reference names, and the evaluator that its decorator names.
+    """Return the agent that a reference names, and the evaluator that its decorator names.
 
     Without a function the reference means the one that the module or file has decorated with `@spangrad.rollout`.
 
@@ -49,13 +50,13 @@ def load_agent(reference: str) -> tuple[Callable[..., Any], Callable[..., Any] |
         AgentError: as `load`; or nothing is decorated, or several functions are.
     """
     place, path = split(reference)
-    found = load(reference) if path is not None or not place else _the_only_one(reference, _imported(reference, _marked))
-    mark = mark_of(found)
-    return found, None if mark is None else mark.evaluator
+    agent = load(reference) if path is not None or not place else _only_marked(reference, _imported(reference, _marked))
+    mark = mark_of(agent)
+    return agent, None if mark is None else mark.evaluator
 
 
 def split(reference: str) -> tuple[str, str | None]:
-    """A reference's module or file, and its function. None: it names none, `""`: it names an empty one."""
+    """Return a reference's module or file, and its function. None: it names no function; `""`: it names an empty one."""
     place, colon, path = reference.rpartition(":")
     return (place, path) if colon and "/" not in path else (reference, None)
 
@@ -96,19 +97,19 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def is_file(reference: str) -> bool:
-    """Whether it names a file of Python, not a module."""
+    """Return whether a reference names a Python file, not a module."""
     return split(reference)[0].endswith(".py")
 
 
 def reference_of(function: Callable[..., Any], what: str) -> tuple[str, Path]:
-    """The name by which another process finds a function, and the directory in which its module is looked for.
+    """Return the reference by which another process finds a function, and the directory in which its module is looked for.
 
     Args:
-        function: what somebody handed over.
-        what: that it is, for messages.
+        function: the function that a user passed.
+        what: its role, for messages.
 
     Raises:
-        AgentError: it is a lambda, a closure, a method or an object, or was typed in: nobody else can import it.
+        AgentError: it is a lambda, a closure, a method or an object, or was typed in: no other process can import it.
     """
     name = getattr(function, "__qualname__", None)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -151,7 +152,7 @@ def reference_of(function: Callable[..., Any], what: str) -> tuple[str, Path]:
 
 
 def _imported(reference: str, read: Callable[[ModuleType], T]) -> T:
-    """What is read of the module that a reference names."""
+    """Import the module that a reference names, and return what `read` gets from it."""
     try:
         return read(_module(split(reference)[0]))
     except Exception as error:  # importing an agent runs its code
@@ -169,7 +170,7 @@ def _module(place: str) -> ModuleType:
             return module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))  # as Python does for a script
-    name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else _OTHERWISE
+    name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else _FALLBACK_NAME
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no file of Python")
@@ -184,7 +185,7 @@ def _module(place: str) -> ModuleType:
 
 
 def _named(module: ModuleType, path: str) -> Any:
-    """What the module has under that name, else what it has decorated by it."""
+    """Return the attribute of the module with that name, else the function that it has decorated by that name."""
     try:
         return _attribute(module, path)
     except AttributeError:
@@ -194,19 +195,19 @@ def _named(module: ModuleType, path: str) -> Any:
 
 
 def _attribute(module: ModuleType, path: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """What the module has decorated, by name; what it has imported counts only where it has nothing of its own."""
-    found = {mark.name: one for one in vars(module).values() if (mark := mark_of(one)) is not None}
-    return {name: one for name, one in found.items() if one.__module__ == module.__name__} or found
+    """Return the module's decorated functions, by name; imported ones count only where it has none of its own."""
+    marked = {mark.name: value for value in vars(module).values() if (mark := mark_of(value)) is not None}
+    return {name: function for name, function in marked.items() if function.__module__ == module.__name__} or marked
 
 
-def _the_only_one(reference: str, marked: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+def _only_marked(reference: str, marked: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     if len(marked) == 1:
         return next(iter(marked.values()))
     if marked:

@@ -1,6 +1,6 @@
-"""`spangrad`: parses the command line first, and imports what a command needs only once it is known.
+"""Command line of `spangrad`: parses first, and imports what a command needs only once the command is known.
 
-In: argv. Out: an exit code. Invariant: `spangrad --help` loads nothing heavy, and an error that a user can mend is one
+In: argv. Out: an exit code. Invariant: `spangrad --help` loads nothing heavy, and an error that a user can fix is one
 sentence on stderr, never a traceback.
 """
 
@@ -48,10 +48,10 @@ _MODULES = {
         "commands.data.schema": "Migrate and show the store's tables, expire old rows.",
     },
 }
-"""Group -> module of a command -> what the command does. The command, and its function in the module, have the module's name."""
+"""Group -> module of a command -> help of the command. The command, and its function in the module, have the module's name."""
 
 COMMANDS = {_module.rpartition(".")[2]: _help for _commands in _MODULES.values() for _module, _help in _commands.items()}
-"""Name of each command -> what it does."""
+"""Name of each command -> its help."""
 
 app = App(name="spangrad", version=__version__, help="Train the language model inside any agent, from the spans that it already emits.")
 for _place, (_group_name, _commands) in enumerate(_MODULES.items()):
@@ -69,7 +69,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read what we print has enough: `| head`. The interpreter would complain of what is still unwritten.
+        # The reader of our output has closed the pipe: `| head`. The interpreter would complain of what is still unwritten.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except SpangradError as error:

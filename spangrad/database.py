@@ -1,8 +1,8 @@
-"""The two databases that durable facts may lie in, SQLite and PostgreSQL, used alike.
+"""Transactions on SQLite or PostgreSQL, the two databases for durable state.
 
-In: a URL and tables. Out: transactions that come one after the other, and reads beside them. Invariant: on either database a transaction
-begins by taking the one right to write, so that what it has read still holds when it writes; and what is committed is on the disk
-(SQLite: WAL with synchronous=FULL; PostgreSQL: as it comes).
+In: a URL and tables. Out: serialized transactions, and reads beside them. Invariant: on either database a transaction begins by taking the
+only write lock, so that what it has read still holds when it writes; and what is committed is on disk (SQLite: WAL with synchronous=FULL;
+PostgreSQL: by default).
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ _READING = {"spangrad_reading": True}
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose facts lie in a database: the words of its errors, and its lock."""
+    """The part of spangrad that a database belongs to: the texts of its errors, and its lock."""
 
     name: str
-    """As a sentence calls it: `the ledger`."""
+    """Name of the database in a sentence: `the ledger`."""
     setting: str
-    """That names the database."""
+    """Setting that names the database."""
     error: type[SpangradError]
     promise: str
-    """What holds when the database fails: the end of a sentence."""
+    """End of a sentence: what still holds when the database fails."""
     lock: int
-    """PostgreSQL's advisory lock that each of its transactions holds: any number, the same for all processes."""
+    """Key of the PostgreSQL advisory lock that each of its transactions holds: any number, the same for all processes."""
 
 
 class Database:
     """A database with the tables of one owner."""
 
     def __init__(self, url: sa.URL, tables: sa.MetaData, owner: Owner) -> None:
-        """Open it, and make the tables and columns that are missing.
+        """Open it, and create missing tables and columns.
 
         Raises:
-            SpangradError: the owner's: nobody answers there.
+            SpangradError: the owner's: the database cannot be reached.
         """
         self.shown = url.render_as_string(hide_password=True)
         self.engine = sa.create_engine(url, pool_pre_ping=True)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._owner = owner
         self.opening: Callable[[Callable[[], sa.Connection]], sa.Connection] = lambda work: work()
-        """Begins transactions; may begin one again that could not begin."""
+        """Function that begins transactions; it may retry one that could not begin."""
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
         event.listen(self.engine, "begin", self._begin)
@@ -64,17 +64,17 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Generator[sa.Connection]:
-        """One transaction: all of it happens, or nothing.
+        """Run one transaction: all of it happens, or nothing.
 
         Raises:
-            SpangradError: the owner's: the database failed. What was asked to commit may have been committed: ask before doing it again.
+            SpangradError: the owner's: the database failed. The commit may have happened: check before repeating it.
         """
         with self.translated(), self.opening(lambda: self._open(self.engine)) as connection, _ended(connection):
             yield connection
 
     @contextmanager
     def reading(self) -> Generator[sa.Connection]:
-        """A connection that only reads, beside a transaction.
+        """Open a connection that only reads, beside a transaction.
 
         Raises:
             SpangradError: the owner's: the database failed.
@@ -94,7 +94,7 @@ class Database:
         self.engine.dispose()
 
     def _open(self, engine: sa.Engine) -> sa.Connection:
-        """A connection with a transaction that has begun."""
+        """Return a connection with a transaction that has begun."""
         with self.translated():
             connection = engine.connect()
             try:
@@ -113,7 +113,7 @@ class Database:
 
     @contextmanager
     def translated(self) -> Generator[None]:
-        """Say a driver's errors in the owner's words."""
+        """Raise a driver's errors as the owner's."""
         try:
             yield
         except IntegrityError:
@@ -138,13 +138,13 @@ def _ended(connection: sa.Connection) -> Generator[None]:
 
 
 def _add_columns(transaction: sa.Connection, tables: sa.MetaData) -> None:
-    """Add the columns that tables of an earlier release lack: columns that came later may be NULL."""
-    found = sa.inspect(transaction)
-    there = set(found.get_table_names())
+    """Add the columns that tables of an earlier release lack: columns that were added later may be NULL."""
+    inspector = sa.inspect(transaction)
+    existing = set(inspector.get_table_names())
     quote = transaction.dialect.identifier_preparer.quote
     for table in tables.sorted_tables:
-        if table.name in there:
-            known = {column["name"] for column in found.get_columns(table.name)}
+        if table.name in existing:
+            known = {column["name"] for column in inspector.get_columns(table.name)}
             for column in table.columns:
                 if column.name not in known:
                     kind = column.type.compile(transaction.dialect)
@@ -152,10 +152,10 @@ def _add_columns(transaction: sa.Connection, tables: sa.MetaData) -> None:
 
 
 def database_url(text: str, owner: Owner) -> sa.URL:
-    """A database's URL, with the driver that we use.
+    """Return a database's URL, with the driver that we use.
 
     Raises:
-        SpangradError: the owner's: it is none, or of a database that nobody here knows.
+        SpangradError: the owner's: it is no URL, or names an unknown kind of database.
     """
     try:
         url = sa.make_url(text)

@@ -1,6 +1,6 @@
-"""One flat family of errors, named by the boundary that was crossed.
+"""Errors that users see, one class for each part that raises them.
 
-Every message names the value, the place and the remedy. Bad rollouts are data (`drops`), not errors.
+Every message names the value, the place and the remedy. Bad rollouts are data (`DropReason`), not errors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 class SpangradError(Exception):
-    """Base of all errors that a user can mend; the command line prints the sentence and exits with `exit_code`."""
+    """Base of all errors that a user can fix; the command line prints the sentence and exits with `exit_code`."""
 
     exit_code = 1
 
@@ -29,7 +29,7 @@ class GatewayError(SpangradError):
 
 
 class EngineError(SpangradError):
-    """The inference engine did not start, died, or did not take the weights it was given."""
+    """The inference engine did not start, died, or did not load the weights that it was sent."""
 
 
 class QueueError(SpangradError):
@@ -37,7 +37,7 @@ class QueueError(SpangradError):
 
 
 class PromptError(SpangradError):
-    """A prompt is not there, could not be fetched or kept, or its optimisation cannot go on."""
+    """A prompt is missing, could not be fetched or stored, or its optimisation cannot continue."""
 
 
 class AgentError(SpangradError):
@@ -45,15 +45,15 @@ class AgentError(SpangradError):
 
 
 class EnvironmentsError(SpangradError):
-    """A service of environments could not be started or reached at all (an attempt that got none is data, not an error)."""
+    """An environment service could not be started or reached at all (an attempt without an environment is data, not an error)."""
 
 
 class BuilderError(SpangradError):
-    """The transition builder was asked for something it cannot build."""
+    """The transition builder was given a build that it cannot do."""
 
 
 class RuleError(BuilderError):
-    """A rule that is a Python function could not be evaluated; nothing was written of what it was asked about."""
+    """A rule that is a Python function could not be evaluated; nothing was written of the rollouts that it was evaluated on."""
 
 
 class TrainerError(SpangradError):

@@ -1,6 +1,6 @@
-"""Whether a task's rollouts are compared with one at temperature 0.
+"""Decision whether a task's rollouts are compared with a greedy baseline, a rollout at temperature 0.
 
-In: settings, a mode. Out: yes or no. Invariant: never where nobody could make an agent's calls greedy.
+In: settings, a mode. Out: True or False. Invariant: never True without the gateway, which alone makes an agent's calls greedy.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from spangrad.types import Mode
 
 
 def wants_greedy(settings: Settings, mode: Mode) -> bool:
-    """Whether a group of that mode has a greedy rollout: runner.greedy_rollouts, else as trainer.estimator needs it.
+    """Return whether a group of that mode has a greedy rollout: runner.greedy_rollouts, else as trainer.estimator needs it.
 
     Raises:
-        SettingsError: without the gateway nobody can have an agent sample at temperature 0.
+        SettingsError: without the gateway an agent cannot be made to sample at temperature 0.
     """
     asked = settings.runner.greedy_rollouts
     greedy = mode is Mode.TRAIN and (settings.trainer.estimator == "remax" if asked is None else asked)

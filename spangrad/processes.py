@@ -1,6 +1,6 @@
-"""Child processes that never outlive us: started in a group of their own, stopped whole, their logs kept.
+"""Child processes that never outlive their parent: started in a group of their own, stopped as a group, with logs.
 
-In: a command. Out: a `Child`. Invariant: when this process ends, however it ends, so do its children.
+In: a command. Out: a `Child`. Invariant: when this process ends, for whatever reason, so do its children.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from spangrad.errors import SpangradError
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-"""Names of this machine that no other one has."""
+"""Loopback names and addresses of this machine."""
 _PR_SET_PDEATHSIG = 1
 _SERVER_PORTS = range(20000, 32768)
-"""Ports that Linux gives to no outgoing connection unless told otherwise (net.ipv4.ip_local_port_range)."""
+"""Ports that Linux assigns to no outgoing connection by default (net.ipv4.ip_local_port_range)."""
 
 
 class Child:
@@ -40,11 +40,11 @@ class Child:
         """Start `command` in a session of its own.
 
         Args:
-            name: for messages.
+            name: name of the process in messages.
             command: the program and its arguments.
             log: file to which both outputs are appended.
             env: added to our environment.
-            inherit_settings: False keeps our SPANGRAD_ variables from it, because its settings are resolved already.
+            inherit_settings: False removes our SPANGRAD_ variables from its environment, because its settings are resolved already.
         """
         ours = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
         self.name = name
@@ -63,7 +63,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process is still there."""
+        """Return whether the process still runs."""
         return self.process.poll() is None
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class Child:
             raise SpangradError(f"{self.name} ended with exit code {self.process.returncode}. The end of {self.log}:\n{self.tail()}")
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_seconds: float = 15) -> None:
@@ -85,15 +85,15 @@ class Child:
 
 
 def own_command(*arguments: str) -> list[str]:
-    """The command line of `spangrad` in this environment.
+    """Return the command line of `spangrad` in this environment.
 
-    -P keeps modules of the working directory, an agent's own `runner.py` say, from hiding ours.
+    -P keeps modules of the working directory, such as an agent's own `runner.py`, from hiding ours.
     """
     return [sys.executable, "-P", "-m", "spangrad", *arguments]
 
 
 def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """SIGTERM to the leader, so that it may end its own children in order; SIGKILL to what is left of the group."""
+    """Send SIGTERM to the leader, so that it may end its own children in order; then SIGKILL to the rest of the group."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -108,41 +108,41 @@ def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 def die_with_parent() -> None:
-    """In a child, before exec: ask Linux for SIGTERM when the parent's thread dies, even by SIGKILL."""
+    """Request SIGTERM from Linux when the parent's thread dies, even by SIGKILL; runs in a child, before exec."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 MARK = "SPANGRAD_HOST"
-"""Variable whose value all descendants of one agent host inherit."""
+"""Environment variable whose value all descendants of one agent host inherit."""
 
 
 def kill_marked(mark: str) -> None:
-    """SIGKILL to every process but ourselves that has inherited a mark; a signal handler may call it.
+    """Send SIGKILL to every process but this one that has inherited a mark; safe to call in a signal handler.
 
-    Read from /proc: a child that was started a moment ago, that nobody has noted yet, or whose parent has died, is there as well.
-    Elsewhere it does nothing.
+    Processes are found in /proc, so that children that were just started, or whose parent has died, are killed as well. Without /proc it
+    does nothing.
     """
-    wanted, ours = f"{MARK}={mark}".encode(), str(os.getpid())
+    variable, own_pid = f"{MARK}={mark}".encode(), str(os.getpid())
     for path in Path("/proc").glob("[0-9]*/environ"):
-        if path.parent.name == ours:
+        if path.parent.name == own_pid:
             continue
         try:
-            if wanted in path.read_bytes().split(b"\0"):
+            if variable in path.read_bytes().split(b"\0"):
                 os.kill(int(path.parent.name), signal.SIGKILL)
         except OSError:
-            continue  # it has ended meanwhile, or is somebody else's
+            continue  # it has ended meanwhile, or belongs to another user
 
 
 @cache
 def _server_ports() -> Iterator[int]:
-    """All of them in an order of this process's own, again and again."""
+    """Return an endless iterator over all server ports, in a random order of this process's own."""
     return cycle(random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)))
 
 
 @cache
 def _reservations() -> int | None:
-    """A file in which a byte is locked for each port that a process of this user was given; None: there is no place for it."""
+    """Open the file in which a byte is locked for each port that a process of this user reserved; None: it cannot be created."""
     try:
         path = Path(tempfile.gettempdir()) / f"spangrad-ports-{os.getuid()}"
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -151,29 +151,29 @@ def _reservations() -> int | None:
 
 
 def _reserve(port: int) -> bool:
-    """Keep a port from this user's other processes until this one ends; False: one of them has it."""
+    """Reserve a port against this user's other processes until this one ends; False: one of them has it."""
     file = _reservations()
     if file is None:
         return True
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
     except OSError as error:
-        # Where files can't be locked, nobody has.
+        # Where files cannot be locked, no process has reserved it.
         return error.errno not in {errno.EACCES, errno.EAGAIN}
     return True
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on, all different.
+    """Return ports that no process listens on, all different.
 
-    They lie below those that the kernel gives to outgoing connections, one of which could take them before their server does; and
-    no port is given twice before all others were, so that those that were asked for one by one differ, too. What one process was
-    given no other one is: their servers start when they are needed.
+    They lie below those that the kernel assigns to outgoing connections, one of which could take them before their server does; and no
+    port is returned twice before all others were, so that ports of separate calls differ, too. A port that one process got is given to
+    no other one: the servers may start much later.
 
     Raises:
         SpangradError: there are not so many.
     """
-    found: list[int] = []
+    ports: list[int] = []
     for port in islice(_server_ports(), len(_SERVER_PORTS)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
@@ -181,14 +181,14 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             except OSError:
                 continue
             if _reserve(port):
-                found.append(port)
-        if len(found) == count:
-            return found
+                ports.append(port)
+        if len(ports) == count:
+            return ports
     raise SpangradError(f"there are no {count} free ports on {host} between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
 
 
 def require_free_port(host: str, port: int, setting: str) -> None:
-    """Fail early, in words, when somebody listens already.
+    """Raise with a remedy when another process listens already.
 
     Raises:
         SpangradError: the port is in use.
@@ -207,10 +207,10 @@ def require_safe_bind(host: str, token: object | None, section: str, prefix: str
     """Refuse to bind beyond loopback without a token.
 
     Args:
-        host: to bind.
-        token: that is asked for. None: none is.
-        section: of the settings that name both.
-        prefix: of their names in it.
+        host: address to bind.
+        token: token that the server requires. None: it requires none.
+        section: section of the settings that has both.
+        prefix: prefix of their names in that section.
 
     Raises:
         SpangradError: `host` is not loopback and there is no token.
@@ -225,10 +225,10 @@ def require_safe_bind(host: str, token: object | None, section: str, prefix: str
 def wait_until(
     ready: Callable[[], bool], timeout_seconds: float, what: str, children: Sequence[Child] = (), poll_seconds: float = 0.1
 ) -> None:
-    """Poll `ready()` until it is true, failing at once when a child dies.
+    """Poll `ready()` until it is true, and raise at once when a child dies.
 
     Raises:
-        SpangradError: a child died, or the time is over.
+        SpangradError: a child died, or the time limit was exceeded.
     """
     end = time.monotonic() + timeout_seconds
     while not ready():
@@ -240,7 +240,7 @@ def wait_until(
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
+    """Return whether a GET gets the status 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status == 200

@@ -1,7 +1,7 @@
-"""What a request to an OpenAI-compatible server says of how its answer is to be sampled.
+"""Sampling constraints of a request to an OpenAI-compatible server.
 
-In: a request's fields, in whichever dialect, from the gateway or from a span of the agent's own. Out: whether tokens were masked, forced or
-shifted. Invariant: both roads ask the same question here; what vLLM takes for a constraint is one.
+In: a request's fields, in any dialect, from the gateway or from a span of the agent's own. Out: whether tokens were masked, forced or
+shifted. Invariant: the gateway and direct mode use the same test; what vLLM treats as a constraint is one.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 CONSTRAINTS = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "use_beam_search")
-"""Fields that, where set, keep tokens from being sampled, shift their logits, or search in place of sampling."""
+"""Fields that, where set, keep tokens from being sampled, shift their logits, or search instead of sampling."""
 _UNLIMITED = (None, -1)
-"""Thinking budgets that are none."""
+"""Values of a thinking budget that mean no budget."""
 
 
 def is_constrained(request: Mapping[str, Any]) -> bool:
-    """Whether a request keeps tokens from being sampled, or puts some in: a grammar, a forced tool, banned tokens, a thinking budget."""
-    # Where chat and completions, responses, and messages say it.
+    """Return whether a request masks or forces tokens: a grammar, a forced tool, banned tokens, a thinking budget."""
+    # Fields of chat and completions, of responses, and of messages.
     forms = (request.get("response_format"), _dict(request.get("text")).get("format"), _dict(request.get("output_config")).get("format"))
     choice = request.get("tool_choice")
     if isinstance(choice, dict):
@@ -35,12 +35,12 @@ def is_constrained(request: Mapping[str, Any]) -> bool:
 
 
 def _is_strict(tool: object) -> bool:
-    """Whether the engine holds a tool's arguments to their schema."""
+    """Return whether the engine holds a tool's arguments to their schema."""
     return bool(_dict(tool).get("strict") or _dict(_dict(tool).get("function")).get("strict"))
 
 
 def _list(value: object) -> list[Any]:
-    """A request's list, or an empty one where it is none (vLLM refuses such a request)."""
+    """Return a list of the request, or an empty one where the field is no list (vLLM refuses such a request)."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 

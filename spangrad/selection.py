@@ -1,4 +1,4 @@
-"""Which calls a selection takes, as one Polars expression that every stage uses.
+"""Conditions of a selection of calls, as Polars expressions that every stage uses.
 
 In: `spangrad.settings.Selection`. Out: conditions over the columns AgentName, Model, Policy (texts), Tools and Components (lists of
 texts). Invariant: a name matches in full or not at all, and all patterns that are given must match; a condition is never null.
@@ -19,50 +19,50 @@ class Condition:
     """One pattern of a selection."""
 
     what: str
-    """agent, model, policy, tool or component."""
+    """Kind of name that is matched: agent, model, policy, tool or component."""
     holds: pl.Expr
-    """Boolean, a row a call."""
-    found: pl.Expr
-    """What the pattern was held against: a text a call; names of a list are joined by `, `."""
+    """Boolean expression, one row for each call."""
+    value: pl.Expr
+    """Text that the pattern is matched against, one row for each call; names of a list are joined by `, `."""
 
 
 def conditions(selection: Selection) -> list[Condition]:
-    """The conditions of a selection, one for each pattern that is given, in the order of its fields.
+    """Return the conditions of a selection, one for each pattern that is given, in the order of its fields.
 
-    A call that failed before anything answered it names no policy; it was asked for by its model's name, which stands in for it.
+    A call that failed before a backend answered names no policy; the model's name that was requested is used instead.
 
     Raises:
         SettingsError: a pattern is no regular expression (in the syntax of Rust's regex crate, which Polars uses).
     """
     policy = pl.when(pl.col("Policy") != "").then("Policy").otherwise("Model")
-    one = [
+    scalars = [
         ("agent", selection.agents, pl.col("AgentName")),
         ("model", selection.models, pl.col("Model")),
         ("policy", selection.policies, policy),
     ]
-    several = [("tool", selection.tools, pl.col("Tools")), ("component", selection.components, pl.col("Components"))]
+    lists = [("tool", selection.tools, pl.col("Tools")), ("component", selection.components, pl.col("Components"))]
     return [
         *(
             Condition(what, _matches(name, pattern, what).fill_null(value=False), name)
-            for what, pattern, name in one
+            for what, pattern, name in scalars
             if pattern is not None
         ),
         *(
             Condition(what, names.list.eval(_matches(pl.element(), pattern, what)).list.any().fill_null(value=False), names.list.join(", "))
-            for what, pattern, names in several
+            for what, pattern, names in lists
             if pattern is not None
         ),
     ]
 
 
 def expression(selection: Selection) -> pl.Expr:
-    """Whether a call is selected: all its patterns match. True for every call where the selection has none.
+    """Return the expression that is true for a selected call: all its patterns match. True for every call where there are none.
 
     Raises:
         SettingsError: a pattern is no regular expression.
     """
-    anyone = pl.col("AgentName").is_null() | pl.lit(value=True)  # a literal alone would not be a row a call
-    return pl.all_horizontal(anyone, *(one.holds for one in conditions(selection)))
+    always = pl.col("AgentName").is_null() | pl.lit(value=True)  # a literal alone would not have one row for each call
+    return pl.all_horizontal(always, *(condition.holds for condition in conditions(selection)))
 
 
 def _matches(name: pl.Expr, pattern: str, what: str) -> pl.Expr:
@@ -72,12 +72,12 @@ def _matches(name: pl.Expr, pattern: str, what: str) -> pl.Expr:
     except pl.exceptions.ComputeError as error:
         raise SettingsError(
             f"selection.{'policies' if what == 'policy' else f'{what}s'} = {pattern!r} is no regular expression ({_reason(error)}). "
-            "Mend it; it must match a name in full."
+            "Fix it; it must match a name in full."
         ) from None
     return name.str.contains(whole)
 
 
 def _reason(error: Exception) -> str:
-    """The parser's own words: the line that says what is wrong."""
-    told = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
-    return told[0] if told else str(error).splitlines()[0]
+    """Return the parser's message: the line that names the fault."""
+    messages = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
+    return messages[0] if messages else str(error).splitlines()[0]

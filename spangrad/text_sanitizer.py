@@ -1,6 +1,6 @@
-"""Texts of somebody else's that are to be kept: models, agents and services say what no database takes.
+"""Sanitizing of texts from models, agents and services, which may hold characters that no database accepts.
 
-In: any text. Out: one that every store, queue and ledger keeps. Invariant: it is valid UTF-8, and holds no null character, which
+In: any text. Out: a text that every store, queue and ledger accepts. Invariant: it is valid UTF-8 and holds no null character, which
 PostgreSQL refuses.
 """
 
@@ -8,5 +8,5 @@ from __future__ import annotations
 
 
 def storable(text: str) -> str:
-    """The text without null characters, and with a question mark for each half of a surrogate pair."""
+    """Return the text without null characters, and with a question mark for each half of a surrogate pair."""
     return text.replace("\x00", "").encode(errors="replace").decode()

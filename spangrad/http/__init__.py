@@ -1,1 +1,1 @@
-"""Requests to services over HTTP, and time limits of servers for slow clients."""
+"""HTTP requests to services, and time limits of servers for slow clients."""

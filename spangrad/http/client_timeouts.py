@@ -1,7 +1,7 @@
-"""Clients that begin a request and do not get on with it: they are waited for, and then let go.
+"""Time limits of a server for clients that begin a request and do not complete it.
 
-In: the connections of an HTTP server, and bodies while they arrive. Out: the same, in bounded time. Invariant: a connection that
-sends no whole request ends, so that nobody keeps a server's files by being silent.
+In: the connections of an HTTP server, and bodies while they arrive. Out: the same, in bounded time. Invariant: a connection that sends no
+whole request ends, so that a silent client cannot hold a server's file descriptors.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 FIRST_HEAD_SECONDS = 30.0
-"""From a connection's beginning to its first whole head."""
+"""Time limit from the opening of a connection to its first whole request head, in seconds."""
 KEEP_ALIVE_SECONDS = 75.0
-"""From an answer to the next whole head."""
+"""Time limit from a response to the next whole request head, in seconds."""
 BODY_SECONDS = 30.0
-"""For a body, however small."""
+"""Time limit of a body, however small, in seconds."""
 BODY_BYTES_A_SECOND = 1 << 16
-"""So many bytes give a body a second more."""
+"""Number of received bytes that extend a body's time limit by one second."""
 BACKLOG = 1024
-"""Connections that the kernel holds until they are accepted."""
+"""Largest number of connections that the kernel holds until they are accepted."""
 _LOOK_SECONDS = 5.0
 
 
 class TooSlowError(TimeoutError):
-    """A body does not arrive at the least rate."""
+    """A body arrives below the minimum rate."""
 
 
 @asynccontextmanager
 async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[int], None]]:
-    """Bound the time of a body's arrival. The function given is told how many bytes are there.
+    """Bound the time of a body's arrival. The function that is yielded must be called with the number of bytes received so far.
 
     Args:
-        seconds: what a body has, however small.
+        seconds: time limit of a body, however small, in seconds.
 
     Raises:
-        TooSlowError: the body did not come in its time.
+        TooSlowError: the body did not arrive within its time limit.
     """
     came = 0
     timeout = asyncio.timeout(seconds)
@@ -59,28 +59,29 @@ async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[in
 
 
 class SilentConnections:
-    """The connections of a server that have not sent a whole head yet, and what ends them."""
+    """Connections of a server that have not sent a whole head yet; closes those that exceed the time limit."""
 
     def __init__(self, application: web.Application, first_head_seconds: float = FIRST_HEAD_SECONDS) -> None:
-        """Watch who sends requests to the application."""
+        """Register a middleware that notices which connections send requests."""
         self._seconds = first_head_seconds
-        self._spoke: set[object] = set()
+        self._active: set[object] = set()
         application.middlewares.append(self._notice)
 
     async def watch(self, server: web.Server) -> None:
-        """End the server's silent connections, until cancelled."""
+        """Close the server's silent connections, until cancelled."""
         loop = asyncio.get_running_loop()
         since: dict[object, float] = {}
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             connections = set(server.connections)
-            self._spoke &= connections
-            since = {one: since.get(one, loop.time()) for one in connections - self._spoke}
-            for one in connections - self._spoke:
-                if loop.time() - since[one] > self._seconds:
-                    one.force_close()
+            self._active &= connections
+            silent = connections - self._active
+            since = {connection: since.get(connection, loop.time()) for connection in silent}
+            for connection in silent:
+                if loop.time() - since[connection] > self._seconds:
+                    connection.force_close()
 
     @web.middleware
     async def _notice(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        self._spoke.add(request.protocol)
+        self._active.add(request.protocol)
         return await handler(request)

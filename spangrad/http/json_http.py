@@ -1,7 +1,7 @@
-"""Asks one of our servers over HTTP, for those who have no event loop: the gateway's administration, the queue's demand.
+"""Blocking JSON requests to spangrad's own servers: the gateway's administration, the queue's demand.
 
-In: where it is, its token, a method, a path and a JSON body. Out: the JSON of its answer. Invariant: the token goes with every request; in
-which words a failure is told is the caller's business.
+In: a server's URL, its token, a method, a path and a JSON body. Out: the JSON of its response. Invariant: every request carries the token;
+the caller words the errors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def ask(url: str, token: SecretStr | None, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Any:
-    """Ask, and wait for the answer at most so long.
+    """Send a request, and wait for the response at most `seconds`.
 
     Raises:
-        HTTPError: it refuses; `refusal` has its words.
-        OSError: it does not answer, or not to the end.
-        ValueError: it answers with something else than JSON.
+        HTTPError: the server refuses; `refusal` returns its message.
+        OSError: there is no response, or it is cut off.
+        ValueError: the response is not JSON.
     """
     headers = {"Content-Type": "application/json"}
     if token:
@@ -31,20 +31,20 @@ def ask(url: str, token: SecretStr | None, method: str, path: str, body: Mapping
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            return json.load(response)
     except http.client.HTTPException as error:
         raise ConnectionError(repr(error)) from error
 
 
 def refusal(error: urllib.error.HTTPError) -> str:
-    """What a server says of a request that it refuses: {"error": sentence}, or as OpenAI has it {"error": {"message": sentence}}."""
+    """Return a server's message in a refusal: {"error": sentence}, or in OpenAI's form {"error": {"message": sentence}}."""
     try:
         text = error.read().decode(errors="replace")
     except (OSError, http.client.HTTPException):
         return str(error.reason)
     try:
-        said = json.loads(text)["error"]
-        return str(said["message"] if isinstance(said, dict) else said)
+        message = json.loads(text)["error"]
+        return str(message["message"] if isinstance(message, dict) else message)
     except (ValueError, KeyError, TypeError):
         return text.strip()[:500] or str(error.reason)

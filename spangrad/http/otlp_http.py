@@ -1,7 +1,7 @@
-"""One OTLP/HTTP request with spans: sent, and its answer read.
+"""Sending of one OTLP/HTTP request with spans, and reading of its response.
 
-In: an encoded `ExportTraceServiceRequest`. Out: whether it was taken, and if not, whether to try again.
-Invariant: nothing between us and the standard library, so that no instrumentation of an agent's HTTP client is touched.
+In: an encoded `ExportTraceServiceRequest`. Out: whether it was accepted, and if not, whether to retry.
+Invariant: only the standard library is used, so that no instrumentation of an agent's HTTP client records the request.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _REQUEST_TIMEOUT_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Refusal:
-    """Why a request was not acknowledged."""
+    """Reason for which a request was not acknowledged."""
 
     reason: str
     retry: bool
     after_seconds: float | None = None
-    """The wait that the endpoint asked for. None: it asked for none."""
+    """Wait that the endpoint requested, in seconds. None: it requested none."""
 
 
 class Poster:
-    """Posts bodies over one connection that is kept."""
+    """Sender of request bodies over one persistent connection."""
 
     def __init__(self, url: str, headers: Mapping[str, str], certificate: str | None) -> None:
         self._parts: SplitResult = urlsplit(url)
@@ -42,14 +42,14 @@ class Poster:
         self._connection: http.client.HTTPConnection | None = None
 
     def forget_connection(self) -> None:
-        """Leave the connection to whoever opened it."""
+        """Drop the connection without closing it: it belongs to the process that opened it."""
         self._connection = None
 
     def __call__(self, body: bytes) -> int | Refusal:
-        """Post once.
+        """Post one body, once.
 
         Returns:
-            how many spans an accepting endpoint rejected, or why it did not accept.
+            Number of spans that an accepting endpoint rejected, or the reason for which it did not accept.
         """
         kept = self._connection is not None
         try:
@@ -80,7 +80,7 @@ class Poster:
 
 
 def _rejected(answer: bytes) -> int:
-    """Spans that a 2xx answer says were rejected; 0 for an answer that is not OTLP's."""
+    """Return the number of spans that a 2xx response reports as rejected; 0 for a response that is not OTLP's."""
     try:
         return ExportTraceServiceResponse.FromString(answer).partial_success.rejected_spans
     except Exception:  # protobuf's DecodeError has several homes

@@ -1,6 +1,6 @@
-"""A LoRA adapter as a directory, in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA adapters as directories, in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-In: what an adapter is of, and how large. Out: its configuration, as PEFT and vLLM read it. Invariant: plain LoRA alone, of one rank and
+In: an adapter's base model, rank and alpha. Out: its configuration, as PEFT and vLLM read it. Invariant: only plain LoRA with one rank and
 one alpha: W + alpha / rank B A, with nothing beside A and B.
 """
 
@@ -16,47 +16,47 @@ from spangrad.errors import CheckpointError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT's names of tensors begin with."""
+"""Prefix of PEFT's names of tensors."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""What they end with, in files."""
+"""Suffixes of PEFT's names of tensors, in files."""
 _UNKNOWN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""What a configuration may ask for beside rank and alpha; nothing of ours does."""
+"""Options of a configuration beside rank and alpha that are not supported; spangrad writes none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an adapter's configuration says."""
+    """Content of an adapter's configuration."""
 
     base: Path
-    """Directory of the model that it adapts."""
+    """Directory of the base model."""
     rank: int
     alpha: float
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """Return the factor of B A."""
         return self.alpha / self.rank
 
 
 def adapter_facts(directory: Path) -> AdapterFacts | None:
-    """What is known of an adapter. None: the directory holds a whole model, or nothing.
+    """Read an adapter's configuration. None: the directory holds a whole model, or nothing.
 
     Raises:
-        CheckpointError: its configuration cannot be read, or asks for more than rank and alpha.
+        CheckpointError: its configuration cannot be read, or has options beside rank and alpha.
     """
     file = directory / CONFIG
     try:
         if not file.exists():
             return None
-        said = json.loads(file.read_text())
-        beside = [name for name in _UNKNOWN if said.get(name)]
-        facts = AdapterFacts(Path(said["base_model_name_or_path"]), int(said["r"]), float(said["lora_alpha"]))
+        config = json.loads(file.read_text())
+        extra = [name for name in _UNKNOWN if config.get(name)]
+        facts = AdapterFacts(Path(config["base_model_name_or_path"]), int(config["r"]), float(config["lora_alpha"]))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore {directory} from a copy, or let its files be read.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file} is no configuration of a LoRA adapter ({error!r}). Restore {directory} from a copy.") from error
-    if beside:
-        raise CheckpointError(f"{file} asks for {', '.join(beside)}: only plain LoRA, with one rank and alpha, can be compared and served.")
+    if extra:
+        raise CheckpointError(f"{file} asks for {', '.join(extra)}: only plain LoRA, with one rank and alpha, can be compared and served.")
     return facts
 
 
@@ -64,12 +64,12 @@ def write_config(directory: Path, facts: AdapterFacts, tensors: Iterable[str]) -
     """Write an adapter's configuration.
 
     Args:
-        directory: where its tensors lie.
-        facts: what it is of.
-        tensors: their names in the file.
+        directory: directory of its tensors.
+        facts: base model, rank and alpha.
+        tensors: names of the tensors in the file.
     """
     modules = sorted({name.removesuffix(A).removesuffix(B).rpartition(".")[2] for name in tensors})
-    said = {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(facts.base),
@@ -80,4 +80,4 @@ def write_config(directory: Path, facts: AdapterFacts, tensors: Iterable[str]) -
         "bias": "none",
         "inference_mode": True,
     }
-    (directory / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

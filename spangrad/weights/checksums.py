@@ -1,11 +1,11 @@
-"""What identifies a policy's weights and its tokenizer, wherever they lie: in a file, a trainer or an engine.
+"""Checksums of a policy's weights and hashes of its tokenizer, for files, trainers and engines alike.
 
 In: a Hugging Face model directory. Out: a checksum and a tokenizer hash, as short strings.
 Invariant: the checksum does not depend on how parameters are named, fused, ordered or padded with zeros, so
 that a trainer's checkpoint and the fused parameters in an engine's memory can be compared.
 
-An adapter's directory (PEFT's layout) counts as what it makes of an engine: the words of its base model, and its own as they are computed
-with, A and B times alpha over the rank. An adapter of zeros counts nothing, so it has its base's checksum.
+An adapter's directory (PEFT's layout) has the checksum of an engine that serves it: the words of its base model, and its own as they are
+computed with, A and B times alpha over the rank. An adapter of zeros adds nothing, so it has its base's checksum.
 
 The checksum is a multiset hash: each word w of a parameter's bits (32 bits for float32, 16 for bfloat16 and
 float16) is mixed to 64 bits by `x = w * A; x ^= x >> 32; x *= B; x ^= x >> 29` (mod 2^64, so that a zero word
@@ -36,7 +36,7 @@ _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)
 
 
 def checksum_directory(directory: Path, dtype: str | None = None) -> str:
-    """Checksum of all `*.safetensors` in a model directory, or of an adapter and its base.
+    """Return the checksum of all `*.safetensors` in a model directory, or of an adapter and its base.
 
     Args:
         directory: a Hugging Face model directory, or an adapter's.
@@ -53,7 +53,7 @@ def checksum_directory(directory: Path, dtype: str | None = None) -> str:
 
 
 def checksum_base(directory: Path, dtype: str | None = None) -> str:
-    """Checksum of the model that adapters are of, as `checksum_directory` gives it; read once for as long as its files stay as they are.
+    """Return the checksum of an adapter's base model, as `checksum_directory` does; cached while its files are unchanged.
 
     Raises:
         CheckpointError: as for `checksum_directory`.
@@ -78,19 +78,19 @@ def _checksum_directory(directory: Path, dtype: str | None) -> str:
 
 
 def checksum_arrays(arrays: Iterable[NDArray[np.float32]], dtype: str) -> str:
-    """Checksum of weights in memory, as an engine of that dtype holds them.
+    """Return the checksum of weights in memory, as an engine of that dtype holds them.
 
     Raises:
-        CheckpointError: the dtype is none that float32 is cast to.
+        CheckpointError: float32 is not cast to that dtype.
     """
-    return _checksum("what is in memory", ((dtype, words_of(one, dtype)) for one in arrays), dtype)
+    return _checksum("what is in memory", ((dtype, words_of(array, dtype)) for array in arrays), dtype)
 
 
 def words_of(array: NDArray[np.float32], dtype: str) -> NDArray[np.unsignedinteger]:
-    """The words of an array's bits, flat, once they are cast.
+    """Return the words of an array's bits, flat, after the cast.
 
     Raises:
-        CheckpointError: the dtype is none that float32 is cast to.
+        CheckpointError: float32 is not cast to that dtype.
     """
     import numpy as np
 
@@ -99,16 +99,16 @@ def words_of(array: NDArray[np.float32], dtype: str) -> NDArray[np.unsignedinteg
 
 
 def nbytes(array: NDArray[np.float32], dtype: str) -> int:
-    """Bytes of what `words_of` gives, without the cast.
+    """Return the size in bytes of the result of `words_of`, without the cast.
 
     Raises:
-        CheckpointError: the dtype is none that float32 is cast to.
+        CheckpointError: float32 is not cast to that dtype.
     """
     return array.size * _word_bytes(dtype)
 
 
 def _word_bytes(dtype: str) -> int:
-    """Bytes of a word of a dtype that float32 is cast to."""
+    """Return the size in bytes of a word of a dtype that float32 is cast to."""
     match dtype:
         case "float32":
             return 4
@@ -121,25 +121,25 @@ def _word_bytes(dtype: str) -> int:
 
 
 def _checksum(where: Path | str, words: Iterable[tuple[str, NDArray[np.unsignedinteger]]], dtype: str | None) -> str:
-    """Of dtype names and words, cast to `dtype` if that is given; `where` is for errors."""
+    """Return the checksum of pairs of dtype name and words, cast to `dtype` if that is given; `where` is for errors."""
     import numpy as np
 
-    total, found = 0, ""
+    total, common = 0, ""
     for name, part in words:
         if dtype == "bfloat16" and name == "float32":
             part, name = _to_bfloat16(part), "bfloat16"
-        if found not in {"", name} or dtype not in {None, name}:
-            raise CheckpointError(f"{where} holds {name} weights beside {found or dtype}: one dtype is needed for a checksum.")
-        found = name
+        if common not in {"", name} or dtype not in {None, name}:
+            raise CheckpointError(f"{where} holds {name} weights beside {common or dtype}: one dtype is needed for a checksum.")
+        common = name
         total = (total + mix_words(part.astype(np.uint64))) & MASK
-    if not found:
+    if not common:
         raise CheckpointError(f"{where} holds no *.safetensors. Save the model with `save_pretrained(..., safe_serialization=True)`.")
-    return f"{found}:{total:016x}"
+    return f"{common}:{total:016x}"
 
 
 @functools.lru_cache(maxsize=64)
 def _checksum_of_base(base: Path, dtype: str | None, stamp: tuple[tuple[str, int, int], ...]) -> str:
-    """Of a model that adapters are of: each of them asks, and it stays the same as long as its files' stamp does."""
+    """Return the checksum of a base model, cached for all its adapters while its files' stamp is unchanged."""
     return _checksum(base, _words(base), dtype)
 
 
@@ -153,7 +153,7 @@ def _words(directory: Path) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]
 
 
 def _computed_with(directory: Path, scaling: float, dtype: str) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
-    """An adapter's words as an engine of that dtype multiplies with them: cast, then B scaled in that dtype."""
+    """Yield an adapter's words as an engine of that dtype multiplies with them: cast, then B scaled in that dtype."""
     import numpy as np
 
     for name, own, words in _tensors(directory):
@@ -169,7 +169,7 @@ def _computed_with(directory: Path, scaling: float, dtype: str) -> Iterator[tupl
 
 
 def mix_words(words: NDArray[np.uint64]) -> int:
-    """Sum of the mixed words, mod 2^64."""
+    """Return the sum of the mixed words, mod 2^64."""
     import numpy as np
 
     with np.errstate(over="ignore"):
@@ -181,7 +181,7 @@ def mix_words(words: NDArray[np.uint64]) -> int:
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """Hash of a model directory's tokenizer and chat template: 16 hex digits of SHA-256.
+    """Return the hash of a model directory's tokenizer and chat template: 16 hex digits of SHA-256.
 
     Raises:
         CheckpointError: the directory holds no tokenizer.json.
@@ -201,7 +201,7 @@ def _configured_template(config: Path) -> str:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, str, NDArray[np.unsignedinteger]]]:
-    """Name, dtype name and words of every floating tensor, straight from the files' own layout."""
+    """Yield name, dtype name and words of every floating-point tensor, read directly from the files."""
     import numpy as np
 
     for file in sorted(directory.glob("*.safetensors")):
@@ -224,7 +224,7 @@ def _tensors(directory: Path) -> Iterator[tuple[str, str, NDArray[np.unsignedint
 
 
 def _placed(header: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
-    """Name, dtype, start and end of the tensors that a header names."""
+    """Yield name, dtype, start and end of the tensors that a header names."""
     for tensor, facts in header.items():
         if tensor != "__metadata__":
             start, end = facts["data_offsets"]

@@ -47,7 +47,7 @@ def test_every_pattern_that_is_given_matches_a_name_in_full(selection: Selection
 
 def test_each_condition_says_what_it_was_held_against():
     chosen = Selection(agents="a", policies="p", tools="t")
-    found = {one.what: CALLS.select(one.found).to_series().to_list() for one in conditions(chosen)}
+    found = {one.what: CALLS.select(one.value).to_series().to_list() for one in conditions(chosen)}
     assert found == {
         "agent": ["planner", "planner2", "", "coder"],
         "policy": ["policy", "gpt-4o", "policy", "large"],
@@ -57,5 +57,5 @@ def test_each_condition_says_what_it_was_held_against():
 
 @pytest.mark.parametrize(("field", "pattern"), [("policies", "("), ("tools", "[a"), ("components", "a{2,1}")])
 def test_what_is_no_regular_expression_is_refused_by_its_name(field: str, pattern: str):
-    with pytest.raises(SettingsError, match=rf"selection\.{field} = .* is no regular expression \(.+\)\. Mend it"):
+    with pytest.raises(SettingsError, match=rf"selection\.{field} = .* is no regular expression \(.+\)\. Fix it"):
         expression(Selection(**{field: pattern}))

@@ -112,7 +112,7 @@ def _worth() -> list[Rule]:
 
 
 def _selection(spec: BuilderSettings) -> list[Rule]:
-    names = [(one, pl.when(one.found != "").then(one.found).otherwise(pl.lit("none"))) for one in conditions(spec.selection)]
+    names = [(one, pl.when(one.value != "").then(one.value).otherwise(pl.lit("none"))) for one in conditions(spec.selection)]
     return [(DropReason.NOT_SELECTED, ~one.holds, pl.format(f"{one.what} {{}}", name)) for one, name in names]
 
 
