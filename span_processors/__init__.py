@@ -1,5 +1,5 @@
-"""The agent's side: loaded by OpenTelemetry's entry points, so that an agent's code stays as it is.
+"""Span processors for agents: loaded by OpenTelemetry's entry points, so that an agent's code needs no change.
 
 In: an agent's own spans. Out: the same spans with their rollout, their process and their order, sent without loss.
-Invariant: whatever fails in here, the agent runs on.
+Invariant: the agent keeps running, whatever fails in here.
 """

@@ -1,11 +1,11 @@
-"""Where OpenTelemetry's auto-instrumentation finds us: the entry points of the wheel `spangrad`.
+"""Entry points of the wheel `spangrad` for OpenTelemetry's auto-instrumentation.
 
-In: the process's environment, whatever distribution of OpenTelemetry is installed beside us. Out: a tracer provider with our
+In: the process's environment, whichever distribution of OpenTelemetry is installed besides. Out: a tracer provider with our
 processors. Invariant: each provider is equipped once, however many of these run and in whichever order, and nothing that
 fails here reaches the agent.
 
 Without another distribution, ours raises the span limits, samples everything and sends with `LosslessSpanProcessor` where the
-SDK would have used its own OTLP exporter. Beside another distribution, its exporter stays; ours is added only when an OTLP
+SDK would have used its own OTLP exporter. With another distribution, its exporter stays; ours is added only when an OTLP
 endpoint is set and no exporter is.
 """
 
@@ -50,14 +50,14 @@ _equipped: WeakSet[TracerProvider] = WeakSet()
 
 
 class SpangradDistro(BaseDistro):
-    """The distribution that is used when no other is installed or chosen."""
+    """Distribution that is used when no other is installed or chosen."""
 
     def _configure(self, **kwargs: Any) -> None:
         set_defaults()
 
 
 class SpangradConfigurator(_OTelSDKConfigurator):
-    """Lets the SDK configure itself, but for the OTLP exporter of spans, which is ours."""
+    """Configurator that leaves everything to the SDK, except the OTLP exporter of spans, which is ours."""
 
     def _configure(self, **kwargs: Any) -> None:
         set_defaults()
@@ -67,20 +67,20 @@ class SpangradConfigurator(_OTelSDKConfigurator):
             return
         named = _exporters(os.environ)
         others = [name for name in named if name not in _OTLP_EXPORTERS]
-        # Only while the SDK reads it: child processes must find what the user wrote.
+        # Only while the SDK reads it: child processes must see what the user set.
         with _variable(_EXPORTER, ",".join(others) or "none"):
             super()._configure(**kwargs)
         _equip(export=_EXPORTER not in os.environ or len(others) < len(named))
 
 
 def pre_instrument() -> None:
-    """Equip the provider that some distribution has made, before the instrumentors see it."""
+    """Add our processors to the provider that a distribution has made, before the instrumentors see it."""
     ours = _EXPORTER not in os.environ and not os.environ.get(_CONFIG_FILE) and bool(_endpoint_set(os.environ))
     _equip(export=ours)
 
 
 def post_instrument() -> None:
-    """Link what the instrumentors leave apart."""
+    """Link the spans that the instrumentors leave unconnected."""
     try:
         link_langchain()
     except Exception:  # an agent must start with whatever versions it has
@@ -88,13 +88,13 @@ def post_instrument() -> None:
 
 
 def set_defaults() -> None:
-    """Environment variables of the SDK that training needs, where the user has not set them."""
+    """Set environment variables of the SDK that training needs, where the user has not set them."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def otlp_url(environ: Mapping[str, str]) -> str:
-    """The URL for spans, by OpenTelemetry's variables; what meant gRPC is read as OTLP/HTTP, with a line in the log."""
+    """Return the URL for spans, by OpenTelemetry's variables; a gRPC endpoint is used as OTLP/HTTP, with a warning in the log."""
     url = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or traces_url(environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or _DEFAULT_ENDPOINT)
     if "://" not in url:
         url = f"http://{url}"

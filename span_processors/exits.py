@@ -1,6 +1,6 @@
-"""Flushes spans at the exits where Python runs no exit handlers: SIGTERM, and the end of a multiprocessing child.
+"""Flushing of spans at the exits where Python runs no exit handlers: SIGTERM, and the end of a multiprocessing child.
 
-In: the provider whose spans must leave. Invariant: the process ends as it would have ended without us, a bounded time later.
+In: the provider whose spans must be sent. Invariant: the process ends as it would have without us, a bounded time later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 
 def flush_at_exits(provider: TracerProvider) -> None:
-    """Arrange for `provider.shutdown` at both; at an ordinary exit the SDK does it by itself."""
+    """Call `provider.shutdown` at both exits; at an ordinary exit the SDK does it by itself."""
     # A child clears the finalizers that it inherits, then runs these.
     multiprocessing.util.register_after_fork(provider, _finalize_child)
     _flush_on_sigterm(provider)

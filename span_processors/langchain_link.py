@@ -1,4 +1,4 @@
-"""Puts the openai client's spans under LangChain's, where OpenInference leaves them in traces of their own.
+"""Link from the openai client's spans to LangChain's, which OpenInference leaves in separate traces.
 
 OpenInference's LangChain tracer cannot attach its spans to the context (its callbacks have no place to detach them), so the
 openai client's span does not see them. In: a request of the openai client. Out: the same request, in the context of the
@@ -21,7 +21,7 @@ from wrapt import wrap_function_wrapper
 _LANGCHAIN = "openinference.instrumentation.langchain"
 _OPENAI = "openinference.instrumentation.openai"
 _RUNS = "langchain_core.runnables.config"
-"""Where LangChain keeps the run that it is in. The instrumentor may be installed without it, and loads without it."""
+"""Module in which LangChain keeps the current run. The instrumentor may be installed without it, and loads without it."""
 
 _logger = logging.getLogger(__name__)
 _linked = False
@@ -39,7 +39,7 @@ def link_langchain() -> None:
 
 
 def _trace_inline() -> None:
-    """Spare the thread that LangChain would otherwise use for each event of the tracer: a quarter of an async agent's CPU time."""
+    """Avoid the thread that LangChain would otherwise use for each event of the tracer: a quarter of an async agent's CPU time."""
     from openinference.instrumentation.langchain import LangChainInstrumentor
 
     tracer = getattr(LangChainInstrumentor(), "_tracer", None)
@@ -72,7 +72,7 @@ async def _async_request(wrapped: Callable[..., Awaitable[Any]], instance: objec
 
 
 def _langchain_context() -> Context | None:
-    """The context of the LangChain run around us; None when there is none, or when a span was begun inside of it."""
+    """Return the context of the current LangChain run; None when there is none, or when a span was begun inside of it."""
     if _RUNS not in sys.modules:
         return None
     from openinference.instrumentation.langchain import get_ancestor_spans, get_current_span
@@ -82,14 +82,14 @@ def _langchain_context() -> Context | None:
         if span is None:
             return None
         outermost = (get_ancestor_spans() or [span])[-1]
-    except Exception:  # foreign code on the way of an agent's request: lose the link, not the request
+    except Exception:  # foreign code in an agent's request: lose the link, not the request
         _logger.exception("no link to LangChain's span")
         return None
     return None if _begun_inside(outermost) else trace.set_span_in_context(span)
 
 
 def _begun_inside(outermost: Span) -> bool:
-    """Whether the current span is not the one that LangChain's outermost run began in."""
+    """Return whether the current span is another one than that in which LangChain's outermost run began."""
     current = trace.get_current_span().get_span_context()
     if not current.is_valid:
         return False

@@ -1,6 +1,6 @@
-"""A reward, said by the agent itself: the one thing that an agent may import from here, if it likes.
+"""Rewards that the agent itself gives: the only module that an agent may import from here.
 
-In: a number. Out: an event `gen_ai.evaluation.result` on the current span, and word of it to the process's agent host, if it has one.
+In: a number. Out: an event `gen_ai.evaluation.result` on the current span, and a note for the process's agent host, if it has one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE
 
 
 def reward(value: float, name: str = REWARD_NAME, *, role: str = "") -> None:
-    """Reward what the agent just did, on its current span, or on a short span of its own when none is being recorded.
+    """Reward the agent's last action, on the current span, or on a short span of its own when none is being recorded.
 
     An agent that is a Python callable, and has no evaluator, may then return None. A program's last line must still be its reward.
 
     Args:
         value: a finite number.
         name: the reward's dimension.
-        role: the agent or policy that the reward is of, where several play (`trainer.reward_roles`). Empty: everybody's.
+        role: agent or policy that the reward belongs to, where there are several (`trainer.reward_roles`). Empty: every role.
 
     Raises:
         ValueError: the value is not a finite number, or the name is empty.

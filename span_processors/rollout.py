@@ -1,8 +1,8 @@
-"""Says on every span of an agent which rollout it belongs to, and when in its process it began.
+"""Span processor that records on every span of an agent its rollout, and its place in the process's order.
 
 In: a span that starts, with the context that it starts in. Out: the same span with `spangrad.run.id`, `spangrad.rollout.id`,
 `spangrad.rollout.mode`, `spangrad.rollout.attempt`, `spangrad.process.id` and `spangrad.seq`.
-Invariant: what the span's own context says goes before what the process was started with.
+Invariant: the span's own context takes precedence over what the process was started with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spangrad.agent.telemetry import SequenceSpanProcessor
 
 
 class RolloutSpanProcessor(SequenceSpanProcessor):
-    """Stamps each span at its start."""
+    """Span processor that stamps each span at its start."""
 
     def __init__(self, process: Mapping[str, str]) -> None:
         """`process` holds the attributes that the process was started with; see `context.process_attributes`."""

@@ -1,1 +1,1 @@
-"""Everything that runs in an agent's process."""
+"""Code that runs in an agent's process."""

@@ -1,6 +1,6 @@
-"""What an agent host is told of the stages of its attempts, and what it answers of each attempt.
+"""Stages of the attempts of an agent host, and the host's answer for each attempt.
 
-In, out: frozen values. Invariant: an answer is JSON, whatever the agent gave.
+In, out: frozen values. Invariant: an answer is JSON, whatever the agent returned.
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ from spangrad.agent.reward_values import Rewards
 from spangrad.types import AttemptFailure
 
 END_STAGE = "end"
-"""Stands for a stage where none is left."""
+"""Name that stands for a stage where none is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How an attempt ended."""
+    """Result of an attempt."""
 
     id: str
     reward: Rewards | float | None = None
-    """None when it failed, or when somebody else evaluates; empty when the agent has rewarded itself."""
+    """Rewards of the attempt. None when it failed, or when a service evaluates it; empty when the agent has rewarded itself."""
     failure: AttemptFailure | None = None
-    """None when it succeeded."""
+    """Failure of the attempt, or None when it succeeded."""
     detail: str = ""
-    """What happened, for people."""
+    """Explanation for users."""
     stuck: bool = False
-    """Whether a thread of it still runs."""
+    """True if one of its threads still runs."""
     flushed: bool = False
-    """Whether its spans were sent."""
+    """True if its spans were sent."""
     output: object = None
-    """What the agent gave, where somebody else evaluates it."""
+    """Output of the agent, where a service evaluates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What an attempt goes through."""
+    """Functions of the stages of an attempt."""
 
     agent: Callable[..., Any]
     initialiser: Callable[..., Any] | None = None
-    """None: there is no stage `init` here."""
+    """Function that makes the environment. None: there is no stage `init` here."""
     evaluator: Callable[..., Any] | None = None
-    """None: there is no stage `evaluate` here."""
+    """Function that rewards the output. None: there is no stage `evaluate` here."""
     leased: bool = False
-    """Whether a job brings its environment."""
+    """True if a job brings its environment."""
     outputs: bool = False
-    """Whether the agent's value is answered as it is, for somebody else to evaluate."""
+    """True if the agent's output is returned as it is, for a service to evaluate."""
 
     @property
     def environments(self) -> bool:
-        """Whether an attempt has one."""
+        """Return whether an attempt has an environment."""
         return self.leased or self.initialiser is not None
 
 
 def raised(name: str, failure: AttemptFailure, error: BaseException) -> Answer:
-    """Somebody's code raised: the attempt's log has where."""
+    """Return the answer for an exception of the user's code, and print its traceback to the attempt's log."""
     traceback.print_exception(error)
     return Answer(name, failure=failure, detail=f"{type(error).__name__}: {error}"[:1000])
 
 
 def handed_on(name: str, output: object) -> Answer:
-    """An answer whose output somebody else evaluates."""
+    """Return an answer whose output a service evaluates."""
     try:
         json.dumps(output, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""What one attempt prints, apart from what its neighbours in the same process print.
+"""Logs of attempts: the output of each, separate from that of its neighbours in the same process.
 
 In: writes to sys.stdout and sys.stderr from code that has an attempt's context (its threads and tasks have it), and the outputs of its
-programs. Out: a file of the attempt's own, made when something is written. Invariant: no file grows beyond its bound; what no attempt has
-printed, or cannot be written, goes where it would have gone without us.
+programs. Out: a file of the attempt's own, created by the first write. Invariant: no file exceeds its size limit; output of no attempt, and
+output that cannot be written, goes to the process's own outputs.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class AttemptLog:
     """The log of one attempt."""
 
     def __init__(self, directory: str | None, limit_bytes: int) -> None:
-        """`directory` is made with the first write. None: there is no log, and everything goes where it would have gone."""
+        """`directory` is created by the first write. None: there is no log, and all output goes to the process's own outputs."""
         self._path = Path(directory) / FILE if directory and limit_bytes else None
         self._left = limit_bytes
         self._file: IO[bytes] | None = None
 
     def write(self, text: str) -> bool:
-        """Add text that Python code has printed; False when it is to go elsewhere."""
+        """Add text that Python code has printed; False when the caller must write it elsewhere."""
         return self._add(text.encode(errors="replace"))
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file; later output is not kept."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     @contextmanager
     def program(self) -> Generator[IO[bytes] | int]:
-        """A program's standard error: a file that is looked at when it has ended. Without a log it is ours."""
+        """Yield a file for a program's standard error, read when the program has ended. Without a log, our own standard error."""
         if self._path is None:
             yield 2
             return
@@ -58,7 +58,7 @@ class AttemptLog:
         """Keep the end of what a program printed.
 
         Args:
-            stderr: as `program` gave it.
+            stderr: file that `program` yielded.
             output: the end of its standard output.
         """
         if isinstance(stderr, int):
@@ -92,46 +92,46 @@ _current: ContextVar[AttemptLog] = ContextVar("spangrad-attempt-log", default=_N
 
 
 def attempt_log() -> AttemptLog:
-    """The log of the attempt that this code runs in."""
+    """Return the log of the attempt that this code runs in."""
     return _current.get()
 
 
 def begin_log(log: AttemptLog) -> None:
-    """From here on, this context prints to a log."""
+    """Direct what this context prints to a log, from here on."""
     _current.set(log)
 
 
 class _Outputs(io.TextIOBase):
-    """A standard output that writes to the log of the attempt that prints."""
+    """Standard output that writes to the log of the attempt that prints."""
 
-    def __init__(self, ours: Any) -> None:
-        self._ours = ours
+    def __init__(self, own: Any) -> None:
+        self._own = own
 
     def write(self, text: str, /) -> int:
-        return len(text) if _current.get().write(text) else self._ours.write(text)
+        return len(text) if _current.get().write(text) else self._own.write(text)
 
     def flush(self) -> None:
-        self._ours.flush()
+        self._own.flush()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ours, name)
+        return getattr(self._own, name)
 
-    # TextIOBase answers these itself, and __getattr__ is not asked.
+    # TextIOBase defines these itself, so that __getattr__ is not called.
     def fileno(self) -> int:
-        return self._ours.fileno()
+        return self._own.fileno()
 
     def isatty(self) -> bool:
         return False
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._ours.encoding
+        return self._own.encoding
 
     @property
     def buffer(self) -> Any:
-        return self._ours.buffer
+        return self._own.buffer
 
 
 def divide_outputs() -> None:
-    """Give each attempt's prints to its log, from now on."""
+    """Direct each attempt's prints to its log, from now on."""
     sys.stdout, sys.stderr = _Outputs(sys.stdout), _Outputs(sys.stderr)

@@ -1,8 +1,8 @@
-"""Runs an agent that is a whole program: one process an attempt, told everything by its environment and its input.
+"""Agents that are whole programs: one process for each attempt, configured by environment variables and standard input.
 
 In: a task's input, as JSON on the program's standard input. Out: the last line of its standard output, parsed as JSON where it is
-JSON, else as text. Invariant: when an attempt ends, however it ends, nothing of its process group is left; nor when its host is
-asked to end, because the runner has died.
+JSON, else as text. Invariant: when an attempt ends, for whatever reason, nothing of its process group is left; nor when its host is
+terminated, because the runner has died.
 
 The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment variables, the prompt that the
 attempt is pinned to (`prompt_client.program_variables`) and, where the attempt has an environment, SPANGRAD_ENVIRONMENT (JSON), beside
@@ -31,24 +31,24 @@ from spangrad.processes import die_with_parent
 ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
-"""Longest last line that is read."""
+"""Largest last line that is read, in bytes."""
 _GRACE_SECONDS = 1.0
 
 _groups: set[int] = set()
-"""Process groups of the attempts that run, by leader."""
+"""Process groups of the running attempts, by leader."""
 os.register_at_fork(after_in_child=_groups.clear)
 
 
-class ExitCode(Exception):  # noqa: N818  # it is what happened, not an error of ours
-    """The program ended with a code other than 0 (below 0: of that signal)."""
+class ExitCode(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
+    """The program ended with an exit code other than 0 (below 0: killed by that signal)."""
 
     def __init__(self, code: int, means: str = "") -> None:
-        """`means` says what the code stands for, where its number does not."""
+        """`means` explains the code where its number does not."""
         super().__init__(f"exit code {code}{means and f': {means}'}")
         self.code = code
 
 
-class InvalidOutput(Exception):  # noqa: N818  # it is what happened, not an error of ours
+class InvalidOutput(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
     """The program's last line cannot be read."""
 
 
@@ -56,17 +56,17 @@ class CommandAgent:
     """An agent in the form of a command line."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path, *, instrument: bool, tell: Callable[[int, bool], None] | None = None
+        self, command: Sequence[str], directory: Path, *, instrument: bool, on_group: Callable[[int, bool], None] | None = None
     ) -> None:
         """`command` runs in `directory`; `instrument` puts `opentelemetry-instrument` of the program's environment before it.
 
-        `tell` is told of each process group by its leader, when it begins (False) and when it has ended (True).
+        `on_group` is called with the leader of each process group, when it begins (False) and when it has ended (True).
 
         Raises:
-            AgentError: the program, or opentelemetry-instrument, is not there.
+            AgentError: the program, or opentelemetry-instrument, was not found.
         """
         self._directory = directory
-        self._tell = tell or _tell_nobody
+        self._on_group = on_group or _ignore_group
         program = _program(command, directory)
         self._command = [_instrumenter(program), *command] if instrument else list(command)
 
@@ -75,8 +75,8 @@ class CommandAgent:
 
         Args:
             given: the task's input.
-            endpoint: the attempt's own endpoint of the policy. None: the program's environment says where it is.
-            environment: that it works in, as JSON. None: there is none.
+            endpoint: the attempt's own endpoint of the policy. None: the program's environment variables name one.
+            environment: environment of the attempt, as JSON. None: there is none.
 
         Raises:
             ExitCode: the program failed.
@@ -102,16 +102,16 @@ class CommandAgent:
                 preexec_fn=die_with_parent,
             )
             _groups.add(process.pid)
-            self._tell(process.pid, False)
+            self._on_group(process.pid, False)
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
-                await _ask_to_end(process)
+                await _terminate(process)
                 raise
             finally:
                 _kill_group(process.pid)
                 _groups.discard(process.pid)
-                self._tell(process.pid, True)
+                self._on_group(process.pid, True)
                 tail, whole = _tail(stdout)
                 log.end_program(stderr, tail)
         if code:
@@ -119,18 +119,18 @@ class CommandAgent:
         return _last_line(tail, whole=whole)
 
 
-def _tell_nobody(leader: int, ended: bool) -> None:
+def _ignore_group(leader: int, ended: bool) -> None:
     del leader, ended
 
 
 def kill_groups() -> None:
-    """End the programs of all attempts that run, at once; a signal handler may call it."""
+    """Kill the programs of all running attempts at once; safe to call in a signal handler."""
     for leader in list(_groups):
         _kill_group(leader)
 
 
 async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
-    """What the program of the current attempt finds in its environment; arguments as `CommandAgent.__call__`."""
+    """Return the environment variables of the current attempt's program; arguments as `CommandAgent.__call__`."""
     return _environment(endpoint, leased) | await asyncio.to_thread(program_variables, os.environ)
 
 
@@ -143,8 +143,8 @@ def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
     return environment
 
 
-async def _ask_to_end(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, so that the program may flush its spans, and a moment for it."""
+async def _terminate(process: asyncio.subprocess.Process) -> None:
+    """Send SIGTERM, so that the program may flush its spans, and wait a moment for it."""
     try:
         process.terminate()
         await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
@@ -160,14 +160,14 @@ def _kill_group(leader: int) -> None:
 
 
 def _tail(stdout: IO[bytes]) -> tuple[bytes, bool]:
-    """The end of what was printed, and whether it is all of it."""
+    """Return the end of the output, and True if it is all of it."""
     size = stdout.seek(0, os.SEEK_END)
     stdout.seek(max(0, size - _TAIL_BYTES))
     return stdout.read(), size <= _TAIL_BYTES
 
 
 def _last_line(tail: bytes, *, whole: bool) -> object:
-    # Of bytes, because a text's whitespace and line ends include U+2028 and U+0085, which JSON may hold as they are.
+    # Split bytes, because a text's whitespace and line ends include U+2028 and U+0085, which JSON may hold as they are.
     _, newline, line = tail.strip().rpartition(b"\n")
     if not (whole or newline):
         raise InvalidOutput(f"the last line of output is longer than {_TAIL_BYTES} bytes")
@@ -181,18 +181,18 @@ def _last_line(tail: bytes, *, whole: bool) -> object:
 def _program(command: Sequence[str], directory: Path) -> Path:
     if not command:
         raise AgentError("the agent's command is empty: give the program and its arguments.")
-    found = shutil.which(command[0]) or shutil.which(command[0], path=str(directory))
-    if found is None:
+    program = shutil.which(command[0]) or shutil.which(command[0], path=str(directory))
+    if program is None:
         raise AgentError(f"the agent's program {command[0]!r} is neither in PATH nor in {directory}.")
-    return Path(found)
+    return Path(program)
 
 
 def _instrumenter(program: Path) -> str:
     beside = program.parent / _INSTRUMENT
-    found = str(beside) if beside.exists() else shutil.which(_INSTRUMENT)
-    if found is None:
+    instrumenter = str(beside) if beside.exists() else shutil.which(_INSTRUMENT)
+    if instrumenter is None:
         raise AgentError(
             f"{_INSTRUMENT} is neither beside {program} nor in PATH. "
             "Install spangrad in the agent's environment, or run it without instrumentation."
         )
-    return found
+    return instrumenter

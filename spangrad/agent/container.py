@@ -1,11 +1,11 @@
-"""Runs an agent that is a container image: one container an attempt, started by the container engine's own command line.
+"""Agents that are container images: one container for each attempt, started by the container engine's own command line.
 
 In: a task's input, as JSON on the container's standard input. Out: the last line of its standard output, as of a program. Invariant: the
-container ends with its attempt. Whoever kills the engine's command line does not kill the container, so a container whose attempt did not
-end by itself is removed by its name; those of a host that was killed are found by their labels.
+container ends with its attempt. Killing the engine's command line does not kill the container, so a container whose attempt did not end by
+itself is removed by its name; those of a host that was killed are found by their labels.
 
-The container finds what a program does: the variables OTEL_*, OPENAI_* and TRACEPARENT, TRACESTATE, BAGGAGE, its prompt and its
-environment. They are passed by name, so that no token stands on a command line.
+The container gets the same variables as a program: OTEL_*, OPENAI_* and TRACEPARENT, TRACESTATE, BAGGAGE, its prompt and its
+environment. They are passed by name, so that no token appears on a command line.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from spangrad.processes import MARK
 from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, RUN_ID
 
 LABEL_HOST = "spangrad.host"
-"""The mark of the agent host that started a container."""
+"""Label of a container: the mark of the agent host that started it."""
 LABEL_WORKER = "spangrad.worker"
-"""The worker of that host, as `spangrad.leases.this_process` names it."""
+"""Label of a container: the worker of that host, as `spangrad.leases.this_process` names it."""
 _ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
 """Variables that may hold addresses of services."""
 _PASSED = re.compile(rf"{_ADDRESSED.pattern}|TRACEPARENT|TRACESTATE|BAGGAGE|{prompt_client.TEXT}(_\w+)?")
@@ -46,44 +46,44 @@ _MEANINGS = {
     125: "the container engine itself failed; the attempt's log has its words (no such image, no daemon, a wrong argument)",
     126: "the image's command is there and cannot be run",
     127: "the image has no such command",
-    137: "the container was killed by SIGKILL, by somebody or for the memory that it took",
+    137: "the container was killed by SIGKILL, by a user or because it exceeded its memory limit",
 }
 
 _running: dict[str, str] = {}
-"""Containers of the attempts that run, by name: the engine that runs each."""
+"""Containers of the running attempts: name -> the engine that runs it."""
 os.register_at_fork(after_in_child=_running.clear)
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An image, and how it is run."""
+    """A container image, and how it is run."""
 
     engine: str
-    """docker, podman, or another program that takes docker's arguments."""
+    """Container engine: docker, podman, or another program that takes docker's arguments."""
     image: str
     command: tuple[str, ...]
-    """After the image's name. Empty: the image's own command."""
+    """Command after the image's name. Empty: the image's own command."""
     network: str
-    """What the container is attached to."""
+    """Network that the container is attached to."""
     arguments: tuple[str, ...]
     """Further arguments of `run`."""
     address: str | None
-    """Under which the container reaches the services of this machine's loopback. None: under the same as we."""
+    """Address at which the container reaches the services of this machine's loopback. None: the same address."""
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """What `write` wrote."""
+        """Parse what `write` returned."""
         values: dict[str, Any] = json.loads(text)
         values |= {name: tuple(values[name]) for name in ("command", "arguments")}
         return cls(**values)
 
     def write(self) -> str:
-        """As an argument of the agent host."""
+        """Return the container as a JSON argument of the agent host."""
         return json.dumps(asdict(self))
 
 
 def reached_at(engine: str, network: str, platform: str = sys.platform) -> str | None:
-    """The address under which a container reaches what listens on this machine, where its network is not this machine's. None: it is."""
+    """Return the address at which a container reaches this machine. None: it shares this machine's network."""
     if network == "host" and platform == "linux":
         return None
     return "host.containers.internal" if Path(engine).name == "podman" else "host.docker.internal"
@@ -92,17 +92,17 @@ def reached_at(engine: str, network: str, platform: str = sys.platform) -> str |
 class ContainerAgent(CommandAgent):
     """An agent in the form of a container image."""
 
-    def __init__(self, container: Container, directory: Path, worker: str, *, tell: Callable[[int, bool], None] | None = None) -> None:
-        """`directory` is where the engine's command line runs, `worker` goes on the label; `tell` as `CommandAgent` has it.
+    def __init__(self, container: Container, directory: Path, worker: str, *, on_group: Callable[[int, bool], None] | None = None) -> None:
+        """`directory` is where the engine's command line runs, `worker` is a label's value; `on_group` as for `CommandAgent`.
 
         Raises:
-            AgentError: the engine's program is not there.
+            AgentError: the engine's program was not found.
         """
         self._container = container
         self._worker = worker
         if shutil.which(container.engine) is None:
             raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container_engine.")
-        super().__init__([container.engine], directory, instrument=False, tell=tell)
+        super().__init__([container.engine], directory, instrument=False, on_group=on_group)
 
     async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
         """Run a container once.
@@ -123,19 +123,19 @@ class ContainerAgent(CommandAgent):
             ended = error.code not in _MEANINGS and error.code > 0
             raise ExitCode(error.code, _MEANINGS.get(error.code, "")) from None
         finally:
-            if not ended:  # what ended by itself is removed by the engine (--rm)
+            if not ended:  # a container that ended by itself is removed by the engine (--rm)
                 await asyncio.shield(asyncio.to_thread(remove, self._container.engine, [name]))
             _running.pop(name, None)
 
     def _labels(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Whose the container is: the current attempt, by its baggage, its worker and its host."""
-        said = baggage.get_all()
-        attempt = {key: str(said[key]) for key in (RUN_ID, ROLLOUT_ID, ROLLOUT_ATTEMPT) if key in said}
+        """Return the container's labels: the current attempt, by its baggage, its worker and its host."""
+        carried = baggage.get_all()
+        attempt = {key: str(carried[key]) for key in (RUN_ID, ROLLOUT_ID, ROLLOUT_ATTEMPT) if key in carried}
         return {**attempt, LABEL_WORKER: self._worker, LABEL_HOST: variables.get(MARK, "")}
 
 
 def run_command(container: Container, name: str, environment: Mapping[str, str], labels: Mapping[str, str]) -> list[str]:
-    """The engine's command line for one attempt."""
+    """Return the engine's command line for one attempt."""
     return [
         container.engine, "run", "--rm", "--interactive", "--name", name, "--network", container.network,
         *[word for key, value in labels.items() for word in ("--label", f"{key}={value}")],
@@ -145,31 +145,31 @@ def run_command(container: Container, name: str, environment: Mapping[str, str],
 
 
 def _passed(environment: Mapping[str, str]) -> list[str]:
-    """Variables that the container finds; the prompt's text may have any name."""
+    """Return the variables that are passed to the container; the prompt's text may have any name."""
     text = environment.get(prompt_client.VARIABLE)
     return sorted(key for key in environment if _PASSED.fullmatch(key) or key == text)
 
 
 def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, str]:
-    """The environment, with this machine's loopback addresses as the container sees them."""
+    """Return the environment, with this machine's loopback addresses as the container sees them."""
     if address is None:
         return dict(environment)
-    return {key: _moved(value, address) if _ADDRESSED.fullmatch(key) else value for key, value in environment.items()}
+    return {key: _replace_loopback(value, address) if _ADDRESSED.fullmatch(key) else value for key, value in environment.items()}
 
 
-def _moved(text: str, address: str) -> str:
-    """A text whose loopback addresses are replaced."""
+def _replace_loopback(text: str, address: str) -> str:
+    """Return a text with its loopback addresses replaced."""
 
-    def moved(found: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         try:
-            host = urlsplit(found[0]).hostname or ""
+            host = urlsplit(match[0]).hostname or ""
         except ValueError:
-            return found[0]  # no address at all
+            return match[0]  # no address at all
         if not _is_loopback(host):
-            return found[0]
-        return found[0].replace(f"[{host}]" if ":" in host else host, address, 1)
+            return match[0]
+        return match[0].replace(f"[{host}]" if ":" in host else host, address, 1)
 
-    return _ADDRESS.sub(moved, text)
+    return _ADDRESS.sub(replacement, text)
 
 
 def _is_loopback(host: str) -> bool:
@@ -180,7 +180,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def remove(engine: str, names: list[str]) -> None:
-    """End and remove containers, also such as were made and never begun; those that are gone are passed over."""
+    """Kill and remove containers, also those that were created and never started; missing ones are ignored."""
     if not names:
         return
     try:
@@ -194,7 +194,7 @@ def remove(engine: str, names: list[str]) -> None:
 
 
 def remove_running() -> None:
-    """Have the containers of all attempts that run removed, without waiting for it; a signal handler may call it."""
+    """Start the removal of the containers of all running attempts, without waiting; safe to call in a signal handler."""
     for name, engine in list(_running.items()):
         try:
             subprocess.Popen(
@@ -207,5 +207,5 @@ def remove_running() -> None:
 
 
 def _without_mark() -> dict[str, str]:
-    """Our environment, without what would have the removal killed together with the host."""
+    """Return our environment without the mark, so that the removal is not killed together with the host."""
     return {key: value for key, value in os.environ.items() if key != MARK}

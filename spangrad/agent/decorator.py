@@ -1,7 +1,7 @@
-"""`@spangrad.rollout`: says in the code which function is the agent.
+"""Decorator `@spangrad.rollout`, which marks the function that is the agent.
 
 In: a function, plain or async. Out: the same function, with a mark that `spangrad run`, `spangrad worker` and `spangrad.Client` find.
-Invariant: whoever calls the function calls the function.
+Invariant: a call of the decorated function calls the function itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _MARK = "__spangrad_rollout__"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the decorator was told."""
+    """Arguments of the decorator."""
 
     name: str
-    """By which it is named after a colon: `my_agent.py:NAME`."""
+    """Name of the agent after a colon: `my_agent.py:NAME`."""
     evaluator: Callable[..., Any] | str | None
-    """A function of (input, output), or `module:function`. None: the agent's own value is the reward, unless the command line names one."""
+    """Function of (input, output), or `module:function`. None: the agent's own value is the reward, unless the command line names one."""
 
 
 @overload
@@ -36,11 +36,11 @@ def rollout(
 
     Args:
         function: called with a task's input, and with `endpoint=` where it has a parameter of that name.
-        name: by which `my_agent.py:NAME` means it. None: its own.
+        name: name in `my_agent.py:NAME`. None: the function's own.
         evaluator: a function of (input, output) whose value is the reward, or `module:function`. None: the agent's own value is.
 
     Raises:
-        TypeError: what is decorated cannot be called.
+        TypeError: the decorated object cannot be called.
     """
 
     def mark(marked: F) -> F:
@@ -53,6 +53,6 @@ def rollout(
 
 
 def mark_of(value: object) -> Mark | None:
-    """What was said of it. None: it is not decorated."""
-    mark = inspect.getattr_static(value, _MARK, None)  # whatever else a value does when it is asked for an attribute
+    """Return the mark of an object. None: it is not decorated."""
+    mark = inspect.getattr_static(value, _MARK, None)  # static: a value's own attribute access may do anything
     return mark if isinstance(mark, Mark) else None

@@ -1,6 +1,6 @@
-"""Failures that the policy caused, recognised by the exception that ended an agent or by what the engine answered.
+"""Recognition of failures that the policy caused, by the exception that ended an agent or by the engine's error response.
 
-In: exceptions of agents and of the frameworks that they use, bodies of error answers. Out: an `AttemptFailure`. Invariant: classes of
+In: exceptions of agents and of the frameworks that they use, bodies of error responses. Out: an `AttemptFailure`. Invariant: classes of
 frameworks are recognised by name, so that nothing is imported that the agent does not import itself.
 """
 
@@ -24,24 +24,24 @@ TURN_LIMITS = frozenset(
 )
 """Classes of exceptions that frameworks raise when an agent used up its turns. AutoGen raises none: its run ends, and is evaluated."""
 CONTEXT_LIMITS = frozenset({"ContextWindowExceededError", "ContextOverflowError"})
-"""Classes of exceptions of LiteLLM and LangChain for a prompt that the model has no room for."""
+"""Classes of exceptions of LiteLLM and LangChain for a prompt that exceeds the model's context."""
 _CONTEXT_CODE = "context_length_exceeded"
 _CONTEXT_WORDS = ("maximum context length", "longer than the maximum model length", _CONTEXT_CODE)
-"""In the messages of vLLM and of OpenAI's API."""
+"""Parts of such messages of vLLM and of OpenAI's API."""
 
 
 class MaxTurnsError(Exception):
-    """Raised by an agent that used up the turns it allows itself: the attempt fails as `max_turns` (docs/runner.md)."""
+    """Raised by an agent that used up its own turn limit: the attempt fails as `max_turns` (docs/runner.md)."""
 
 
 def names_context_overflow(text: str) -> bool:
-    """Whether an error's text says that a prompt is longer than the model's context."""
+    """Return whether an error's text reports that a prompt is longer than the model's context."""
     lowered = text.lower()
     return any(words in lowered for words in _CONTEXT_WORDS)
 
 
 def failure_of(error: BaseException) -> AttemptFailure:
-    """Return what kind of failure the exception is that ended an agent.
+    """Return the kind of failure of the exception that ended an agent.
 
     The exception itself, what caused it, and the members of exception groups are looked at; the outermost one that is recognised decides.
 

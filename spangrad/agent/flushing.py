@@ -1,6 +1,6 @@
-"""Sends what spans a process has, off its event loop.
+"""Flushing of a process's spans, off its event loop.
 
-In: attempts that ended. Out: whether their spans were sent. Invariant: a flush that began before a span ended does not stand for it.
+In: attempts that ended. Out: whether their spans were sent. Invariant: a flush that began before a span ended does not count for that span.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Flusher:
         self._next: asyncio.Task[bool] | None = None
 
     async def flush(self) -> bool:
-        """Send all spans that have ended; False when that takes too long."""
+        """Send all spans that have ended; False when that exceeds the time limit."""
         if self._next is None:
             self._next = asyncio.create_task(self._flush())
         return await asyncio.shield(self._next)

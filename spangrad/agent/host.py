@@ -1,19 +1,19 @@
-"""`python -m spangrad.agent.host`: hosts an agent in a process of its own, for the runner at the other end of two pipes.
+"""Host of an agent in a process of its own (`python -m spangrad.agent.host`), for the runner at the other end of two pipes.
 
 In, on standard input, a JSON object a line: `{"id", "input", "traceparent", "baggage", "endpoint", "log", "environment"}` begins the
-first stage of an attempt, `{"go": id}` its next one, `{"cancel": id}` ends one early, `{"flush": id}` sends what spans are left; the
-end of the pipe ends the host. Out, on what was standard output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`,
+first stage of an attempt, `{"go": id}` its next one, `{"cancel": id}` ends one early, `{"flush": id}` sends the spans that are left; the
+end of the pipe ends the host. Out, on the original standard output, a JSON object a line: first `{"ready": true}` or `{"error": sentence}`,
 then for each attempt `{"id", "stage"}` when a stage is over, with the one that waits for its `go` (`run`, `evaluate`; `end`: none is
 left), and `{"id", "reward", "failure", "detail", "stuck", "flushed", "output"}` when it has ended, for each flush `{"id", "flushed"}`,
 and for each process group of a program `{"program": leader, "ended"}`, when it begins and when it has ended.
 Invariant: each attempt is answered once, after its environment was closed and its spans were sent, or with `stuck` true or `flushed`
-false; nothing that the agent prints gets between the answers.
+false; nothing that the agent prints mixes with the answers.
 
 An agent is a callable `agent(input)`, an evaluator `evaluator(input, output)`; either may be async, and gets the attempt's `endpoint` (an
 agent) and `environment`, where it has parameters of those names. The evaluator's value is the reward, without one the agent's own: a finite
 number, or a mapping of names to finite numbers; None is no reward, unless there is no evaluator and the agent has called
-`span_processors.reward.reward`. Where somebody else evaluates, the agent's value is answered as `output`. `stuck` says that a thread of a
-cancelled attempt still runs, or that its environment does not close, so that this process is better replaced.
+`span_processors.reward.reward`. Where a service evaluates, the agent's value is answered as `output`. `stuck` means that a thread of a
+cancelled attempt still runs, or that its environment does not close, so that this process should be replaced.
 
 The agent's modules may have any names, ours included: only `spangrad` and `span_processors` are imported here.
 """
@@ -57,11 +57,11 @@ from spangrad.processes import MARK, kill_marked
 from spangrad.types import AttemptFailure, Stage
 
 LINE_LIMIT_BYTES = 256 * 2**20
-"""Longest line of the protocol."""
+"""Largest line of the protocol, in bytes."""
 
 _END_SECONDS = 2.0
 _THREADS = 4096
-"""More than attempts at once; they are made as they are needed."""
+"""Largest number of threads, above the number of attempts at once; they are started as they are needed."""
 
 
 class Host:
@@ -69,30 +69,30 @@ class Host:
 
     def __init__(self, stages: Stages, *, log_bytes: int = 0) -> None:
         self._stages = stages
-        # How many run at once is the runner's business, stage by stage; one that hangs takes nobody's thread.
+        # The runner limits how many run at once, stage by stage; one that hangs blocks no other's thread.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="attempt")
-        self._wanted = {
+        self._accepted = {
             name: inspect.signature(function).parameters.keys() & {"endpoint", "environment"}
             for name, function in (("agent", stages.agent), ("evaluator", stages.evaluator))
             if function is not None
         }
-        self._tell: Callable[[Mapping[str, object]], None] = lambda message: None
+        self._send: Callable[[Mapping[str, object]], None] = lambda message: None
         self._gates: dict[str, asyncio.Future[None]] = {}
-        """Attempts that wait to go on."""
+        """Attempts that wait for their next stage."""
         self._threads: set[Future[Any]] = set()
         self._log_bytes = log_bytes
         self._cancelled: set[str] = set()
         self._flusher = Flusher()
         self._left_open = False
-        """Whether an environment did not close: its thread may run on."""
+        """True if an environment did not close: its thread may still run."""
 
     async def serve(self, jobs: asyncio.StreamReader, answer: Callable[[Mapping[str, object]], None]) -> bool:
-        """Answer jobs until there will be no more, then end what still runs.
+        """Answer jobs until the input ends, then cancel what still runs.
 
         Returns:
-            whether all threads have ended, too.
+            True if all threads have ended, too.
         """
-        self._tell = answer
+        self._send = answer
         running: dict[str, asyncio.Task[None]] = {}
         flushes: set[asyncio.Task[None]] = set()
 
@@ -142,34 +142,34 @@ class Host:
         closed = True
         try:
             try:
-                ended = await self._through(name, job, environment, note)
-                self._tell({"id": name, "stage": END_STAGE})
+                ended = await self._run_stages(name, job, environment, note)
+                self._send({"id": name, "stage": END_STAGE})
             finally:
                 closed = await environment.close()
                 self._left_open |= not closed
         except asyncio.CancelledError as cancelled:
             stuck = not closed or isinstance(cancelled, _StuckError)
             return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=stuck)
-        if name in self._cancelled:  # the agent has made something else of it
+        if name in self._cancelled:  # the agent has turned the cancellation into something else
             return Answer(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=not closed)
         try:
             flushed = await self._flusher.flush()
         except asyncio.CancelledError:
-            flushed = False  # the agent was in time, whatever becomes of its spans
+            flushed = False  # the agent was in time, even if its spans are not sent
         return replace(ended, stuck=not closed, flushed=flushed)
 
-    async def _through(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> Answer:
-        """Go through the stages, as they are opened."""
+    async def _run_stages(self, name: str, job: Mapping[str, Any], environment: LocalEnvironment, note: AttemptNote) -> Answer:
+        """Run the stages, as the runner opens them."""
         given, stages = job["input"], self._stages
         if stages.initialiser is not None:
             try:
                 await environment.open(self._call, given)
-            except (Exception, SystemExit) as error:  # whatever somebody's code raises is the attempt's end, not ours
+            except (Exception, SystemExit) as error:  # an exception of the user's code ends the attempt, not the host
                 return raised(name, AttemptFailure.ENVIRONMENT, error)
             await self._gate(name, Stage.RUN)
-        having = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
+        offered = {"endpoint": job.get("endpoint"), **({"environment": environment.value} if stages.environments else {})}
         try:
-            output = await self._call(stages.agent, given, **self._of(having, "agent"))
+            output = await self._call(stages.agent, given, **self._keywords(offered, "agent"))
         except ExitCode as error:
             return Answer(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
         except InvalidOutput as error:
@@ -181,7 +181,7 @@ class Host:
         if stages.evaluator is not None:
             await self._gate(name, Stage.EVALUATE)
             try:
-                output = await self._call(stages.evaluator, given, output, **self._of(having, "evaluator"))
+                output = await self._call(stages.evaluator, given, output, **self._keywords(offered, "evaluator"))
             except (Exception, SystemExit) as error:
                 return raised(name, AttemptFailure.EVALUATION, error)
         return self._rewarded(name, output, note)
@@ -191,7 +191,7 @@ class Host:
         try:
             reward = rewards_from(value)
         except ValueError as error:
-            # The policy answers for what its agent gives, not for what judges it.
+            # The policy is responsible for its agent's value, not for the evaluator's.
             return Answer(name, failure=AttemptFailure.INVALID_OUTPUT if alone else AttemptFailure.EVALUATION, detail=str(error))
         if reward is None and alone and note.rewarded:
             return Answer(name, {})
@@ -199,14 +199,14 @@ class Host:
             return Answer(name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if alone else 'evaluator'} gave no reward")
         return Answer(name, reward)
 
-    def _of(self, having: Mapping[str, object], whose: str) -> dict[str, object]:
-        """What a function is given beside its arguments, because it has parameters of these names."""
-        return {name: value for name, value in having.items() if name in self._wanted[whose]}
+    def _keywords(self, offered: Mapping[str, object], role: str) -> dict[str, object]:
+        """Return the keyword arguments of a function: those that it has parameters for."""
+        return {name: value for name, value in offered.items() if name in self._accepted[role]}
 
     async def _gate(self, name: str, stage: Stage) -> None:
-        """Say that this stage comes next, and wait for a place in it."""
+        """Report that this stage comes next, and wait for a slot in it."""
         gate = self._gates[name] = asyncio.get_running_loop().create_future()
-        self._tell({"id": name, "stage": stage})
+        self._send({"id": name, "stage": stage})
         try:
             await gate
         finally:
@@ -228,7 +228,7 @@ class Host:
 
 
 class _StuckError(asyncio.CancelledError):
-    """Cancelled, while a thread that cannot be stopped runs on."""
+    """Cancelled, while a thread that cannot be stopped still runs."""
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -236,7 +236,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Take the two pipes away from the agent: its input is empty, and what it prints goes to the log."""
+    """Move the two pipes away from the agent: its input is empty, and what it prints goes to the log."""
     jobs, answers = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -258,9 +258,9 @@ async def _serve(host: Host, jobs: int, answers: int) -> bool:
 
 
 def _end_all_on_sigterm() -> None:
-    """SIGTERM is the runner's death: end the agent's programs and our own children, then do whatever else SIGTERM does here.
+    """Handle SIGTERM, which means the runner's death: kill the agent's programs and our children, then run the previous handler.
 
-    A parent's death reaches only its own children, so those of our children would stay.
+    A parent's death signals only its own children, so the children of ours would survive.
     """
     before = signal.getsignal(signal.SIGTERM)
 
@@ -278,34 +278,34 @@ def _end_all_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, kill_and_die)
 
 
-def _agent(args: argparse.Namespace, tell: Callable[[int, bool], None]) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
-    """The agent that the arguments name, and the evaluator that its decorator does.
+def _agent(args: argparse.Namespace, on_group: Callable[[int, bool], None]) -> tuple[Callable[..., Any], Callable[..., Any] | str | None]:
+    """Load the agent that the arguments name, and the evaluator that its decorator names.
 
     Raises:
         AgentError: it cannot be loaded.
     """
     directory: Path = args.path.resolve()
     if args.container:
-        return ContainerAgent(Container.read(args.container), directory, args.worker, tell=tell), None
+        return ContainerAgent(Container.read(args.container), directory, args.worker, on_group=on_group), None
     if args.command:
-        return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, tell=tell), None
+        return CommandAgent(json.loads(args.command), directory, instrument=args.instrument, on_group=on_group), None
     return load_agent(args.agent or "")
 
 
 def main() -> None:
-    """Host an agent until the runner is done with it."""
+    """Host an agent until the runner closes the input."""
     parser = argparse.ArgumentParser(prog="python -m spangrad.agent.host")
     parser.add_argument("--agent", help="the agent, as module:function; or a module or file with one decorated agent")
     parser.add_argument("--command", help="the agent, as a JSON list of a program and its arguments, instead of --agent")
     parser.add_argument("--container", help="the agent, as a JSON object of a container image and how it is run, instead of --agent")
-    parser.add_argument("--worker", default="", help="whose containers they are, for their labels")
+    parser.add_argument("--worker", default="", help="worker that starts the containers, for their labels")
     parser.add_argument("--instrument", action="store_true", help="run the command under opentelemetry-instrument")
     parser.add_argument("--evaluator", help="the evaluator, as module:function")
-    parser.add_argument("--outputs", action="store_true", help="answer with the agent's output: somebody else evaluates it")
+    parser.add_argument("--outputs", action="store_true", help="answer with the agent's output, for a service to evaluate")
     parser.add_argument("--environment", help="the initialiser, as module:function")
     parser.add_argument("--leased", action="store_true", help="each job brings its environment, instead of --environment")
-    parser.add_argument("--path", type=Path, default=Path(), help="where modules are looked for first, and the command runs")
-    parser.add_argument("--log-bytes", type=int, default=0, help="that an attempt may write to its own log; 0: there is none")
+    parser.add_argument("--path", type=Path, default=Path(), help="directory in which modules are looked for first, and the command runs")
+    parser.add_argument("--log-bytes", type=int, default=0, help="size limit of an attempt's own log, in bytes; 0: no log")
     args = parser.parse_args()
     jobs, answers = _private_pipes()
     initialize()
@@ -326,10 +326,10 @@ def main() -> None:
         _write(answers, {"error": str(error)})
         sys.exit(error.exit_code)
     divide_outputs()
-    gc.freeze()  # what frameworks leave at import is never garbage: spare each collection the walk
+    gc.freeze()  # objects of imported frameworks are never garbage: collections need not scan them
     _write(answers, {"ready": True})
     if not asyncio.run(_serve(host, jobs, answers)):
-        # An agent's thread that never ends would be waited for at an ordinary exit.
+        # An ordinary exit would wait for an agent's thread that never ends.
         provider = trace.get_tracer_provider()
         if isinstance(provider, TracerProvider):
             provider.shutdown()

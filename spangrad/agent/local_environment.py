@@ -1,10 +1,10 @@
-"""What an agent works in, in its host's own process: made by an initialiser for one attempt, closed with it.
+"""Environments in the agent host's own process: made by an initialiser for one attempt, closed with it.
 
-In: a task's input. Out: what the initialiser gives, for the agent and its evaluator. Invariant: what was made is closed once, whatever
-became of the attempt, and in bounded time.
+In: a task's input. Out: the initialiser's value, for the agent and its evaluator. Invariant: an environment is closed once, however the
+attempt ended, and in bounded time.
 
-An initialiser is a callable `factory(input)`, plain or async. Where its value is an async context manager, that is entered, and what it
-gives is the environment; else the value is, and is closed by its `aclose()` or `close()`, where it has one.
+An initialiser is a callable `factory(input)`, plain or async. Where its value is an async context manager, it is entered, and the value
+of that is the environment; else the value itself is, and is closed by its `aclose()` or `close()`, where it has one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 Call = Callable[..., Awaitable[Any]]
 _CLOSE_SECONDS = 4.0
-"""Shorter than a runner waits for an attempt that it has cancelled."""
+"""Time limit of closing, in seconds; shorter than a runner waits for an attempt that it has cancelled."""
 
 
 class LocalEnvironment:
     """The environment of one attempt."""
 
     def __init__(self, initialiser: Callable[..., Any] | None, threads: ThreadPoolExecutor) -> None:
-        """Nothing is made yet.
+        """Store the arguments; nothing is made yet.
 
         Args:
-            initialiser: makes it. None: there is none, and `value` stays what somebody else has put there.
-            threads: where a plain `close()` runs.
+            initialiser: function that makes it. None: there is none, and `value` stays what the host has assigned.
+            threads: pool in which a plain `close()` runs.
         """
         self._initialiser = initialiser
         self._threads = threads
@@ -39,24 +39,24 @@ class LocalEnvironment:
         self.value: Any = None
 
     async def open(self, call: Call, given: object) -> None:
-        """Make it.
+        """Make the environment.
 
         Args:
-            call: calls a function, plain or async, where initialisers run.
+            call: calls a function, plain or async, as initialisers are run.
             given: the task's input.
         """
         if self._initialiser is None:
             return
-        made = await call(self._initialiser, given)
-        if hasattr(made, "__aenter__"):
-            self.value = await made.__aenter__()
-            self._close = partial(made.__aexit__, None, None, None)
+        value = await call(self._initialiser, given)
+        if hasattr(value, "__aenter__"):
+            self.value = await value.__aenter__()
+            self._close = partial(value.__aexit__, None, None, None)
             return
-        self.value = made
-        self._close = getattr(made, "aclose", None) or getattr(made, "close", None)
+        self.value = value
+        self._close = getattr(value, "aclose", None) or getattr(value, "close", None)
 
     async def close(self) -> bool:
-        """Close it, in the task that opened it; False when that does not end in time: its thread may be left behind."""
+        """Close it, in the task that opened it; False when that exceeds its time limit, so that its thread may still run."""
         close, self._close = self._close, None
         if close is None:
             return True
@@ -64,7 +64,7 @@ class LocalEnvironment:
         try:
             async with timeout:
                 await self._call(close)
-        except (Exception, SystemExit):  # whatever it raises, the attempt's end is known
+        except (Exception, SystemExit):  # whatever it raises, the attempt's result is known
             traceback.print_exc()
         return not timeout.expired()
 

@@ -1,7 +1,7 @@
-"""`spangrad.prompt("name")`: the prompt that the attempt at hand is to use.
+"""Function `spangrad.prompt("name")`, which returns the prompt for the current attempt.
 
-In: a name, the attempt's baggage or environment, the address of the prompts. Out: the text, which knows its version. Invariant: in one
-attempt a name leads to one version: the one that the attempt is pinned to, else the one that it was given first.
+In: a name, the attempt's baggage or environment, the URL of the prompts' server. Out: the text, with its version. Invariant: in one attempt
+a name means one version: the one that the attempt is pinned to, else the one that it got first.
 
 An agent's process imports this: the standard library, and OpenTelemetry only if it is there.
 """
@@ -27,35 +27,35 @@ _ATTEMPTS_KEPT = 10_000
 
 _lock = threading.Lock()
 _texts: OrderedDict[tuple[str, str, int], Prompt] = OrderedDict()
-"""By server, name and version: what they say never changes."""
+"""Prompts by server, name and version; their texts never change."""
 _first: OrderedDict[tuple[str, str, str, str], int] = OrderedDict()
-"""The version that an attempt was given first, by server, rollout, attempt and name."""
+"""Version that an attempt got first, by server, rollout, attempt and name."""
 
 
 class Prompt(str):
-    """The text of a prompt, which is a text like any other."""
+    """Text of a prompt, a string with its name and version."""
 
     __slots__ = ("name", "version")
     name: str
     version: int
 
     @classmethod
-    def of(cls, found: PromptText) -> Self:
-        """As the server gave it."""
-        made = cls(found.text)
-        made.name, made.version = found.name, found.version
-        return made
+    def of(cls, response: PromptText) -> Self:
+        """Return the prompt of a server's response."""
+        text = cls(response.text)
+        text.name, text.version = response.name, response.version
+        return text
 
 
 def prompt(name: str, version: int | None = None) -> Prompt:
-    """The text of a prompt; the span that is open says which version it was.
+    """Return the text of a prompt; the current span records its version.
 
     Args:
-        name: of the prompt.
-        version: this one. None: the one that the attempt is pinned to, else the one that is published when the attempt asks first.
+        name: name of the prompt.
+        version: version to return. None: the one that the attempt is pinned to, else the one that is published at the attempt's first call.
 
     Raises:
-        PromptError: there is no such prompt, or nobody keeps prompts at SPANGRAD_PROMPT_URL.
+        PromptError: there is no such prompt, or no server of prompts answers at SPANGRAD_PROMPT_URL.
     """
     from spangrad.client.prompt_store import PromptStore  # its imports take a tenth of a second, which most agents need not pay
 
@@ -66,23 +66,23 @@ def prompt(name: str, version: int | None = None) -> Prompt:
     with _lock:
         if chosen is None and attempt[1]:
             chosen = _first.get(attempt)
-        found = _texts.get((url, name, chosen)) if chosen is not None else None
-    if found is None:
-        found = Prompt.of(PromptStore(url, os.environ.get(TOKEN)).get(name, chosen))
+        text = _texts.get((url, name, chosen)) if chosen is not None else None
+    if text is None:
+        text = Prompt.of(PromptStore(url, os.environ.get(TOKEN)).get(name, chosen))
     with _lock:
         if chosen is None and attempt[1]:
-            # Threads of one attempt may have asked at once: the first answer that was kept holds.
-            held = _first.setdefault(attempt, found.version)
-            found = _texts.get((url, name, held), found)
-        _keep(_texts, (url, name, found.version), found, _TEXTS_KEPT)
+            # Threads of one attempt may have fetched at once: the first version that was stored counts.
+            held = _first.setdefault(attempt, text.version)
+            text = _texts.get((url, name, held), text)
+        _keep(_texts, (url, name, text.version), text, _TEXTS_KEPT)
         while len(_first) > _ATTEMPTS_KEPT:
             _first.popitem(last=False)
-    _mark(found)
-    return found
+    _mark(text)
+    return text
 
 
 def program_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a program finds in its environment of the prompt that its attempt is pinned to: name, version, text; nothing without a pin.
+    """Return a program's environment variables for its pinned prompt: name, version, text; empty without a pin.
 
     Raises:
         PromptError: as `prompt`.
@@ -91,12 +91,12 @@ def program_variables(environ: Mapping[str, str]) -> dict[str, str]:
     name = carried.get(PROMPT_NAME)
     if name is None:
         return {}
-    found = prompt(name)
-    return {NAME: name, VERSION: str(found.version), environ.get(VARIABLE) or TEXT: str(found)}
+    text = prompt(name)
+    return {NAME: name, VERSION: str(text.version), environ.get(VARIABLE) or TEXT: str(text)}
 
 
 def attempt_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the attempt at hand is: its baggage, else what the process was started with."""
+    """Return the attributes of the current attempt: its baggage, else the process's environment variables."""
     try:
         from opentelemetry import baggage
     except ImportError:
@@ -129,10 +129,10 @@ def _keep(kept: OrderedDict[tuple[str, str, int], Prompt], key: tuple[str, str, 
         kept.popitem(last=False)
 
 
-def _mark(found: Prompt) -> None:
-    """Write on the span that is open which version was fetched."""
+def _mark(text: Prompt) -> None:
+    """Record the version that was fetched on the current span."""
     try:
         from opentelemetry import trace
     except ImportError:
         return
-    trace.get_current_span().set_attributes({PROMPT_NAME: found.name, PROMPT_VERSION: found.version})
+    trace.get_current_span().set_attributes({PROMPT_NAME: text.name, PROMPT_VERSION: text.version})

@@ -1,4 +1,4 @@
-"""A rollout's identity on its way between processes, in W3C's two headers.
+"""Propagation of a rollout's identity between processes, in the two W3C headers.
 
 In: a context with a span and baggage. Out: `traceparent` and `baggage`, and back. Invariant: the W3C formats, whatever
 propagators a process is configured with, because the gateway and every agent must read the same ones.
@@ -18,15 +18,15 @@ def context_from(carrier: Mapping[str, str], base: Context | None = None) -> Con
     """Extract trace context and baggage.
 
     Args:
-        carrier: `traceparent`, `tracestate`, `baggage`, in lower case; what is missing or malformed is ignored.
+        carrier: `traceparent`, `tracestate`, `baggage`, in lower case; missing or malformed headers are ignored.
         base: the context to add to. None: the current one.
     """
-    found = TraceContextTextMapPropagator().extract(carrier, base)
-    return W3CBaggagePropagator().extract(carrier, found)
+    traced = TraceContextTextMapPropagator().extract(carrier, base)
+    return W3CBaggagePropagator().extract(carrier, traced)
 
 
 def carrier_of(source: Context | None = None) -> dict[str, str]:
-    """What `context_from` reads, of a context; None: of the current one."""
+    """Return the headers of a context, as `context_from` reads them; None: of the current one."""
     source = context.get_current() if source is None else source
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, source)
@@ -35,12 +35,12 @@ def carrier_of(source: Context | None = None) -> dict[str, str]:
 
 
 def baggage_of(header: str) -> dict[str, str]:
-    """What a `baggage` header says; nothing where it is malformed."""
+    """Return the entries of a `baggage` header; empty where it is malformed."""
     return {key: str(value) for key, value in baggage.get_all(context_from({"baggage": header}, Context())).items()}
 
 
 def with_baggage(source: Context, entries: Mapping[str, str]) -> Context:
-    """The context with further baggage."""
+    """Return the context with further baggage."""
     for key, value in entries.items():
         source = baggage.set_baggage(key, value, source)
     return source

@@ -1,7 +1,7 @@
-"""Rewards as agents, evaluators and reward services give them.
+"""Parsing of the rewards that agents, evaluators and reward services return.
 
-In: any value. Out: a number, or by name a number or numbers by role. Invariant: what comes out is finite; what says nothing comes out as
-None, never as 0.
+In: any value. Out: a number, or by name a number or numbers by role. Invariant: every number is finite; a missing reward is None, never
+0.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 Rewards = Mapping[str, "float | Mapping[str, float]"]
-"""Rewards by name: a number that is everybody's, or numbers by the role that each is of."""
+"""Rewards by name: a number for every role, or numbers by role."""
 
 
 def rewards_from(value: object) -> Rewards | float | None:
-    """Read a reward as agents and evaluators give it; None is none.
+    """Parse a reward as agents and evaluators return it; None: there is none.
 
     Raises:
         ValueError: it is neither a finite number nor a mapping of names to finite numbers, or to finite numbers by role.
@@ -29,7 +29,7 @@ def rewards_from(value: object) -> Rewards | float | None:
 
 
 def entries(rewards: Rewards) -> Iterator[tuple[str, str, float]]:
-    """Yield the name, the role (empty: everybody's) and the number of each reward."""
+    """Yield the name, the role (empty: every role) and the number of each reward."""
     for name, given in rewards.items():
         for role, number in given.items() if isinstance(given, Mapping) else [("", given)]:
             yield name, role, number

@@ -1,9 +1,9 @@
-"""Sends spans so that none is lost while the span store is away, and so that no agent suffers for it.
+"""Export of spans that loses none while the span store is down, and that does not slow down the agent.
 
 In: spans that ended, from the OpenTelemetry SDK. Out: OTLP/HTTP requests (protobuf) of bounded size.
-Invariant: a span leaves the queue when the endpoint has acknowledged it (2xx), and otherwise only counted: refused
-for good (4xx), without room in a full queue, or without time at the process's end. Nobody waits longer than the
-bounds below.
+Invariant: a span leaves the queue when the endpoint has acknowledged it (2xx), and otherwise only counted as lost: refused
+for good (4xx), without room in a full queue, or without time at the process's end. No caller waits longer than the
+limits below.
 
 Used by the span processors inside agents' processes and by the runner, so it imports the standard library and
 OpenTelemetry only.
@@ -35,7 +35,7 @@ from spangrad.http.otlp_http import Poster
 from spangrad.semconv import PROCESS_ID, SEQ
 
 ATTRIBUTE_COUNT_LIMIT = 100_000
-"""OpenTelemetry's default of 128 evicts the oldest attributes first, and with them the token ids."""
+"""Attribute limit of a span; OpenTelemetry's default of 128 evicts the oldest attributes first, and with them the token ids."""
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 2.0
@@ -44,17 +44,17 @@ _logger = logging.getLogger(__name__)
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL that takes spans, given an OTLP/HTTP endpoint such as `http://127.0.0.1:4318`."""
+    """Return the URL for spans of an OTLP/HTTP endpoint such as `http://127.0.0.1:4318`."""
     return endpoint.rstrip("/") + "/v1/traces"
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """The header that a store or a gateway with a token asks for; none without a token."""
+    """Return the header that a store or a gateway with a token requires; empty without a token."""
     return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 def parse_headers(text: str) -> dict[str, str]:
-    """Read headers as OTEL_EXPORTER_OTLP_HEADERS writes them: `key=value,key=value`, percent-encoded."""
+    """Parse headers in the form of OTEL_EXPORTER_OTLP_HEADERS: `key=value,key=value`, percent-encoded."""
     return dict(parse_env_headers(text, liberal=True))
 
 
@@ -71,7 +71,7 @@ def _after_fork_in_child(method: Callable[[], None]) -> None:
 
 
 class ProcessSequence:
-    """Names this process and counts its spans in the order in which they start; both are renewed after a fork."""
+    """Id of this process and counter of its spans in the order of their starts; both are renewed after a fork."""
 
     def __init__(self) -> None:
         self._renew()
@@ -88,7 +88,7 @@ class ProcessSequence:
 
 
 _sequence = ProcessSequence()
-"""One for the whole process: numbers of two providers must not collide."""
+"""Sequence of the whole process, shared so that numbers of two providers do not collide."""
 
 
 class SequenceSpanProcessor(SpanProcessor):
@@ -100,18 +100,18 @@ class SequenceSpanProcessor(SpanProcessor):
 
 
 class LosslessSpanProcessor(SpanProcessor):
-    """Queues ended spans, bounded by bytes, and sends them until they are acknowledged.
+    """Queue for ended spans, bounded by bytes, that sends them until they are acknowledged.
 
     Args:
-        url: where requests are posted, `/v1/traces` included.
-        headers: added to each request.
+        url: URL to which requests are posted, `/v1/traces` included.
+        headers: headers of each request.
         certificate: file of certificate authorities for https. None: the system's.
-        queue_bytes: bytes of spans held, those on their way included.
-        batch_bytes: a request is closed when its spans reach this size.
-        delay_seconds: how long a span waits for company.
-        full_wait_seconds: how long the first span that finds the queue full waits for room; the following ones do not wait
-            until there has been room again.
-        shutdown_seconds: how long `shutdown` waits for the queue to empty.
+        queue_bytes: size limit of the spans held, those in flight included, in bytes.
+        batch_bytes: size of a request's spans at which it is closed, in bytes.
+        delay_seconds: time that a span waits for others, in seconds.
+        full_wait_seconds: time that the first span that finds the queue full waits for room, in seconds; the following ones do not
+            wait until there has been room again.
+        shutdown_seconds: time limit of `shutdown` for the queue to empty, in seconds.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class LosslessSpanProcessor(SpanProcessor):
         _after_fork_in_child(self._reset)
 
     def _reset(self) -> None:
-        """Begin anew; after a fork this leaves the parent's spans to the parent, and its thread and lock behind."""
+        """Start empty; after a fork the parent's spans stay with the parent, and its thread and lock are left behind."""
         # A condition's lock is re-entrant, so a signal handler may flush while the interrupted code holds it.
         self._changed = threading.Condition()
         self._queue: deque[tuple[ReadableSpan, int]] = deque()
         self._held_bytes = 0
-        self._on_their_way = 0
+        self._in_flight = 0
         self._accepted = 0
         self._settled = 0
         self._flush_to = 0
@@ -156,12 +156,12 @@ class LosslessSpanProcessor(SpanProcessor):
 
     @property
     def lost(self) -> int:
-        """Spans that were given up so far: refused, without room, or without time."""
+        """Return the number of spans lost so far: refused, without room, or without time."""
         return self._lost
 
     @property
     def lost_because(self) -> str:
-        """Why the last of them was, for people; empty while there are none."""
+        """Return the reason for the last loss, for users; empty while there is none."""
         return self._lost_because
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -206,7 +206,7 @@ class LosslessSpanProcessor(SpanProcessor):
         """Wait until every span that ended before this call is settled; concurrent callers share the requests.
 
         Returns:
-            False when the time was over first.
+            False if the time limit was exceeded first.
         """
         with self._changed:
             target = self._accepted
@@ -215,17 +215,17 @@ class LosslessSpanProcessor(SpanProcessor):
             return self._changed.wait_for(lambda: self._settled >= target, timeout_millis / 1000)
 
     def shutdown(self) -> None:
-        """Send what is queued, for a bounded time, then say on stderr how many spans were lost, if any."""
+        """Send what is queued, for a bounded time, then report lost spans on stderr, if any."""
         with self._changed:
             if self._closed:
                 return
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or not (self._queue or self._on_their_way), self._shutdown_seconds)
+            self._changed.wait_for(lambda: self._closed or not (self._queue or self._in_flight), self._shutdown_seconds)
             if self._closed:  # a signal handler that ran while we waited has finished this
                 return
             self._closed = True
-            if left := len(self._queue) + self._on_their_way:
+            if left := len(self._queue) + self._in_flight:
                 self._lose(left, "there was no time")
             self._changed.notify_all()
         if self._lost:
@@ -239,11 +239,11 @@ class LosslessSpanProcessor(SpanProcessor):
                 with self._changed:
                     self._held_bytes -= sum(size for _, size in batch)
                     self._settled += len(batch)
-                    self._on_their_way = 0
+                    self._in_flight = 0
                     self._changed.notify_all()
 
     def _next_batch(self) -> list[tuple[ReadableSpan, int]]:
-        """Wait for spans, then for company; empty when there will be none."""
+        """Wait for spans, then for others to join them; empty when there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._closing)
             self._changed.wait_for(self._urgent, self._delay_seconds)
@@ -252,20 +252,20 @@ class LosslessSpanProcessor(SpanProcessor):
             while self._queue and not self._closed and (not batch or size + self._queue[0][1] <= self._batch_bytes):
                 batch.append(self._queue.popleft())
                 size += batch[-1][1]
-            self._on_their_way = len(batch)
+            self._in_flight = len(batch)
             return batch
 
     def _urgent(self) -> bool:
         return self._closing or self._held_bytes >= self._batch_bytes or self._settled < self._flush_to
 
     def _encode(self, batch: Sequence[tuple[ReadableSpan, int]]) -> Iterator[tuple[bytes, int]]:
-        """Request bodies with their numbers of spans: one, unless a span that cannot be encoded must be told from the others."""
+        """Yield request bodies with their numbers of spans: one body, unless a span that cannot be encoded must be separated."""
         try:
             yield encode_spans([span for span, _ in batch]).SerializeToString(), len(batch)
         except Exception as error:  # an attribute may hold anything
             if len(batch) > 1:
-                for one in batch:
-                    yield from self._encode([one])
+                for entry in batch:
+                    yield from self._encode([entry])
             else:
                 _logger.error("span %r cannot be encoded and is dropped: %s", batch[0][0].name, error)
                 self._lose(1, f"span {batch[0][0].name!r} cannot be encoded: {error}")
@@ -290,7 +290,7 @@ class LosslessSpanProcessor(SpanProcessor):
                 _logger.warning("%s does not take spans (%s): trying again until it does", self.url, answer.reason)
                 waiting = True
             with self._changed:
-                # While closing there is little time: ask often, whatever the endpoint wishes.
+                # While closing there is little time: retry often, whatever wait the endpoint requests.
                 wait = _FIRST_BACKOFF_SECONDS if self._closing else answer.after_seconds or backoff * random.uniform(0.5, 1)
                 closing = self._closing
                 self._changed.wait_for(lambda closing=closing: self._closed or self._closing != closing, wait)
@@ -305,7 +305,7 @@ class LosslessSpanProcessor(SpanProcessor):
 
 
 def approximate_bytes(span: ReadableSpan) -> int:
-    """About how many bytes a span takes: its texts and arrays count, its fixed fields are a constant."""
+    """Return the approximate size of a span in bytes: its texts and arrays count, its fixed fields are a constant."""
     size = 200 + len(span.name)
     for attributes in (span.attributes, *(event.attributes for event in span.events)):
         for key, value in (attributes or {}).items():
@@ -318,23 +318,23 @@ def approximate_bytes(span: ReadableSpan) -> int:
 
 
 def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
-    """A provider of the process's own, not the global one, whose spans are sent to an OTLP/HTTP endpoint and never sampled away.
+    """Return a provider of the process's own, not the global one, whose spans go to an OTLP/HTTP endpoint and are never sampled out.
 
     Args:
         service_name: `service.name` of the spans.
         endpoint: base URL, without `/v1/traces`.
-        headers: added to each request, such as `bearer(token)`.
+        headers: headers of each request, such as `bearer(token)`.
     """
     return provider_through(LosslessSpanProcessor(traces_url(endpoint), headers), service_name)
 
 
 def provider_through(sending: LosslessSpanProcessor, service_name: str, ids: IdGenerator | None = None) -> TracerProvider:
-    """The same, for whoever asks the processor what has become of the spans.
+    """Return such a provider for a given processor, which the caller can query for lost spans.
 
     Args:
-        sending: takes the spans to their endpoint.
+        sending: processor that sends the spans to their endpoint.
         service_name: `service.name` of the spans.
-        ids: makes the spans' ids. None: they are random.
+        ids: generator of the spans' ids. None: they are random.
     """
     provider = TracerProvider(
         sampler=ALWAYS_ON,
