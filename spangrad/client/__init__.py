@@ -1,1 +1,1 @@
-"""Training from a script: the client, and what it asks the queue for."""
+"""Training from a script: the client, and its requests to the queue."""

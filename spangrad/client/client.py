@@ -1,11 +1,11 @@
-"""`spangrad.Client`: training an agent from a script of one's own.
+"""Class `spangrad.Client`, which trains an agent from the user's own script.
 
-In: where the queue is, data, a Python function that is the agent. Out: rollouts in the queue, worker processes that run them, counts and
-mean rewards. Invariant: what was uploaded and enqueued is durable in the queue, under names that follow from the data; so a script that
-was killed goes on with what it had begun, and enqueues nothing twice.
+In: the queue's URL, data, a Python function that is the agent. Out: rollouts in the queue, worker processes that run them, counts and mean
+rewards. Invariant: what was uploaded and enqueued is durable in the queue, under names that follow from the data; so a script that was
+killed resumes what it had begun, and enqueues nothing twice.
 
-This runs in the agent's own process, whose modules may be named as our stages are: it imports the kernel alone, asks the queue over HTTP,
-and starts `spangrad worker` for the rest.
+This runs in the agent's own process, whose modules may have the names of our packages: it imports only `spangrad`, calls the queue over
+HTTP, and starts `spangrad worker` for the rest.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ except ModuleNotFoundError as error:
     ) from error
 
 Data = str | Path | Sequence[Task | Mapping[str, object]]
-"""A source as `spangrad run --tasks` takes it, or rows."""
+"""Source of tasks as `spangrad run --tasks` accepts it, or rows."""
 Reference = Callable[..., Any] | str
-"""A function, or what `--evaluator` and `--environment` take: `module:function`, or the URL of a service."""
+"""Function, or value of `--evaluator` and `--environment`: `module:function`, or the URL of a service."""
 TRAIN, TEST = "train", "test"
-"""Names of the data in the queue."""
+"""Names of the data sets in the queue."""
 _WAIT_SECONDS = 2.0
-"""For news, in one request: workers are looked at between two."""
+"""Time that one request waits for ended rollouts, in seconds; workers are checked between two requests."""
 _OPEN = ("queued", "running")
 
 
 @dataclass(slots=True)
-class _Course:
-    """One call of `train` or `validate`."""
+class _TrainRun:
+    """State of one call of `train` or `validate`."""
 
     work: Work
     workers: Workers
     show: Show
     shown: Tally
-    """What the progress is of."""
+    """Tally that the progress shows."""
     train: Tally = field(default_factory=Tally)
     waits: dict[str, Tally | None] = field(default_factory=dict[str, Tally | None])
-    """Rollouts that are waited for, and where each is counted. None: nowhere."""
+    """Rollouts that are waited for, and the tally that counts each. None: it is not counted."""
     cursor: int = 0
 
 
 class Client:
-    """One run of an agent, by way of the queue at a URL.
+    """One run of an agent, in the queue at a URL.
 
     Args:
-        url: of `spangrad queue`.
-        run_id: that the rollouts belong to. None: runner.run_id.
-        settings: any setting by its dotted key, for the workers, too; stronger than environment and spangrad.toml, which say where gateway
-            and store are. None is a value: it takes back what these say.
+        url: URL of `spangrad queue`.
+        run_id: run that the rollouts belong to. None: runner.run_id.
+        settings: any setting by its dotted key, for the workers, too; these override environment and spangrad.toml, which name gateway and
+            store. None is a value: it resets what those set.
     """
 
     def __init__(self, url: str, *, run_id: str | None = None, settings: Mapping[str, object] | None = None) -> None:
@@ -88,15 +88,15 @@ class Client:
         self._data: dict[str, tuple[Stored, list[Task]]] = {}
 
     def upload_data(self, data: Data, *, test_file: Data | None = None) -> Self:
-        """Keep data in the queue for the run; the same data uploaded again is the same.
+        """Store data in the queue for the run; uploading the same data again changes nothing.
 
         Args:
-            data: what is trained on: a file, a directory, `hf:OWNER/NAME[:SPLIT]`, or rows.
-            test_file: what is held out, put in mode `validate`. None: nothing.
+            data: training data: a file, a directory, `hf:OWNER/NAME[:SPLIT]`, or rows.
+            test_file: held-out data, run in mode `validate`. None: there is none.
 
         Raises:
-            AgentError: a source is not there, or a row is not a task.
-            QueueError: the queue refuses, or stays away.
+            AgentError: a source does not exist, or a row is not a task.
+            QueueError: the queue refuses, or stays unreachable.
         """
         for name, source in ((TRAIN, data), (TEST, test_file)):
             if source is not None:
@@ -119,57 +119,57 @@ class Client:
     ) -> Result:
         """Run the agent on the training data, with worker processes on this machine, until that is done.
 
-        Where a trainer has told the queue how many groups it wants of the run, these are made, as it wants them and as they finish.
-        Else every task is put `runner.group_size` times an epoch; an epoch that another call has finished is not run again, one that
-        it has begun is gone on with.
+        Where a trainer has sent its demand for groups of the run to the queue, these are run as it requests them and as they finish.
+        Else every task is run `runner.group_size` times in each epoch; an epoch that another call has finished is not run again, one that
+        it has begun is resumed.
 
         Args:
             agent: a function at the top level of a file, called with a task's input, and with `endpoint=` where it has that parameter.
             n_workers: worker processes, each with `runner.workers` agent processes.
-            evaluator: whose value for (input, output) is the reward. None: what the decorator names, else the agent's own value.
-            environment: makes of the input what the agent works in. None: nothing does.
-            epochs: times that the data is put. Not for demand.
-            groups: of training after which to end, in demand. None: when nothing is wanted for `idle_seconds`.
-            validate_every: groups of training between two times that the test data is put. None: it is put at the end alone.
-            follow_demand: None: where a trainer has stated one.
-            idle_seconds: longer than a step of the trainer takes.
+            evaluator: function whose value for (input, output) is the reward. None: the decorator's, else the agent's own value.
+            environment: function that makes the agent's environment of the input. None: there is no environment.
+            epochs: number of passes over the data; ignored with demand.
+            groups: number of training groups after which to end, with demand. None: end when no group is requested for `idle_seconds`.
+            validate_every: number of training groups between two runs of the test data. None: it is run only at the end.
+            follow_demand: True to follow the trainers' demand. None: where a trainer has stated one.
+            idle_seconds: time without demand after which to end, in seconds; longer than a step of the trainer.
 
         Raises:
-            AgentError: the agent cannot be found by other processes, or not loaded; no data was uploaded.
-            QueueError: the queue refuses, or stays away.
+            AgentError: other processes cannot find the agent, or it cannot be loaded; no data was uploaded.
+            QueueError: the queue refuses, or stays unreachable.
             KeyboardInterrupt: Ctrl-C, after running attempts had runner.drain_seconds to end; the rest stays in the queue.
         """
         began = time.monotonic()
         work = self._work(agent, evaluator, environment)
         if validate_every is not None:
-            self._need(TEST)
-        stored, tasks = self._need(TRAIN)
+            self._required_data(TEST)
+        stored, tasks = self._required_data(TRAIN)
         follow = bool(self._queue.demand()["branches"]) if follow_demand is None else follow_demand
         rollouts = [] if follow else self._epochs(stored, tasks, epochs)
-        counted = [one for one in rollouts if one["mode"] == Mode.TRAIN]
+        counted = [rollout for rollout in rollouts if rollout["mode"] == Mode.TRAIN]
         validations: list[Validation] = []
         work = replace(work, follow=TRAIN if follow else None)
         with Show("training", None if follow else len(counted)) as show, self._workers(work, n_workers) as workers:
             train = Tally()
-            course = _Course(work, workers, show, shown=train, train=train, cursor=self._queue.cursor())
+            run = _TrainRun(work, workers, show, shown=train, train=train, cursor=self._queue.cursor())
             if rollouts and self._queue.enqueue(rollouts):
-                course.cursor = 0  # some of them may have ended before
-            course.waits = {one["rollout_id"]: course.train if one["mode"] == Mode.TRAIN else None for one in rollouts}
+                run.cursor = 0  # some of them may have ended before
+            run.waits = {rollout["rollout_id"]: run.train if rollout["mode"] == Mode.TRAIN else None for rollout in rollouts}
             quiet = time.monotonic()
-            while course.waits if not follow else self._wanted(course, groups, quiet, idle_seconds):
-                if self._news(course, count_all=follow) or (follow and self._is_busy()):
+            while run.waits if not follow else self._continues(run, groups, quiet, idle_seconds):
+                if self._count_ended(run, count_all=follow) or (follow and self._is_busy()):
                     quiet = time.monotonic()
-                if validate_every and course.train.groups >= validate_every * (1 + len(validations)):
-                    validations.append(self._validation(course, Tally()))
-            show.progress(course.train.measure, last=True)
-            if TEST in self._data and not (validations and validations[-1].after_groups == course.train.groups):
-                validations.append(self._validation(course, Tally()))
-        return Result(self.run_id, course.train.groups, course.train.measure, tuple(validations), time.monotonic() - began)
+                if validate_every and run.train.groups >= validate_every * (1 + len(validations)):
+                    validations.append(self._validation(run, Tally()))
+            show.progress(run.train.measure, last=True)
+            if TEST in self._data and not (validations and validations[-1].after_groups == run.train.groups):
+                validations.append(self._validation(run, Tally()))
+        return Result(self.run_id, run.train.groups, run.train.measure, tuple(validations), time.monotonic() - began)
 
     def validate(
         self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reference | None = None, environment: Reference | None = None
     ) -> Measure:
-        """Put the test data once, in mode `validate`: measured, never trained.
+        """Run the test data once, in mode `validate`: measured, never trained.
 
         Args:
             agent: as `train`.
@@ -182,93 +182,93 @@ class Client:
             QueueError: as `train`.
         """
         work = self._work(agent, evaluator, environment)
-        self._need(TEST)
+        self._required_data(TEST)
         with Show("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
             tally = Tally()
-            course = _Course(work, workers, show, shown=tally, cursor=self._queue.cursor())
-            return self._validation(course, tally).measure
+            run = _TrainRun(work, workers, show, shown=tally, cursor=self._queue.cursor())
+            return self._validation(run, tally).measure
 
-    def _validation(self, course: _Course, tally: Tally) -> Validation:
-        """Put the test data before everything else, and wait for it."""
-        after = course.train.groups
+    def _validation(self, run: _TrainRun, tally: Tally) -> Validation:
+        """Enqueue the test data before everything else, and wait for it."""
+        after = run.train.groups
         stored, tasks = self._data[TEST]
         rollouts = self._rollouts(stored, tasks, uuid.uuid4().hex, Mode.VALIDATE)
-        waited = {one["rollout_id"] for one in rollouts}
-        course.waits.update(dict.fromkeys(waited, tally))
+        waited = {rollout["rollout_id"] for rollout in rollouts}
+        run.waits.update(dict.fromkeys(waited, tally))
         self._queue.enqueue(rollouts)
-        while not waited.isdisjoint(course.waits):
-            self._news(course, count_all=course.work.follow is not None)
-        course.show.say(f"test data after {after} groups: {tally.measure}")
+        while not waited.isdisjoint(run.waits):
+            self._count_ended(run, count_all=run.work.follow is not None)
+        run.show.say(f"test data after {after} groups: {tally.measure}")
         return Validation(after, tally.measure)
 
-    def _news(self, course: _Course, *, count_all: bool) -> int:
-        """Count what has ended meanwhile; how many.
+    def _count_ended(self, run: _TrainRun, *, count_all: bool) -> int:
+        """Count the rollouts that have ended meanwhile, and return their number.
 
         Args:
-            course: what is waited for.
-            count_all: every rollout of mode train, also those that others enqueued.
+            run: state of the call that waits for them.
+            count_all: True to count every rollout of mode train, also those that other processes enqueued.
         """
-        course.workers.check()
-        ended, course.cursor = self._queue.ended(course.cursor, _WAIT_SECONDS)
-        for one in ended:
-            tally = course.waits.pop(one["rollout_id"], None)
-            if tally is None and count_all and one["mode"] == Mode.TRAIN:
-                tally = course.train
+        run.workers.check()
+        ended, run.cursor = self._queue.ended(run.cursor, _WAIT_SECONDS)
+        for rollout in ended:
+            tally = run.waits.pop(rollout["rollout_id"], None)
+            if tally is None and count_all and rollout["mode"] == Mode.TRAIN:
+                tally = run.train
             if tally is not None:
-                tally.add(one)
-        course.show.progress(course.shown.measure)
+                tally.add(rollout)
+        run.show.progress(run.shown.measure)
         return len(ended)
 
-    def _wanted(self, course: _Course, groups: int | None, quiet: float, idle_seconds: float) -> bool:
-        """Whether there is, or may soon be, something that trainers want."""
-        if groups is not None and course.train.groups >= groups:
+    def _continues(self, run: _TrainRun, groups: int | None, quiet: float, idle_seconds: float) -> bool:
+        """Return whether trainers request groups, or may soon do so."""
+        if groups is not None and run.train.groups >= groups:
             return False
         return time.monotonic() - quiet < idle_seconds
 
     def _is_busy(self) -> bool:
-        """Whether groups are wanted that are not there, or are on their way."""
+        """Return whether groups are requested and not enqueued, or are in flight."""
         demand, states = self._queue.demand(), self._queue.states()
         return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in _OPEN)
 
     def _epochs(self, stored: Stored, tasks: Sequence[Task], epochs: int) -> list[dict[str, Any]]:
-        """The rollouts of the next epochs, from the one on that was begun and has not ended."""
+        """Return the rollouts of the next epochs, beginning with the one that was begun and has not ended."""
         first = 0
         while self._queue.rollout(self._rollouts(stored, tasks[-1:], first, Mode.TRAIN, len(tasks) - 1)[-1]["rollout_id"]):
             first += 1
         states = self._queue.states()
         if first and any(states.get(state) for state in _OPEN):
-            first -= 1  # left by somebody who was killed
-        return [one for epoch in range(first, first + epochs) for one in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
+            first -= 1  # left by a script that was killed
+        return [rollout for epoch in range(first, first + epochs) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
 
     def _rollouts(self, stored: Stored, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[dict[str, Any]]:
-        """Rollouts of tasks, as the queue takes them: a group a task, a greedy one first where it is wanted.
+        """Return rollouts of tasks in the queue's form: a group for each task, with a greedy rollout first where it is set.
 
-        Their ids follow from run, data, `which`, the task's place (`first` is that of the first one) and the rollout's number.
+        Their ids follow from run, data, `which`, the task's index (`first` is that of the first one) and the rollout's number.
         """
         runner = self.settings.runner
         size = runner.group_size if mode is Mode.TRAIN else 1
         modes = ([Mode.GREEDY] if wants_greedy(self.settings, mode) else []) + [mode] * size
-        found: list[dict[str, Any]] = []
+        rollouts: list[dict[str, Any]] = []
         for place, task in enumerate(tasks, first):
             group = _name(self.run_id, stored.digest, mode, which, place)
-            found += [
+            rollouts += [
                 {
                     "rollout_id": _name(group, number),
                     "task_id": task.task_id,
                     "input": task.input,
                     "group_id": group,
-                    "group_size": size if one is mode else 1,
-                    "mode": one.value,
+                    "group_size": size if rollout_mode is mode else 1,
+                    "mode": rollout_mode.value,
                     "priority": 0 if mode is Mode.TRAIN else 1,
                     "timeout_seconds": runner.timeout_seconds,
                     "max_attempts": runner.max_attempts,
                 }
-                for number, one in enumerate(modes)
+                for number, rollout_mode in enumerate(modes)
             ]
-        return found
+        return rollouts
 
-    def _need(self, name: str) -> tuple[Stored, list[Task]]:
-        """The data of a name, from the queue where another process has uploaded it."""
+    def _required_data(self, name: str) -> tuple[Stored, list[Task]]:
+        """Return the data of a name, from the queue where another process has uploaded it."""
         if name not in self._data:
             tasks = self._store.read(name)
             self._data[name] = self._store.upload(name, tasks), tasks
@@ -283,9 +283,9 @@ class Client:
             run_id=self.run_id,
             agent=reference,
             stages={
-                name: one if isinstance(one, str) else _found(name, one, directory)
-                for name, one in (("evaluator", evaluator), ("environment", environment))
-                if one is not None
+                name: stage if isinstance(stage, str) else _stage_reference(name, stage, directory)
+                for name, stage in (("evaluator", evaluator), ("environment", environment))
+                if stage is not None
             },
             directory=directory,
             environment={
@@ -301,11 +301,11 @@ class Client:
         return Workers(work, count, self.settings.runner.drain_seconds)
 
 
-def _found(name: str, function: Callable[..., Any], directory: Path) -> str:
-    """A function's name where the agent's modules are looked for.
+def _stage_reference(name: str, function: Callable[..., Any], directory: Path) -> str:
+    """Return a function's reference in the directory where the agent's modules are looked for.
 
     Raises:
-        AgentError: other processes cannot find it, or not there.
+        AgentError: other processes cannot find it, or not in that directory.
     """
     reference, place = reference_of(function, f"the {name}")
     if place != directory and not is_file(reference):

@@ -1,7 +1,7 @@
-"""How many groups of rollouts a trainer wants of a run: told to the queue that hands rollouts out, and read from it.
+"""Demand of a trainer for groups of rollouts of a run: sent to the queue that hands rollouts out, and read from it.
 
-In: a `Demand`, the runner's settings. Out: what the queue holds of it. Invariant: a demand is a level, not an event: stated twice, late or
-after a crash, it asks for nothing that it has not asked for before, and the queue keeps the largest.
+In: a `Demand`, the runner's settings. Out: the queue's state of it. Invariant: a demand is a level, not an event: stated twice, late or
+after a crash, it requests nothing twice, and the queue keeps the largest.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a branch of a policy wants of a run."""
+    """Demand of a branch of a policy for groups of a run."""
 
     policy: str
     branch: str
     groups: int
-    """Of mode train, in all, since the run began."""
+    """Number of groups of mode train, in total since the run began."""
     oldest_version: int
-    """The oldest version whose calls may still be trained: what an older one sampled comes too late."""
+    """Oldest version whose calls may still be trained: calls of older ones come too late."""
     filled: int
-    """Of `groups`, those that are spent or whole in the trainer's hands. As many as `groups`: what else runs is not waited for."""
+    """Number of those groups that are spent, or complete in the trainer's hands. Equal to `groups`: no other group is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What the queue knows of a run's groups of mode train."""
+    """State of the queue's groups of mode train of a run."""
 
     groups: int
-    """The most that any branch has asked for; 0: nobody has asked."""
+    """Largest number of groups that any branch has requested; 0: none was requested."""
     enqueued: int
-    """Handed to it so far, those that were cancelled left out."""
+    """Number of groups enqueued so far, without those that were cancelled."""
 
 
 def state(runner: RunnerSettings, run_id: str, demand: Demand, seconds: float = 2.0) -> Stated:
-    """Tell the queue at runner.queue_url, waiting at most so long.
+    """Send the demand to the queue at runner.queue_url, and wait for the response at most `seconds`.
 
     Raises:
-        QueueError: it refuses, or does not answer.
+        QueueError: the queue refuses, or does not answer.
     """
     return _ask(runner, "PUT", run_id, seconds, asdict(demand))
 
 
 def read(runner: RunnerSettings, run_id: str, seconds: float = 2.0) -> Stated:
-    """What the queue at runner.queue_url knows of a run.
+    """Return the state of a run's demand in the queue at runner.queue_url.
 
     Raises:
-        QueueError: it refuses, or does not answer.
+        QueueError: the queue refuses, or does not answer.
     """
     return _ask(runner, "GET", run_id, seconds)
 
@@ -66,11 +66,11 @@ def _ask(runner: RunnerSettings, method: str, run_id: str, seconds: float, body:
     path = f"/v1/runs/{quote(run_id, safe='')}/demand"
     url = runner.queue_url.rstrip("/") + path
     try:
-        found = ask(runner.queue_url, runner.queue_token, method, path, body, seconds)
-        return Stated(int(found["groups"]), int(found["enqueued"]))
+        response = ask(runner.queue_url, runner.queue_token, method, path, body, seconds)
+        return Stated(int(response["groups"]), int(response["enqueued"]))
     except urllib.error.HTTPError as error:
         raise QueueError(f"the queue refuses {method} {url} ({error.code}): {refusal(error)}") from error
-    except OSError as error:  # URLError, timeouts, half an answer
+    except OSError as error:  # URLError, timeouts, part of a response
         reason = getattr(error, "reason", error)
         raise QueueError(f"the queue at {runner.queue_url} does not answer ({reason}). Start it, or set runner.queue_url.") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""Asks the queue's server for prompts, and gives it new ones; for agents, commands and searches alike.
+"""Client of the queue's server for prompts: reads versions and writes new ones, for agents, commands and searches alike.
 
-In: where it is, its token, names, texts. Out: versions of prompts. Invariant: what was not answered is asked again for a bounded time, and
-may be: the same text is the same version, and an edit is written once.
+In: the server's URL and token, names, texts. Out: versions of prompts. Invariant: a request without a response is retried for a bounded
+time, which is safe: the same text is the same version, and an edit is written once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spangrad.errors import PromptError
 from spangrad.http.json_http import refusal
 
 TEXT_MOST = 256 * 1024
-"""Characters of a prompt."""
+"""Largest number of characters of a prompt."""
 PATIENCE_SECONDS = 30.0
-"""That the server may be away."""
+"""Time for which requests are retried while the server is unreachable, in seconds."""
 _ANSWER_SECONDS = 30.0
 _PAUSES = (0.1, 0.5, 1.0)
-"""Before a request is sent again; the last one holds on."""
+"""Pauses before a request is retried, in seconds; the last one repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class PromptText:
     checksum: str
     """SHA-256 of the text in UTF-8, in hex."""
     created_at: float
-    """Seconds since 1970, by the server's clock: for people."""
+    """Time of creation, in seconds since 1970 by the server's clock: for users."""
     published: bool
-    """Whether those who name no version get it."""
+    """True if requests that name no version get this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,74 +50,74 @@ class Edit:
     search: str
     round: int
     parent: int
-    """The version that was edited."""
+    """Version that was edited."""
     number: int
-    """Which of the parent's edits in that round, from 0."""
+    """Number of the edit among the parent's edits in that round, from 0."""
     critique: str
-    """What was wrong with the parent."""
+    """Faults of the parent, as the critic model describes them."""
     version: int | None
-    """What came of it. None: the model gave no prompt."""
+    """Version that the edit produced. None: the model gave no prompt."""
 
 
 class PromptStore:
-    """A client without state: a connection a request."""
+    """Stateless client of the server of prompts: one connection for each request."""
 
     def __init__(self, url: str, token: str | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Ask at `url` (runner.queue_url) with `token` (runner.queue_token; None: nothing is asked) for so long."""
+        """Use the server at `url` (runner.queue_url) with `token` (runner.queue_token; None: none), and retry for `patience_seconds`."""
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._patience = patience_seconds
 
     def get(self, name: str, version: int | None = None) -> PromptText:
-        """A version of a prompt; None: the one that is published.
+        """Return a version of a prompt; None: the published one.
 
         Raises:
-            PromptError: there is none; the server refuses, or stays away.
+            PromptError: there is none; the server refuses, or stays unreachable.
         """
         return _text(self._ask("GET", f"/v1/prompts/{quote(name, safe='')}", query={} if version is None else {"version": version}))
 
     def put(self, name: str, text: str, *, publish: bool = True) -> PromptText:
-        """Keep a text as a version, and publish it or not.
+        """Store a text as a version, and publish it or not.
 
         Raises:
-            PromptError: the name or the text has no meaning; the server stays away.
+            PromptError: the name or the text is invalid; the server stays unreachable.
         """
         kept = self._put(name, {"text": text, "publish": publish})
         return self.get(name, kept["version"])
 
     def edit(self, name: str, text: str | None, edit: Edit) -> int | None:
-        """Write what came of an edit, unless that was written before; the version that holds. None: the model gave no prompt.
+        """Write the result of an edit, unless it was written before, and return its version. None: the model gave no prompt.
 
         Raises:
-            PromptError: the server refuses, or stays away.
+            PromptError: the server refuses, or stays unreachable.
         """
         step = {key: value for key, value in asdict(edit).items() if key != "version"}
         return self._put(name, {"text": text, "publish": False, "edit": step})["version"]
 
     def versions(self, name: str) -> list[PromptText]:
-        """All versions of a prompt, oldest first.
+        """Return all versions of a prompt, oldest first.
 
         Raises:
-            PromptError: the server refuses, or stays away.
+            PromptError: the server refuses, or stays unreachable.
         """
-        return [_text(one) for one in self._ask("GET", f"/v1/prompts/{quote(name, safe='')}/versions")["prompts"]]
+        return [_text(prompt) for prompt in self._ask("GET", f"/v1/prompts/{quote(name, safe='')}/versions")["prompts"]]
 
     def newest(self) -> list[PromptText]:
-        """Of each prompt the version that is published, else its newest.
+        """Return the published version of each prompt, else its newest.
 
         Raises:
-            PromptError: the server refuses, or stays away.
+            PromptError: the server refuses, or stays unreachable.
         """
-        return [_text(one) for one in self._ask("GET", "/v1/prompts")["prompts"]]
+        return [_text(prompt) for prompt in self._ask("GET", "/v1/prompts")["prompts"]]
 
     def edits(self, name: str, search: str | None = None) -> list[Edit]:
-        """The edits of a prompt, in order; None: of all searches.
+        """Return the edits of a prompt, in order; None: of all searches.
 
         Raises:
-            PromptError: the server refuses, or stays away.
+            PromptError: the server refuses, or stays unreachable.
         """
         answer = self._ask("GET", f"/v1/prompts/{quote(name, safe='')}/edits", query={} if search is None else {"search": search})
-        return [Edit(**one) for one in answer["edits"]]
+        return [Edit(**edit) for edit in answer["edits"]]
 
     def _put(self, name: str, body: Mapping[str, object]) -> Any:
         return self._ask("PUT", f"/v1/prompts/{quote(name, safe='')}", body)
@@ -138,7 +138,7 @@ class PromptStore:
                     raise problem from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = PromptError(
-                    f"nobody keeps prompts at {self.url} ({error}). Start `spangrad queue`, or set runner.queue_url to where one listens."
+                    f"no server of prompts answers at {self.url} ({error}). Start `spangrad queue`, or set runner.queue_url to its URL."
                 )
             if time.monotonic() > end:
                 raise problem

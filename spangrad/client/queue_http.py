@@ -1,7 +1,7 @@
-"""The queue of rollouts, asked by code without an event loop and without the server's packages.
+"""Client of the queue of rollouts, for code without an event loop and without the server's packages.
 
-In: where it is, its token. Out: its answers, as JSON. Invariant: what was not answered is asked again while there is patience; everything
-that is asked for here may be asked for twice.
+In: the queue's URL and token. Out: its responses, as JSON. Invariant: a request without a response is retried for a bounded time; every
+request of this module may be repeated.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
 PATIENCE_SECONDS = 60.0
-"""That a queue may be away: long enough for it to be started again."""
+"""Time for which requests are retried while the queue is unreachable, in seconds: long enough for a restart."""
 _ANSWER_SECONDS = 120.0
 _PAUSE_SECONDS = 0.5
 _AT_ONCE = 2000
-"""Rollouts in one request."""
+"""Largest number of rollouts in one request."""
 _PAGE = 1000
 
 
 class QueueHttp:
-    """One queue, and one run of it."""
+    """Client of one run of one queue."""
 
     def __init__(self, url: str, token: SecretStr | None, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Ask nothing yet.
+        """Store the arguments; no request is sent yet.
 
         Args:
-            url: where it is.
-            token: that it asks for. None: nothing.
-            run_id: of which all of it is asked.
-            patience_seconds: how long a queue that does not answer is asked again.
+            url: URL of the queue.
+            token: token that the queue requires. None: it requires none.
+            run_id: run of all requests.
+            patience_seconds: time for which requests are retried while the queue does not answer, in seconds.
         """
         self.url = url.rstrip("/")
         self.run_id = run_id
@@ -45,16 +45,16 @@ class QueueHttp:
         self._patience = patience_seconds
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None, *, missing: Any = None) -> Any:
-        """Ask, below the run's own path (`/...`) or anywhere (`/v1/...`).
+        """Send a request below the run's own path (`/...`) or anywhere (`/v1/...`).
 
         Args:
-            method: of HTTP.
-            path: what to ask for.
-            body: with it. None: nothing.
-            missing: the answer where the queue says that there is none (404); None: that is an error.
+            method: HTTP method.
+            path: path of the request.
+            body: JSON body of the request. None: there is none.
+            missing: value to return for status 404; None: that is an error.
 
         Raises:
-            QueueError: it refuses, or stays away.
+            QueueError: the queue refuses, or stays unreachable.
         """
         whole = path if path.startswith("/v1/") else f"/v1/runs/{quote(self.run_id, safe='')}{path}"
         end = time.monotonic() + self._patience
@@ -67,15 +67,15 @@ class QueueHttp:
                 problem = QueueError(f"the queue at {self.url} refuses {method} {whole} ({error.code}): {refusal(error)}")
                 if error.code != 503:
                     raise problem from None
-            except (OSError, ValueError) as error:  # URLError, timeouts, half an answer, and something else than JSON
-                said = getattr(error, "reason", error)
-                problem = QueueError(f"no queue answers at {self.url} ({said}). Start it with `spangrad queue`, or name its address.")
+            except (OSError, ValueError) as error:  # URLError, timeouts, part of a response, and no JSON
+                reason = getattr(error, "reason", error)
+                problem = QueueError(f"no queue answers at {self.url} ({reason}). Start it with `spangrad queue`, or name its address.")
             if time.monotonic() > end:
                 raise problem
             time.sleep(_PAUSE_SECONDS)
 
     def enqueue(self, rollouts: Sequence[Mapping[str, object]]) -> int:
-        """Add rollouts that have ids; how many of them were known before."""
+        """Add rollouts that have ids, and return how many of them were known before."""
         known = 0
         for start in range(0, len(rollouts), _AT_ONCE):
             body = {"run_id": self.run_id, "rollouts": list(rollouts[start : start + _AT_ONCE])}
@@ -83,24 +83,24 @@ class QueueHttp:
         return known
 
     def rollout(self, rollout_id: str) -> dict[str, Any]:
-        """How a rollout stands; empty where nobody knows it."""
+        """Return the state of a rollout; empty where the queue does not know it."""
         return self.ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", missing={})
 
     def states(self) -> dict[str, int]:
-        """How many rollouts of the run stand how."""
+        """Return the number of the run's rollouts in each state."""
         return self.ask("GET", "")["states"]
 
     def cursor(self) -> int:
-        """The newest place in the order in which the run's rollouts ended."""
+        """Return the newest cursor in the order in which the run's rollouts ended."""
         return self.ask("GET", "")["cursor"]
 
     def ended(self, after: int, wait_seconds: float) -> tuple[list[dict[str, Any]], int]:
-        """The run's rollouts that ended after a cursor, in order, and the next cursor; where there is none, after so long."""
+        """Return the run's rollouts that ended after a cursor, in order, and the next cursor; waits for one at most `wait_seconds`."""
         page = self.ask("GET", f"/ended?{urlencode({'after': after, 'limit': _PAGE, 'wait': wait_seconds})}")
         return page["rollouts"], page["cursor"]
 
     def all_ended(self) -> Iterator[dict[str, Any]]:
-        """All of the run's rollouts that have ended, in order."""
+        """Yield all of the run's rollouts that have ended, in order."""
         after = 0
         while True:
             page, after = self.ended(after, 0)
@@ -109,5 +109,5 @@ class QueueHttp:
             yield from page
 
     def demand(self) -> dict[str, Any]:
-        """What trainers want of the run."""
+        """Return the trainers' demand for groups of the run."""
         return self.ask("GET", "/demand")

@@ -1,7 +1,7 @@
-"""What a client's run came to, and how it is shown while it goes on.
+"""Results of a client's run, and display of its progress.
 
-In: rollouts as the queue tells of them. Out: counts by reason, mean rewards; a bar on a terminal, lines elsewhere. Invariant: a rollout
-is counted once; a reward that is not there is not counted as 0.
+In: rollouts in the queue's form. Out: counts by outcome, mean rewards; a bar on a terminal, lines elsewhere. Invariant: a rollout is
+counted once; a missing reward is not counted as 0.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ _REWARDED = ("succeeded", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Rollouts that have ended."""
+    """Counts and mean reward of rollouts that have ended."""
 
     outcomes: Mapping[str, int]
-    """How many, by how they ended: `succeeded`, or the reason of the last attempt."""
+    """Number of rollouts by outcome: `succeeded`, or the reason of the last attempt."""
     mean_reward: float | None
-    """Over those that told their rewards to the runner, each the sum of its rewards, failures that the policy caused among them
-    (`runner.failure_rewards`). None: none has."""
+    """Mean over the rollouts that reported rewards to the runner, each the sum of its rewards; failures that the policy caused are
+    included (`runner.failure_rewards`). None: no rollout reported any."""
 
     @property
     def rollouts(self) -> int:
-        """How many."""
+        """Return the number of rollouts."""
         return sum(self.outcomes.values())
 
     def __str__(self) -> str:
-        said = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.items()) or "none"
-        return f"{self.rollouts} rollouts ({said}), mean reward {_number(self.mean_reward)}"
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.items()) or "none"
+        return f"{self.rollouts} rollouts ({counts}), mean reward {_number(self.mean_reward)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The test data, put once in mode `validate`."""
+    """Result of one run of the test data in mode `validate`."""
 
     after_groups: int
-    """Groups of mode train that had ended when it was put."""
+    """Number of groups of mode train that had ended when it was enqueued."""
     measure: Measure
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What `Client.train` came to."""
+    """Result of `Client.train`."""
 
     run_id: str
     groups: int
-    """Groups of mode train of which every rollout has ended."""
+    """Number of groups of mode train of which every rollout has ended."""
     train: Measure
-    """Rollouts of mode train."""
+    """Counts of the rollouts of mode train."""
     validations: tuple[Validation, ...]
-    """In order; empty where no test data was uploaded."""
+    """Results of the test data, in order; empty where no test data was uploaded."""
     seconds: float
 
     def __str__(self) -> str:
         lines = [f"run {self.run_id}: {self.groups} groups in {self.seconds:.0f} s; {self.train}"]
-        lines += [f"  test data after {one.after_groups} groups: {one.measure}" for one in self.validations]
+        lines += [f"  test data after {validation.after_groups} groups: {validation.measure}" for validation in self.validations]
         return "\n".join(lines)
 
 
 class Tally:
-    """Counts rollouts as they end."""
+    """Counter of rollouts as they end."""
 
     def __init__(self) -> None:
-        """Of none."""
+        """Begin with no rollouts."""
         self._outcomes = Counter[str]()
         self._returns: list[float] = []
         self._left = Counter[str]()
         self.groups = 0
-        """Of which every rollout has ended."""
+        """Number of groups of which every rollout has ended."""
 
     def add(self, rollout: Mapping[str, Any]) -> None:
-        """Count one that has ended."""
+        """Count a rollout that has ended."""
         last: Mapping[str, Any] = rollout["attempts"][-1] if rollout["attempts"] else {}
         succeeded = rollout["state"] == "succeeded"
         self._outcomes["succeeded" if succeeded else last.get("reason") or "cancelled"] += 1
@@ -94,31 +94,31 @@ class Tally:
 
     @property
     def measure(self) -> Measure:
-        """What was counted."""
+        """Return the counts and the mean reward so far."""
         mean = sum(self._returns) / len(self._returns) if self._returns else None
         return Measure(dict(self._outcomes.most_common()), mean)
 
 
 class Show:
-    """Tells how far it is; a context manager."""
+    """Display of progress; a context manager."""
 
     def __init__(self, what: str, total: int | None, stream: TextIO | None = None) -> None:
-        """Show nothing yet.
+        """Store the arguments; nothing is shown yet.
 
         Args:
-            what: is going on.
-            total: rollouts. None: nobody knows.
-            stream: to show it on. None: standard error.
+            what: name of the activity.
+            total: number of rollouts. None: it is unknown.
+            stream: stream to write to. None: standard error.
         """
         self._what = what
         self._total = total
         self._stream = stream or sys.stderr
         self._bar: Any = None
         self._task: Any = None
-        self._said = time.monotonic()
+        self._line_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Show the bar, on a terminal."""
         if self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -130,21 +130,21 @@ class Show:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.__exit__(kind, error, trace)
 
     def progress(self, measure: Measure, *, last: bool = False) -> None:
-        """Tell it."""
+        """Show the counts: on the bar, or in a line now and then."""
         if self._bar is not None:
             self._bar.update(self._task, completed=measure.rollouts, reward=f"mean reward {_number(measure.mean_reward)}")
-        elif last or time.monotonic() - self._said >= _LINE_SECONDS:
-            self._said = time.monotonic()
+        elif last or time.monotonic() - self._line_at >= _LINE_SECONDS:
+            self._line_at = time.monotonic()
             of = "" if self._total is None else f" of {self._total}"
             self.say(f"{self._what}: {measure.rollouts}{of}; {measure}")
 
     def say(self, line: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:

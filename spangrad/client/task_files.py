@@ -1,10 +1,10 @@
-"""Reads tasks from where people keep them: JSON lines, Parquet, and datasets of Hugging Face's library.
+"""Reading of tasks from files: JSON lines, Parquet, and datasets of Hugging Face's library.
 
 In: `FILE.jsonl`, `FILE.parquet`, `DIRECTORY[:SPLIT]` that `Dataset.save_to_disk` wrote, or `hf:OWNER/NAME[:SPLIT]` on its hub. Out:
 `Task`s, in the order of the rows. Invariant: each row is one task, or the whole is refused with an error that names source, row and
 remedy; a task's input is a JSON value.
 
-A row with `task_id` and `input` says both. A row with neither is itself the input, and its task is named by source and row, `train:17`.
+A row with `task_id` and `input` has both. A row with neither is itself the input, and its task is named by source and row, `train:17`.
 Libraries for Parquet and Hugging Face's datasets are loaded when such a source is read.
 """
 
@@ -22,7 +22,7 @@ from spangrad.types import Task
 T = TypeVar("T")
 HUB = "hf:"
 _SPLIT = "train"
-"""Of a dataset that has several, where none is named."""
+"""Split of a dataset that has several, where none is named."""
 _FORMS = "Give JSON lines (.jsonl), Parquet (.parquet), a directory that Dataset.save_to_disk wrote, or hf:OWNER/NAME[:SPLIT]."
 _JSON = "each line is {'task_id': ..., 'input': ...}, or an object that is itself the input"
 
@@ -34,7 +34,7 @@ def read_tasks(source: Path | str) -> list[Task]:
         source: any of the forms above.
 
     Raises:
-        AgentError: it is not there or cannot be read, or a row is not a task.
+        AgentError: the source does not exist or cannot be read, or a row is not a task.
     """
     name, rows = _rows(str(source))
     tasks = [_task(row, f"{source}, {place}", f"{name}:{number}") for number, place, row in rows]
@@ -44,7 +44,7 @@ def read_tasks(source: Path | str) -> list[Task]:
 
 
 def tasks_of(rows: Iterable[Task | Mapping[str, object]], name: str) -> list[Task]:
-    """Tasks of rows that are there already; `name` is what they are named after.
+    """Return the tasks of rows in memory; `name` is the prefix of their names.
 
     Raises:
         AgentError: a row is not a task, or there is none.
@@ -56,7 +56,7 @@ def tasks_of(rows: Iterable[Task | Mapping[str, object]], name: str) -> list[Tas
 
 
 def _rows(source: str) -> tuple[str, Iterator[tuple[int, str, object]]]:
-    """What rows are named after, and the rows: number from 1, place for messages, content."""
+    """Return the prefix of the rows' names, and the rows: number from 1, place for messages, content."""
     if source.startswith(HUB):
         name, _, split = source.removeprefix(HUB).partition(":")
         return name.rpartition("/")[2], _numbered(_of_hub(source, name, split or _SPLIT))
@@ -110,18 +110,18 @@ def _of_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def _of_directory(source: str, directory: Path, split: str) -> Iterable[object]:
     datasets = _library(source)
     try:
-        found = datasets.load_from_disk(str(directory))
+        dataset = datasets.load_from_disk(str(directory))
     except Exception as error:
         raise AgentError(f"{directory} cannot be read as a dataset ({_first_line(error)}). {_FORMS}") from None
-    if isinstance(found, Mapping):  # a DatasetDict
-        splits: Mapping[str, Iterable[object]] = found
+    if isinstance(dataset, Mapping):  # a DatasetDict
+        splits: Mapping[str, Iterable[object]] = dataset
         chosen = split or _SPLIT
         if chosen not in splits:
             raise AgentError(f"{source}: there is no split {chosen!r}, only {', '.join(map(str, splits))}. Name one: {directory}:SPLIT.")
         return splits[chosen]
     if split:
         raise AgentError(f"{source}: the dataset has no splits. Leave {':' + split!r} out.")
-    return found
+    return dataset
 
 
 def _of_hub(source: str, name: str, split: str) -> Iterable[object]:
@@ -130,7 +130,7 @@ def _of_hub(source: str, name: str, split: str) -> Iterable[object]:
         raise AgentError(f"{source!r} names no dataset. Give hf:OWNER/NAME or hf:OWNER/NAME:SPLIT.")
     try:
         return datasets.load_dataset(name, split=split)
-    except Exception as error:  # whatever the hub, the network and the library have to say
+    except Exception as error:  # any error of the hub, the network and the library
         raise AgentError(
             f"{source} cannot be loaded, split {split!r} ({_first_line(error)}). Check name, split and network, or save it with "
             "Dataset.save_to_disk where there is one, and name the directory."
@@ -173,13 +173,13 @@ def _task(row: object, where: str, name: str) -> Task:
 
 
 def _json(value: object, fields: Mapping[str, object], where: str) -> object:
-    """A value that an agent can be given.
+    """Return a value that an agent can get as its input.
 
     Raises:
-        AgentError: it is none of JSON's.
+        AgentError: it is not a JSON value.
     """
     if not _is_json(value):
-        column = next(key for key, one in fields.items() if not _is_json({key: one}))
+        column = next(key for key, content in fields.items() if not _is_json({key: content}))
         raise AgentError(
             f"{where}: {column!r} is {fields[column]!r:.100}, which JSON has no value for. Make it text or finite numbers, or leave it out."
         )

@@ -1,7 +1,7 @@
 """Worker processes of a client: `spangrad worker`, several times, as long as the client has work for them.
 
-In: an agent by its name, a run, how many. Out: processes that serve the run. Invariant: none outlives the block, or the client's thread;
-one that cannot begin is an error with the end of its log, one that dies later is started again.
+In: an agent's reference, a run, a number of processes. Out: processes that serve the run. Invariant: none outlives the block, or the
+client's thread; one that cannot start is an error with the end of its log, one that dies later is restarted.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from spangrad.client.task_store import STORED
 from spangrad.errors import AgentError
 from spangrad.processes import Child, own_command
 
-_YOUNG_SECONDS = 20.0
-"""A worker that ends before has not begun: what it says is shown, and it is not started again."""
+_START_SECONDS = 20.0
+"""Time in seconds before which a worker that ends counts as unable to start: its log is shown, and it is not restarted."""
 _END_SECONDS = 30.0
-"""After the drain, for hosts and spans."""
+"""Time after the drain for hosts and spans, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What workers are told."""
+    """Arguments of workers."""
 
     run_id: str
     agent: str
-    """`module:function` or `file.py:function`."""
+    """Reference of the agent: `module:function` or `file.py:function`."""
     stages: Mapping[str, str]
-    """What `--evaluator` and `--environment` are given, if anything."""
+    """Values of `--evaluator` and `--environment`, by name; empty where there are none."""
     directory: Path
-    """Where the agent's modules are looked for first."""
+    """Directory in which the agent's modules are looked for first."""
     environment: Mapping[str, str]
-    """Added to ours: settings, which may hold tokens and so stand on no command line."""
+    """Further environment variables: settings, which may hold tokens and so appear on no command line."""
     logs: Path
     follow: str | None
-    """Name of the tasks that the first worker enqueues as trainers want them. None: somebody else enqueues."""
+    """Name of the tasks that the first worker enqueues as trainers request them. None: the workers enqueue nothing."""
 
     def command(self, number: int) -> list[str]:
-        """The command line of the n-th worker."""
+        """Return the command line of the n-th worker."""
         words = ["--run-id", self.run_id, "--agent", self.agent, "--directory", str(self.directory)]
         words += [word for name, reference in self.stages.items() for word in (f"--{name}", reference)]
         if self.follow is not None and number == 0:
@@ -53,15 +53,15 @@ class Work:
 
 
 class Workers:
-    """The processes; a context manager."""
+    """Worker processes of a client; a context manager."""
 
     def __init__(self, work: Work, count: int, drain_seconds: float) -> None:
-        """Start none yet.
+        """Store the arguments; no process is started yet.
 
         Args:
-            work: what they do.
-            count: how many.
-            drain_seconds: that their attempts may go on when they are told to end.
+            work: arguments of the workers.
+            count: number of workers.
+            drain_seconds: time for which their attempts may continue when they are asked to end, in seconds.
         """
         self._work = work
         self._count = count
@@ -69,7 +69,7 @@ class Workers:
         self._children: dict[int, tuple[Child, float]] = {}
 
     def __enter__(self) -> Self:
-        """Start them."""
+        """Start the workers."""
         try:
             for number in range(self._count):
                 self._start(number)
@@ -79,33 +79,33 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Drain them, unless something broke; at Ctrl-C as well, where a second one ends them at once."""
+        """Drain the workers, unless an error occurred; at Ctrl-C as well, where a second one kills them at once."""
         try:
             if kind is None or issubclass(kind, KeyboardInterrupt):
                 if kind is not None:
-                    told = f"attempts may end for {self._drain:g} s; what is not done by then stays in the queue"
-                    print(f"spangrad: {told}. Ctrl-C again ends them now.", file=sys.stderr, flush=True)
+                    notice = f"attempts may end for {self._drain:g} s; what is not done by then stays in the queue"
+                    print(f"spangrad: {notice}. Ctrl-C again ends them now.", file=sys.stderr, flush=True)
                 self._end()
         finally:
             self.kill()
 
     def check(self) -> None:
-        """Start again what has died.
+        """Restart workers that have died.
 
         Raises:
-            AgentError: a worker cannot begin.
+            AgentError: a worker cannot start.
         """
         for number, (child, began) in list(self._children.items()):
             if child.running:
                 continue
             lived = time.monotonic() - began
-            if lived < _YOUNG_SECONDS:
+            if lived < _START_SECONDS:
                 raise AgentError(f"{child.name} ended with exit code {child.process.returncode}. The end of {child.log}:\n{child.tail()}")
             print(f"spangrad: {child.name} died after {lived:.0f} s and is started again ({child.log})", file=sys.stderr, flush=True)
             self._start(number)
 
     def kill(self) -> None:
-        """End what is left of them."""
+        """Kill the workers that are left."""
         for child, _ in self._children.values():
             child.stop(0)
 
@@ -115,7 +115,7 @@ class Workers:
         self._children[number] = child, time.monotonic()
 
     def _end(self) -> None:
-        """Tell them to end, and wait for it."""
+        """Ask the workers to end, and wait for it."""
         for child, _ in self._children.values():
             if child.running:
                 child.process.send_signal(signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""The span store as every part reads it: connection, build specifications, rollouts and lineage."""
+"""Access to the span store for every part: connection, build specifications, rollouts and lineage."""

@@ -1,8 +1,8 @@
-"""How every part reads and writes the span store: clickhouse-connect over HTTP, and nothing else.
+"""Access to the span store for every part, by clickhouse-connect over HTTP only.
 
-In: the URL of any ClickHouse HTTP interface (the embedded store's, a server's, a cluster's) and a token; texts that others gave.
-Out: clients, `StoreError` with a remedy instead of a driver's traceback, and those texts as constants that statements may hold.
-Invariant: whatever somebody names a rollout, a session or a span, a statement that asks for it is understood.
+In: the URL of any ClickHouse HTTP interface (the embedded store's, a server's, a cluster's) and a token; texts from outside.
+Out: clients, `StoreError` with a remedy instead of a driver's traceback, and those texts as constants of SQL statements.
+Invariant: a statement with the name of a rollout, a session or a span is valid SQL, whatever the name contains.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 SHARDED = {"distributed_foreground_insert": 1, "distributed_product_mode": "global"}
-"""Settings of statements over shards: an insert is acknowledged when the shards have it, and IN asks all of them."""
+"""Settings of statements over shards: an insert is acknowledged when the shards have it, and IN queries all of them."""
 CONSISTENT = {"select_sequential_consistency": 1}
-"""Settings of clients that conclude from what they do not see: a replica answers once it has every row that a quorum has acknowledged."""
+"""Settings of clients that draw conclusions from missing rows: a replica answers once it has every row that a quorum has acknowledged."""
 LONG = {"max_query_size": 64 * 2**20}
-"""Settings of statements that hold texts of others, of which a single one may be longer than the 256 KiB that the engine parses unasked."""
+"""Settings of statements with texts from outside, which may be longer than the 256 KiB that the database parses by default."""
 KEYS_A_STATEMENT = 500
 _BYTES_A_STATEMENT = 48 * 2**10
-"""Of keys: two digits a byte, and twice in a statement, are what the engine parses unasked."""
+"""Size limit of the keys of a statement, in bytes: two digits for each, and twice in a statement, fit the database's default."""
 _NO_TOKEN = 516
 _BETWEEN = b"\xff"
-"""Stands between texts: UTF-8 has no use for it."""
+"""Separator of texts: a byte that UTF-8 does not use."""
 
 
 def connect(store: StoreSettings, *, consistent: bool = False) -> Client:
     """Open a client of the store.
 
     Args:
-        store: where it is.
-        consistent: whether the client concludes from rows that it does not see. Then its reads of a replicated store are sequentially
+        store: settings of the store.
+        consistent: True if the client draws conclusions from missing rows. Then its reads of a replicated store are sequentially
             consistent (`store.sequential_consistency`).
 
     Raises:
-        StoreError: nobody answers at the URL, or the token was refused.
+        StoreError: no store answers at the URL, or the token was refused.
     """
     import clickhouse_connect
 
@@ -64,24 +64,24 @@ def connect(store: StoreSettings, *, consistent: bool = False) -> Client:
 
 
 def batches(keys: Iterable[str | bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Distinct keys, as many at a time as fit a statement; one that is no UTF-8 may be alone, as `constant` needs it."""
-    some, size = list[bytes](), 0
+    """Yield distinct keys, as many at a time as fit a statement; one that is not UTF-8 is alone where `constant` needs it."""
+    batch, size = list[bytes](), 0
     for key in dict.fromkeys(key.encode() if isinstance(key, str) else key for key in keys):
         alone = _BETWEEN in key
-        if some and (alone or len(some) == KEYS_A_STATEMENT or size + len(key) > _BYTES_A_STATEMENT):
-            yield tuple(some)
-            some, size = [], 0
-        some.append(key)
+        if batch and (alone or len(batch) == KEYS_A_STATEMENT or size + len(key) > _BYTES_A_STATEMENT):
+            yield tuple(batch)
+            batch, size = [], 0
+        batch.append(key)
         size += _BYTES_A_STATEMENT if alone else len(key)
-    if some:
-        yield tuple(some)
+    if batch:
+        yield tuple(batch)
 
 
 def constant(texts: Iterable[str | bytes]) -> str:
-    """Texts as a constant array in SQL: at least one; several only where all are UTF-8.
+    """Return texts as a constant array in SQL: at least one; several only where all are UTF-8.
 
-    In hexadecimal, because the store refuses statements with certain words in them; and without a lambda, which the engine would not
-    evaluate in time to look the texts up in an index.
+    The texts are hexadecimal, because the store refuses statements with certain words in them; there is no lambda, which the database would
+    not evaluate early enough to use an index.
     """
     whole = [text.encode() if isinstance(text, str) else text for text in texts]
     if len(whole) == 1:
@@ -90,12 +90,12 @@ def constant(texts: Iterable[str | bytes]) -> str:
 
 
 def microseconds(time: datetime) -> int:
-    """A time as statements give it: since 1970. One without a zone is UTC."""
+    """Return a time in microseconds since 1970, as statements write it. A time without a zone is UTC."""
     return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1_000_000)
 
 
 def moment(since_1970: int) -> datetime:
-    """The time that microseconds tell, as the store answers them."""
+    """Return the time of microseconds since 1970, as the store returns them."""
     return datetime.fromtimestamp(since_1970 / 1_000_000, UTC)
 
 
@@ -120,9 +120,9 @@ def store_errors(url: str) -> Generator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Why nobody answers: the system's words, where the driver has buried them in its own."""
-    found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", str(error))
-    return found[1] if found else _first_line(error)
+    """Return the reason for which the store does not answer: the system's message, where the driver's own contains it."""
+    match = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", str(error))
+    return match[1] if match else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
-"""Names of what builders make, and how any past state of it is read.
+"""Datasets: names of build specifications, and SQL that reads any past state of their builds.
 
-In: `NAME`, `NAME@REVISION` and points in time. Out: the build specification behind a name, and SQL that reads its builds, transitions,
-drops and rewards. Invariants: a revision of a dataset never changes its specification; what is read as of a time stays the same for
-ever, but for what expiry deletes.
+In: `NAME`, `NAME@REVISION` and points in time. Out: the build specification of a name, and SQL that reads its builds, transitions, drops
+and rewards. Invariants: a revision of a dataset never changes its specification; a read as of a time always returns the same, except for
+rows that expiry deletes.
 
 A dataset is a name for build specifications: another specification under the same name is its next revision, and the rows of the
 earlier ones stay where they are.
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 KEY = ("RunId", "BuildSpec", "RolloutId")
-"""What names a built rollout: the columns that a condition for `builds_sql` may speak of."""
+"""Columns that identify a built rollout: those that a condition for `builds_sql` may contain."""
 ROWS_OF = ("RunId", "RolloutId", "BuildSpec", "Revision", "Content")
-"""What rows of otel.transitions, otel.drops and otel.rewards have in common with the row of otel.builds that makes them count."""
+"""Columns that rows of otel.transitions, otel.drops and otel.rewards share with the row of otel.builds that makes them count."""
 _OF_ROOT = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt")
 _FACTS = (*_OF_ROOT, "Revision", "Content", "Calls", "Transitions", "Drops", "Rewards", "Failure", "Watermark", "RowsRead")
 _COLUMNS = "Name, Revision, BuildSpec, Settings, Reason, toUnixTimestamp64Micro(IngestedAt)"
 _TRIES = 10
 _LONGEST = 120
-"""Of a setting's value in a reason."""
+"""Largest number of characters of a setting's value in a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Dataset:
 
     name: str
     revision: int
-    """1, 2, ..."""
+    """Number of the revision: 1, 2, ..."""
     build_spec: str
-    """The BuildSpec of its builds, transitions, drops and rewards."""
+    """BuildSpec of its builds, transitions, drops and rewards."""
     settings: Mapping[str, Any]
-    """What decided their result: `BuilderSettings.decides`."""
+    """Settings that determine their result: `BuilderSettings.decides`."""
     reason: str
-    """Why there is this revision."""
+    """Reason for this revision."""
     created: datetime
 
     def __str__(self) -> str:
@@ -54,10 +54,10 @@ class Dataset:
 
 
 def parse(text: str) -> tuple[str, int | None]:
-    """`NAME` or `NAME@REVISION`; no revision means the newest.
+    """Parse `NAME` or `NAME@REVISION`; no revision means the newest.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: the text is neither.
     """
     name, at, revision = text.partition("@")
     if not name or (at and not (revision.isdecimal() and revision.isascii() and int(revision) > 0)):
@@ -66,31 +66,31 @@ def parse(text: str) -> tuple[str, int | None]:
 
 
 def resolve(client: Client, url: str, text: str, as_of: datetime | None = None) -> Dataset:
-    """The dataset that a text names.
+    """Return the dataset that a text names.
 
     Args:
-        client: of the store.
-        url: of the store, for messages.
+        client: client of the store.
+        url: URL of the store, for messages.
         text: `NAME`, which means its newest revision, or `NAME@REVISION`.
-        as_of: leave out revisions that were made later. None: take all.
+        as_of: time after which revisions are ignored. None: all count.
 
     Raises:
         SettingsError: the text names nothing.
         StoreError: there is no such dataset, or the store failed.
     """
     name, revision = parse(text)
-    there = [one for one in known(client, url) if as_of is None or one.created <= as_of]
-    found = [one for one in there if one.name == name and revision in (None, one.revision)]
-    if found:
-        return found[-1]
+    existing = [dataset for dataset in known(client, url) if as_of is None or dataset.created <= as_of]
+    matches = [dataset for dataset in existing if dataset.name == name and revision in (None, dataset.revision)]
+    if matches:
+        return matches[-1]
     when = f" as of {as_of.isoformat()}" if as_of else ""
-    names = ", ".join(str(one) for one in there)
+    names = ", ".join(str(dataset) for dataset in existing)
     remedy = f"There are: {names}." if names else "There is none: `spangrad build` makes the one that builder.dataset names."
     raise StoreError(f"the store at {url} has no dataset {text!r}{when}. {remedy}")
 
 
 def known(client: Client, url: str) -> list[Dataset]:
-    """All revisions of all datasets, ordered by name and revision.
+    """Return all revisions of all datasets, ordered by name and revision.
 
     Raises:
         StoreError: the store failed.
@@ -101,27 +101,27 @@ def known(client: Client, url: str) -> list[Dataset]:
 
 
 def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
-    """Give a build specification a name: the revision that has the same specification, if there is one, else a new one.
+    """Give a build specification a name: return the revision with the same specification, if there is one, else a new one.
 
-    Several may do so at once: each revision goes to the first.
+    Several processes may do so at once: each revision belongs to the first.
 
     Args:
-        client: of the store.
-        url: of the store, for messages.
-        name: of the dataset.
-        build_spec: the specification's.
-        settings: what decided it: `BuilderSettings.decides`.
-        reason: what somebody did that led to a new revision. Stored with it is what differs from the one before.
+        client: client of the store.
+        url: URL of the store, for messages.
+        name: name of the dataset.
+        build_spec: hash of the specification.
+        settings: settings that determine it: `BuilderSettings.decides`.
+        reason: action of the user that led to a new revision. It is stored with the differences from the one before.
 
     Raises:
-        SettingsError: the name is none.
+        SettingsError: the name is invalid.
         StoreError: the store failed.
     """
     if not name or "@" in name:
         raise SettingsError(f"builder.dataset = {name!r} is no name of a dataset. Take one without '@', which stands before revisions.")
     for _ in range(_TRIES):
-        of_name = [one for one in known(client, url) if one.name == name]
-        same = [one for one in of_name if one.build_spec == build_spec]
+        of_name = [dataset for dataset in known(client, url) if dataset.name == name]
+        same = [dataset for dataset in of_name if dataset.build_spec == build_spec]
         if same:
             return same[-1]
         why = "; ".join(part for part in (reason, _since(of_name[-1] if of_name else None, settings)) if part)
@@ -134,20 +134,20 @@ def register(client: Client, url: str, name: str, build_spec: str, settings: Map
 
 
 def _since(before: Dataset | None, settings: Mapping[str, Any]) -> str:
-    """What a revision has that the one before it has not: `as of TIME`, and the settings that differ."""
+    """Describe the difference of a revision from the one before it: `as of TIME`, and the settings that differ."""
     is_at, was_at = settings.get("as_of"), before.settings.get("as_of") if before else None
-    told = [f"as of {is_at}"] if is_at and is_at != was_at else []
+    parts = [f"as of {is_at}"] if is_at and is_at != was_at else []
     if before is None:
-        return "; ".join([*told, "the first"])
+        return "; ".join([*parts, "the first"])
     now, then = (dict(_flat({name: value for name, value in one.items() if name != "as_of"})) for one in (settings, before.settings))
     changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
-    said = ", ".join(f"{key} = {_short(now.get(key))} (was {_short(then.get(key))})" for key in changed)
-    told += [f"from all spans, not as of {was_at}"] if was_at and not is_at else []
-    return "; ".join([*told, f"other than {before}: {said}"] if said else told)
+    differences = ", ".join(f"{key} = {_short(now.get(key))} (was {_short(then.get(key))})" for key in changed)
+    parts += [f"from all spans, not as of {was_at}"] if was_at and not is_at else []
+    return "; ".join([*parts, f"other than {before}: {differences}"] if differences else parts)
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted names; what is not set, and lists of nothing, are not there."""
+    """Yield settings by their dotted names; unset ones and empty lists are left out."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}.")
@@ -161,11 +161,11 @@ def _short(value: Any) -> str:
 
 
 def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
-    """A subquery with the columns of `otel.v_builds`: of each rollout its newest revision.
+    """Return a subquery with the columns of `otel.v_builds`: of each rollout its newest revision.
 
     Args:
-        as_of: the revision that was the newest then, UTC where it names no zone. None: now.
-        where: a condition over KEY, to read less. Over other columns it would take an older revision for the newest.
+        as_of: time at which a revision was the newest, UTC where it names no zone. None: now.
+        where: a condition over KEY, to read less. Over other columns it could select an older revision as the newest.
     """
     facts = ", ".join(f"newest.{place} AS {name}" for place, name in enumerate((*_FACTS, "IngestedAt"), 1))
     conditions = [condition for condition in (where, until_sql(as_of)) if condition]
@@ -179,20 +179,20 @@ def builds_sql(as_of: datetime | None = None, where: str = "") -> str:
 
 
 def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
-    """A subquery with those rows of a table that count: of each rollout's newest revision, each once.
+    """Return a subquery with the rows of a table that count: those of each rollout's newest revision, each once.
 
     Args:
-        table: transitions, drops or rewards.
+        table: name of the table: transitions, drops or rewards.
         as_of: as in `builds_sql`.
         where: a condition over KEY, to read less.
     """
-    mine = ", ".join(ROWS_OF)
+    columns = ", ".join(ROWS_OF)
     condition = f"({where}) AND " if where else ""
-    return f"(SELECT * FROM otel.{table} FINAL WHERE {condition}({mine}) IN (SELECT {mine} FROM {builds_sql(as_of, where)} AS v))"
+    return f"(SELECT * FROM otel.{table} FINAL WHERE {condition}({columns}) IN (SELECT {columns} FROM {builds_sql(as_of, where)} AS v))"
 
 
 def until_sql(as_of: datetime | None) -> str:
-    """A condition over rows `b` of `otel.builds`: they were there at a time. Empty: there is no such time."""
+    """Return a condition over rows `b` of `otel.builds`: they existed at a time. Empty: there is no such time."""
     if as_of is None:
         return ""
     return f"b.IngestedAt <= fromUnixTimestamp64Micro({microseconds(as_of)})"

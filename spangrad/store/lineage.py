@@ -1,7 +1,7 @@
-"""What made a version, and what a span made, out of the store's copy of the ledger.
+"""Lineage: the versions and spans that a version was trained on, and the versions that a span trained, from the store's copy of the ledger.
 
-In: a client of the store, a version or a span. Out: `VersionLineage`, `SpanLineage`. Invariant: parents lead where the ledger's do: across
-branches, around versions that were rolled back; what is said of spans is what `otel.v_lineage` says.
+In: a client of the store, a version or a span. Out: `VersionLineage`, `SpanLineage`. Invariant: parents are the ledger's: across branches,
+around versions that were rolled back; spans are those of `otel.v_lineage`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BatchRollout:
     attempt: int
     revision: int
     spans: list[Trained]
-    """Empty: every call of this policy in it was dropped."""
+    """Trained spans. Empty: every call of this policy in it was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +78,31 @@ class TrainedFile:
     """A file that a version was trained on."""
 
     method: str
-    """sft or dpo."""
+    """Training method: sft or dpo."""
     step: int
-    """Optimiser steps of its run, this version's among them."""
+    """Number of optimiser steps of its run so far, this version's included."""
     steps: int
-    """Of the whole run."""
+    """Number of optimiser steps of the whole run."""
     name: str
     sha256: str
     size: int
-    """Bytes."""
+    """Size of the file in bytes."""
     trained: int
-    """Examples of it that the version was trained on."""
+    """Number of its examples that the version was trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A version on the way."""
+    """An ancestor of a version, or the version itself."""
 
     branch: str
     version: int
     status: str
     parent: int | None
-    """None: training began with these weights."""
+    """Number of the parent version. None: training began with these weights."""
     parent_branch: str
     batch: str
-    """Empty: it was not trained, or never committed."""
+    """Id of its batch. Empty: it was not trained, or never committed."""
     run: str
     mode: str
     checksum: str
@@ -110,21 +110,21 @@ class Ancestor:
     groups: int = 0
     rollouts: int = 0
     files: list[TrainedFile] = field(default_factory=list[TrainedFile])
-    """Empty: it was trained on groups of rollouts."""
+    """Files that it was trained on. Empty: it was trained on groups of rollouts."""
     batch_rollouts: list[BatchRollout] | None = None
-    """None: they were not asked for (--depth)."""
+    """Rollouts of its batch. None: they were not requested (--depth)."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionLineage:
-    """From a version to the weights that training began with."""
+    """Versions from one back to the weights that training began with."""
 
     policy: str
     ancestors: list[Ancestor]
-    """The version itself first."""
+    """The version itself, its parent and so on."""
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the lineage as a JSON object, for --json."""
         return asdict(self)
 
 
@@ -140,14 +140,14 @@ class TrainedVersion:
     rollout: str
     attempt: int
     transition: str
-    """Empty: the span is none of the calls that were trained, but part of their rollout."""
+    """Id of the transition. Empty: the span is none of the calls that were trained, but part of their rollout."""
     descendants: list[int]
-    """Versions that were made from it since."""
+    """Numbers of the versions that were trained from it since."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanLineage:
-    """What a span trained."""
+    """Versions that a span trained."""
 
     trace: str
     span: str
@@ -155,43 +155,45 @@ class SpanLineage:
     versions: list[TrainedVersion] = field(default_factory=list[TrainedVersion])
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the lineage as a JSON object, for --json."""
         return asdict(self)
 
 
 def of_version(client: Client, policy: str, number: int, branch: str | None, depth: int) -> VersionLineage:
-    """A version and what it was made from.
+    """Return a version with its ancestors.
 
     Args:
-        client: of the store.
-        policy: the version's.
-        number: the version's.
-        branch: the version's. None: the branch that made it, not those that began with it.
-        depth: how many versions come with their rollouts and spans.
+        client: client of the store.
+        policy: policy of the version.
+        number: number of the version.
+        branch: branch of the version. None: the branch that trained it, not those that began with it.
+        depth: number of versions to return with their rollouts and spans.
 
     Raises:
         StoreError: the store knows no such version.
     """
     versions = _versions(client, policy)
-    found = [one for one in versions.values() if one.version == number and branch in {None, one.branch}]
-    if not found:
-        known = ", ".join(f"{policy}@{one.version} on {one.branch}" for one in list(versions.values())[-_NEWEST:])
+    matches = [version for version in versions.values() if version.version == number and branch in {None, version.branch}]
+    if not matches:
+        known = ", ".join(f"{policy}@{version.version} on {version.branch}" for version in list(versions.values())[-_NEWEST:])
         where = "" if branch is None else f" on branch {branch}"
         others = f"The newest are {known}." if known else f"It knows none of {policy}."
         raise StoreError(f"the store knows no version {policy}@{number}{where}. {others}")
-    first = min(found, key=lambda one: one.parent == one.version)
+    first = min(matches, key=lambda version: version.parent == version.version)
     sizes = {batch: (int(groups), int(rollouts)) for batch, groups, rollouts in _rows(client, _SIZES, policy=policy)}
     files: dict[str, list[TrainedFile]] = {}
     for batch, *facts in _rows(client, _FILES, policy=policy):
         files.setdefault(str(batch), []).append(TrainedFile(*facts))
-    versions = {place: replace(one, files=files.get(one.batch, [])) for place, one in versions.items()}
+    versions = {place: replace(version, files=files.get(version.batch, [])) for place, version in versions.items()}
     first = versions[first.branch, first.version]
-    way = [_filled(client, policy, one, sizes, with_spans=i < depth) for i, one in enumerate(ancestors(versions, first))]
-    return VersionLineage(policy, way)
+    return VersionLineage(
+        policy,
+        [_with_batch(client, policy, version, sizes, with_spans=place < depth) for place, version in enumerate(ancestors(versions, first))],
+    )
 
 
 def of_span(client: Client, trace: str, span: str) -> SpanLineage:
-    """Every version that a span trained; where it is no trained call itself, every version that its rollout trained.
+    """Return every version that a span trained; for a span that is no trained call, every version that its rollout trained.
 
     Raises:
         StoreError: the store knows no such span.
@@ -214,26 +216,26 @@ def of_span(client: Client, trace: str, span: str) -> SpanLineage:
 
 
 def ancestors(versions: Mapping[tuple[str, int], Ancestor], first: Ancestor) -> list[Ancestor]:
-    """A version, its parent and so on. A branch that begins as another's version has that version's number, so it is told once.
+    """Return a version, its parent and so on. A branch that begins as another's version has its number; that is listed once.
 
     Args:
-        versions: by branch and number.
-        first: where to begin.
+        versions: all versions, by branch and number.
+        first: version to begin with.
     """
-    way, at = list[Ancestor](), versions.get((first.branch, first.version))
+    path, at = list[Ancestor](), versions.get((first.branch, first.version))
     while at:
         if at.parent != at.version:
-            way.append(at)
+            path.append(at)
         at = versions.get((at.parent_branch, at.parent)) if at.parent is not None else None
-    return way
+    return path
 
 
 def descendants(versions: Iterable[Ancestor], branch: str, number: int) -> list[int]:
-    """Numbers of the committed versions that were made from one, on whichever branches."""
-    committed = [one for one in versions if one.status == "committed"]
+    """Return the numbers of the committed versions that were trained from a version, on any branch."""
+    committed = [version for version in versions if version.status == "committed"]
     reached, grown = {(branch, number)}, True
     while grown:
-        more = {(one.branch, one.version) for one in committed if (one.parent_branch, one.parent) in reached} - reached
+        more = {(child.branch, child.version) for child in committed if (child.parent_branch, child.parent) in reached} - reached
         reached |= more
         grown = bool(more)
     return sorted({version for _, version in reached} - {number})
@@ -243,17 +245,17 @@ def _versions(client: Client, policy: str) -> dict[tuple[str, int], Ancestor]:
     return {(row[0], int(row[1])): Ancestor(*row) for row in _rows(client, _VERSIONS, policy=policy)}
 
 
-def _filled(client: Client, policy: str, one: Ancestor, sizes: Mapping[str, tuple[int, int]], *, with_spans: bool) -> Ancestor:
-    groups, rollouts = sizes.get(one.batch, (0, 0))
-    shown = (_batch(client, policy, one) if one.batch else []) if with_spans else None
-    return replace(one, groups=groups, rollouts=rollouts, batch_rollouts=shown)
+def _with_batch(client: Client, policy: str, version: Ancestor, sizes: Mapping[str, tuple[int, int]], *, with_spans: bool) -> Ancestor:
+    groups, rollouts = sizes.get(version.batch, (0, 0))
+    shown = (_batch(client, policy, version) if version.batch else []) if with_spans else None
+    return replace(version, groups=groups, rollouts=rollouts, batch_rollouts=shown)
 
 
-def _batch(client: Client, policy: str, one: Ancestor) -> list[BatchRollout]:
+def _batch(client: Client, policy: str, version: Ancestor) -> list[BatchRollout]:
     spans: dict[tuple[str, str, int], list[Trained]] = {}
-    for group, rollout, attempt, *span in _rows(client, _SPANS, policy=policy, branch=one.branch, version=one.version):
+    for group, rollout, attempt, *span in _rows(client, _SPANS, policy=policy, branch=version.branch, version=version.version):
         spans.setdefault((group, rollout, attempt), []).append(Trained(*span))
-    rows = _rows(client, _ROLLOUTS, policy=policy, batch=one.batch)
+    rows = _rows(client, _ROLLOUTS, policy=policy, batch=version.batch)
     return [BatchRollout(*row, spans=spans.get((row[2], row[3], row[4]), [])) for row in rows]
 
 
