@@ -1,13 +1,13 @@
-"""From the spans of ended rollouts to transitions: one pure function.
+"""Build transitions from the spans of ended rollouts: one pure function.
 
-In: `Frames` of rollouts that are complete, or that waited in vain. Out: `Built`. Invariant (law 2): every policy call
+In: `Frames` of rollouts that are complete or timed out. Out: `Built`. Invariant (law 2): every policy call
 of every attempt of those rollouts leaves exactly once, in a transition or in a drop with a reason; a rollout whose
 final attempt has no calls leaves one drop of its own. The same frames give the same rows, whatever else is among them.
 
-The first reason that holds is the one that is written; `reconcile` has their order.
+The first drop reason that applies is written; `reconcile` defines their order.
 
 Turn counts a rollout's selected calls that the engine answered, in the order of `lineage`, from 0: a failed call is
-no turn, and neither is another policy's. The choices of one call share its turn.
+no turn, and neither is a call of another policy. The choices of one call share its turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transition_builder.schemas import DROPS, NAMES, REWARDS, TRANSITIONS, VERSI
 
 REVISION = 0
 RETOKENIZED_TEMPERATURE = 1.0
-"""Temperature of what was retokenised, where nobody says it: there are no logprobs that it could be wrong for."""
+"""Temperature of a retokenised call when none is recorded; it has no logprobs that a wrong temperature could affect."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _ATTEMPT = [*_ROLLOUT, "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
@@ -38,8 +38,8 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     """Conclude every call of every rollout.
 
     Args:
-        frames: rollouts with their verdicts (none waiting), and all that is known of them.
-        spec: what to select, what to reward.
+        frames: rollouts with their verdicts (none waiting), and everything known of them.
+        spec: the selection and the reward sources.
 
     Returns:
         Rows for otel.transitions, otel.drops and otel.rewards.
@@ -74,7 +74,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
 
 
 def read(frames: Frames) -> tuple[pl.DataFrame, Forest, pl.DataFrame]:
-    """Nodes (described spans of the rollouts, the gateway's among them), their forest, and the gateway's calls."""
+    """Return nodes (described spans of the rollouts, the gateway's among them), their forest, and the gateway's calls."""
     witnesses = _named_spans(frames)
     recorded = gateway.calls(resolve(frames.calls, witnesses, frames.rollouts))
     spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), witnesses, frames.rollouts)
@@ -105,13 +105,13 @@ def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame
 
 
 def _with_shared(calls: pl.DataFrame, frames: Frames) -> pl.DataFrame:
-    """The calls, and those that may be of several attempts: they are part of none, and are dropped from one."""
+    """Add the calls that may belong to several attempts: they are part of none, and are dropped from one."""
     rows = shared(frames.calls, _named_spans(frames), frames.rollouts)
     if rows.is_empty():
         return calls
     facts = {"Shared": pl.lit(True), "Order": pl.lit(0), "AgentName": pl.lit(""), "Convention": pl.lit("gateway")}
-    theirs = gateway.calls(rows).drop("Mode", "RolloutKey", "RolloutKeySource").with_columns(**facts)
-    return pl.concat([calls, reconcile.without_arrays(theirs)], how="diagonal_relaxed")
+    shared_calls = gateway.calls(rows).drop("Mode", "RolloutKey", "RolloutKeySource").with_columns(**facts)
+    return pl.concat([calls, reconcile.without_arrays(shared_calls)], how="diagonal_relaxed")
 
 
 def _named_spans(frames: Frames) -> pl.DataFrame:
@@ -130,7 +130,7 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
             pl.Series("TransitionId", ids, dtype=pl.String),
             pl.col("Temperature").fill_null(RETOKENIZED_TEMPERATURE),
             **{
-                # What was retokenised names no version, and is kept only where somebody asks for it.
+                # Retokenised calls name no version, and are kept only where the specification asks for them.
                 name: pl.when(pl.col("Versions.Start").list.len() > 0).then(name).otherwise(pl.lit([0], dtype))
                 for name, dtype in VERSIONS.items()
             },

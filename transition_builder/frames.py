@@ -17,7 +17,7 @@ from transition_builder.schemas import DROPPED, NAMES, RESPONSES, SQL_REWARDS, T
 
 
 class Verdict(StrEnum):
-    """Whether a rollout may be built."""
+    """Decision on whether a rollout may be built."""
 
     WAITING = "waiting"
     """Something is missing and may still arrive."""
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What completeness is decided from: no ids, no attributes."""
+    """Inputs of the completeness decision; no token ids, no attributes."""
 
     roots: pl.DataFrame
     """ROOTS, of every attempt."""
@@ -41,7 +41,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Everything that is known of the rollouts to build."""
+    """Everything known of the rollouts to build."""
 
     rollouts: pl.DataFrame
     """ROLLOUTS, none of them waiting."""
@@ -58,7 +58,7 @@ class Frames:
     dropped: pl.DataFrame = field(default_factory=lambda: empty(DROPPED))
     """DROPPED."""
     names: pl.DataFrame = field(default_factory=lambda: empty(NAMES))
-    """NAMES: all that is named, of whatever rollouts, in the traces of calls that name none."""
+    """NAMES: the rollouts named by any span in the traces of calls that name none."""
     tool_events: pl.DataFrame = field(default_factory=lambda: empty(TOOL_EVENTS))
     """TOOL_EVENTS, where a rule of the specification asks for them."""
     tool_logs: pl.DataFrame = field(default_factory=lambda: empty(TOOL_LOGS))
@@ -67,7 +67,7 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What became of them."""
+    """Rows that `build` makes of `Frames`."""
 
     transitions: pl.DataFrame
     """TRANSITIONS."""
@@ -78,7 +78,7 @@ class Built:
 
 
 def empty(schema: Schema) -> pl.DataFrame:
-    """A frame of no rows."""
+    """Return a frame without rows."""
     return _empty(tuple(schema.items())).clone()
 
 
@@ -88,18 +88,18 @@ def _empty(columns: tuple[tuple[str, pl.DataType], ...]) -> pl.DataFrame:
 
 
 def conform(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    """The columns of a schema, in its order and of its types.
+    """Return the columns of a schema, in its order and of its types.
 
     Raises:
         polars.exceptions.PolarsError: a column is missing, or a value does not fit its type.
     """
-    # Seen at a tenth of what a plan costs that changes nothing.
+    # This check costs a tenth of a query plan that changes nothing.
     if [*frame.schema.items()] == [*schema.items()]:
         return frame
     return frame.select(pl.col(name).cast(dtype) for name, dtype in schema.items())
 
 
 def concat(frames: Iterable[pl.DataFrame], schema: Schema) -> pl.DataFrame:
-    """Rows of several frames, conformed to a schema."""
+    """Concatenate several frames, conformed to a schema."""
     parts = [conform(frame, schema) for frame in frames]
     return pl.concat(parts) if parts else empty(schema)

@@ -1,8 +1,7 @@
-"""The builder at work: once, or for as long as rollouts come.
+"""Loop of the builder: build once, or follow the store and build rollouts as they end.
 
-In: settings. Out: transitions, drops and rewards in the store, and a line in the log for each build. Invariant: what is
-killed anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the sink
-writes no revision twice.
+In: settings. Out: transitions, drops and rewards in the store, and a line in the log for each build. Invariant: a builder that is killed
+anywhere can be started again: a rollout is forgotten here only after all its rows are written, and the sink writes no revision twice.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from transition_builder.summary import Summary
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 0.05
-"""A waiting rollout is looked at again after this fraction of the time that it has waited."""
+_RECHECK_FRACTION = 0.05
+"""Fraction of its waiting time after which a waiting rollout is checked again."""
 ROLLOUTS_A_LOOK = 1024
-"""Rollouts whose lean spans are read at a time: bounds memory."""
+"""Rollouts whose spans without attributes are read at a time; bounds memory."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _SPAN = ["TraceId", "SpanId"]
 Said = Callable[[int, int], None]
-"""Told how many rollouts of how many have been dealt with."""
+"""Progress callback; called with the number of concluded rollouts and the number of all known ones."""
 
 
 def _nothing(done: int, total: int) -> None:
@@ -60,24 +59,29 @@ def _nothing(done: int, total: int) -> None:
 
 
 class Builder:
-    """Looks for ended rollouts, remembers those that wait, builds those that are complete.
+    """Finds ended rollouts, remembers those that wait, builds those that are complete.
 
-    What no final root claims is looked at second: traces with calls that nobody has concluded are remembered, until their rollout ends, is
-    silent for long enough, or turns out to have been built. A rollout of which something arrives after it was built is looked at
-    as if it were new.
+    Traces that no final root claims come second: their unconcluded calls are remembered, until their rollout ends, is silent for long
+    enough, or turns out to have been built. Rollouts of which something arrives after they were built are processed like new ones.
     """
 
     def __init__(
-        self, settings: Settings, *, since: datetime | None = None, run: str | None = None, hurry: bool = False, said: Said = _nothing
+        self,
+        settings: Settings,
+        *,
+        since: datetime | None = None,
+        run: str | None = None,
+        force: bool = False,
+        on_progress: Said = _nothing,
     ) -> None:
         """Connect to the store.
 
         Args:
             settings: of the store and the build.
-            since: build what has arrived since then; None: all that was not built.
-            run: build rollouts whose spans name this run alone; None: of all.
-            hurry: conclude all that has ended, whatever of it may still arrive.
-            said: told of progress.
+            since: build what has arrived since then; None: everything that was not built.
+            run: build only rollouts whose spans name this run; None: of all runs.
+            force: conclude everything that has ended, whatever of it may still arrive.
+            on_progress: called with the progress.
 
         Raises:
             BuilderError: the specification makes no sense.
@@ -87,10 +91,10 @@ class Builder:
         client = connect(settings.store, consistent=True)
         sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
-        self._waits = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if hurry else self._spec
-        self._hurry = hurry
+        self._waits = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
+        self._force = force
         self._run = run
-        self._said = said
+        self._on_progress = on_progress
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._reader = Reader(client, settings)
         self._discovery = Discovery(self._reader, since)
@@ -107,21 +111,21 @@ class Builder:
         self._portions = Portions()
 
     def register(self, dataset: str) -> datasets.Dataset:
-        """Give the specification a name.
+        """Register the specification under a dataset name.
 
         Raises:
-            SettingsError: the name is none.
+            SettingsError: the name is invalid.
             StoreError: the store failed.
         """
         return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
 
     def look(self) -> Summary:
-        """Build whatever is complete now.
+        """Build all rollouts that are complete now.
 
         Raises:
-            BuilderError: a file of the specification is another than when the builder began.
-            RuleError: a Python rule failed; nothing was written of the rollouts that it was asked about, and the next look builds them.
-            StoreError: the store failed; the next look takes up what this one left.
+            BuilderError: a file of the specification was changed since the builder began.
+            RuleError: a Python rule failed; nothing was written of the rollouts that it was evaluated for, and the next look builds them.
+            StoreError: the store failed; the next look continues where this one stopped.
         """
         began = time.monotonic()
         specification.require_unchanged(self._spec, self._reader.spec)
@@ -131,7 +135,7 @@ class Builder:
         self._done = 0
         self._progress(0)
         if self._moved.height:
-            self._take_back(summary)
+            self._rebuild_former(summary)
         if self._pending.height:
             self._conclude(now, summary)
         if self._loose.height:
@@ -143,7 +147,7 @@ class Builder:
         return summary
 
     def _discover(self, now: datetime) -> None:
-        """Remember what has ended, or lies about, and what was built and is out of date."""
+        """Remember rollouts that ended, traces without a final root, and built rollouts that are out of date."""
         self._discovery.begin(now)
         self._admit(self._discovery.new_roots())
         self._remember_stale(self._discovery.arrivals())
@@ -152,7 +156,7 @@ class Builder:
         self._examined = self._examined.filter(now - pl.col("Until") < 2 * OVERLAP)
 
     def _remember_stale(self, arrived: pl.DataFrame) -> None:
-        """Wait anew for the rollouts of which something has arrived since they were built."""
+        """Queue again the rollouts of which something has arrived since they were built."""
         if arrived.is_empty():
             return
         keys = self._discovery.keys(arrived)
@@ -169,21 +173,21 @@ class Builder:
         self._admit(roots)
         rootless = behind.join(roots, on=_ROLLOUT, how="anti")
         named = claimed.select("RunId", "RolloutId").with_row_index("row")
-        mine = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
+        matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
             (pl.col("RunId") == "") | pl.struct(_ROLLOUT).is_in(rootless.select(pl.struct(_ROLLOUT)).to_series().implode())
         )
-        self._loose = merge(self._loose, self._of_run(arrived[mine["row"]]))
+        self._loose = merge(self._loose, self._of_run(arrived[matching["row"]]))
 
     def _remember_moved(self, arrived: pl.DataFrame, former: pl.DataFrame) -> None:
-        """Remember what was built of calls that go by another name now."""
+        """Remember rollouts that were built with calls that now belong to another rollout."""
         built = self._reader.built(former["RolloutId"])
-        found = self._discovery.concluded(built["RolloutId"]).join(former, on=["TraceId", "RolloutId"], how="semi", maintain_order="left")
+        traces = self._discovery.concluded(built["RolloutId"]).join(former, on=["TraceId", "RolloutId"], how="semi", maintain_order="left")
         newest = arrived.group_by("TraceId").agg(pl.col("IngestedAt").max())
-        lost = self._of_run(found).join(newest, on="TraceId", maintain_order="left")
+        lost = self._of_run(traces).join(newest, on="TraceId", maintain_order="left")
         self._moved = pl.concat([self._moved.join(lost, on=list(CONCLUDED), how="anti"), lost])
 
-    def _take_back(self, summary: Summary) -> None:
-        """Build anew what lost calls to other rollouts, and wait for those calls."""
+    def _rebuild_former(self, summary: Summary) -> None:
+        """Rebuild rollouts that lost calls to other rollouts, and queue those calls."""
         built = self._reader.built(self._moved["RolloutId"])
         for rollouts in self._portions.of(self._claims.take(reassigned_traces.to_rebuild(self._moved, built), built)):
             lost = self._moved.join(rollouts, on=_ROLLOUT, how="semi")
@@ -192,32 +196,32 @@ class Builder:
             self._moved = self._moved.join(rollouts, on=_ROLLOUT, how="anti")
 
     def _seen_late(self, built: pl.DataFrame) -> pl.DataFrame:
-        """Those of BUILT that lack rows which were on their way when they were read, as `stale` tells of them. Known until read."""
+        """Return those of BUILT that lack rows in flight when they were read, in the form of `stale`. Remembered until read."""
         doubtful = late_spans.doubtful(built)
-        found = late_spans.more(doubtful, late_spans.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
-        self._late = pl.concat([self._late.join(found, on=_ROLLOUT, how="anti"), found])
-        return doubtful.join(found, on=_ROLLOUT, how="semi").select(*_ROLLOUT, LastArrival="Watermark")
+        incomplete = late_spans.more(doubtful, late_spans.count(self._discovery.tally(doubtful["RolloutId"]), doubtful))
+        self._late = pl.concat([self._late.join(incomplete, on=_ROLLOUT, how="anti"), incomplete])
+        return doubtful.join(incomplete, on=_ROLLOUT, how="semi").select(*_ROLLOUT, LastArrival="Watermark")
 
     def _conclude(self, now: datetime, summary: Summary) -> None:
-        """Judge the rollouts whose turn it is, and build those that no longer wait."""
+        """Decide on the rollouts that are due, and build those that no longer wait."""
         due = _due(self._pending, now)
-        for some in due.iter_slices(ROLLOUTS_A_LOOK):
-            arrivals = self._source.arrivals(some)
-            judged = self._judged(some, arrivals, now)
-            # What is not there to be judged has no final root any more, and is waited for as what never had one.
-            self._pending = self._pending.join(some.join(judged, on=_ROLLOUT, how="anti"), on=_ROLLOUT, how="anti")
-            for rollouts in self._portions.of(self._mine(_ended(judged))):
+        for batch in due.iter_slices(ROLLOUTS_A_LOOK):
+            arrivals = self._source.arrivals(batch)
+            judged = self._judged(batch, arrivals, now)
+            # A rollout without a verdict has no final root any more, and waits like one that never had a root.
+            self._pending = self._pending.join(batch.join(judged, on=_ROLLOUT, how="anti"), on=_ROLLOUT, how="anti")
+            for rollouts in self._portions.of(self._claimed(_ended(judged))):
                 frames = self._frames(rollouts, arrivals, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
         self._pending = _checked(self._pending, due, _ROLLOUT, now)
 
     def _judged(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> pl.DataFrame:
-        """ROLLOUTS: the given ones that have a final root."""
+        """Return ROLLOUTS for the given rollouts that have a final root."""
         return decide(facts(arrivals), now, self._waits).join(rollouts, on=_ROLLOUT, how="semi")
 
-    def _mine(self, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """Those of the given ROLLOUTS that are still to be built, and not by others; what others have built is forgotten."""
+    def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
         if rollouts.is_empty():
             return rollouts
         built = self._built(rollouts["RolloutId"])
@@ -226,7 +230,7 @@ class Builder:
         return self._claims.take(rollouts.join(current, on=_ROLLOUT, how="anti"), built)
 
     def _built(self, rollouts: pl.Series) -> pl.DataFrame:
-        """BUILT; what was found to be no news counts as read."""
+        """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
         built = self._reader.built(rollouts).join(self._examined, on=_ROLLOUT, how="left").join(self._late, on=_ROLLOUT, how="left")
         read = pl.max_horizontal("RowsRead", "Examined")
         lacks = (pl.col("Rows") > read).fill_null(False)
@@ -234,7 +238,7 @@ class Builder:
         return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, now: datetime) -> Frames:
-        """What to build rollouts from that have ended, as far as their calls are to be seen as well."""
+        """Read the frames of ended rollouts, restricted to spans whose calls are visible as well."""
         frames = self._source.frames(rollouts, arrivals)
         unseen = _unseen(frames)
         if unseen.is_empty():
@@ -242,16 +246,16 @@ class Builder:
         seen = arrivals.join(unseen, on=_SPAN, how="anti")
         return self._source.frames(_ended(self._judged(rollouts, seen, now)), seen)
 
-    def _claimed_frames(self, rollouts: pl.DataFrame, of_them: pl.DataFrame, now: datetime) -> Frames:
-        """What to build silent rollouts from, but those of which calls are still to be seen; `of_them`: their calls, with TraceId."""
-        frames = self._source.claimed_frames(rollouts, of_them.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"])
+    def _claimed_frames(self, rollouts: pl.DataFrame, orphans: pl.DataFrame, now: datetime) -> Frames:
+        """Read the frames of silent rollouts, except those with calls not yet visible; `orphans`: rows of their calls, with TraceId."""
+        frames = self._source.claimed_frames(rollouts, orphans.join(rollouts, on=_ROLLOUT, how="semi")["TraceId"])
         lacking = _unseen(frames).select(RolloutId="RolloutKey").unique()
         # Later than any insert ends, there is nothing to wait for.
         waiting = rollouts.filter(now - pl.col("LastArrival") < OVERLAP).join(lacking, on="RolloutId", how="semi")
-        return self._claimed_frames(rollouts.join(waiting, on=_ROLLOUT, how="anti"), of_them, now) if waiting.height else frames
+        return self._claimed_frames(rollouts.join(waiting, on=_ROLLOUT, how="anti"), orphans, now) if waiting.height else frames
 
     def _conclude_unclaimed(self, now: datetime, summary: Summary) -> None:
-        """Build what no final root claims and has fallen silent."""
+        """Build the rollouts that no final root claims and that have fallen silent."""
         due = _due(self._loose.filter(now - pl.col("IngestedAt") >= self._least_silence()), now)
         if due.is_empty():
             return
@@ -262,18 +266,18 @@ class Builder:
         current = whose.join(built, on=_ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
         waiting = whose.join(current, on=_ROLLOUT, how="anti").join(self._pending, on=_ROLLOUT, how="anti")
         roots, traces = self._discovery.roots(waiting["RolloutId"]), self._discovery.traces(waiting["TraceId"])
-        silent = judge(waiting, roots, activity, traces, now, self._spec, hurry=self._hurry)
+        silent = judge(waiting, roots, activity, traces, now, self._spec, force=self._force)
         self._loose = _checked(self._loose, due, ["TraceId", "RolloutKey"], now)
-        for some in silent.iter_slices(ROLLOUTS_A_LOOK):
-            for rollouts in self._portions.of(self._mine(some)):
+        for batch in silent.iter_slices(ROLLOUTS_A_LOOK):
+            for rollouts in self._portions.of(self._claimed(batch)):
                 frames = self._claimed_frames(rollouts, waiting, now)
                 if frames.rollouts.height:
                     self._build(frames, summary)
-        for some in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
-            self._loose = self._loose.join(some, on="TraceId", how="anti")
+        for batch in (current, whose.join(roots.filter("Final"), on=_ROLLOUT, how="semi")):
+            self._loose = self._loose.join(batch, on="TraceId", how="anti")
 
     def _least_silence(self) -> pl.Expr:
-        """How long at least a row's rollout must be silent."""
+        """Return the minimum silence of a row's rollout."""
         announced = (pl.col("RolloutKeySource") == "rollout") & (pl.col("RunId") != "") & (pl.col("Mode") != "")
         seconds = pl.when(announced).then(self._spec.incomplete_after_seconds).otherwise(self._waits.quiet_seconds)
         return pl.duration(milliseconds=seconds * 1000)
@@ -289,7 +293,7 @@ class Builder:
         self._progress(frames.rollouts.height)
 
     def _forget(self, rollouts: pl.DataFrame) -> None:
-        """They are built."""
+        """Forget rollouts that are built."""
         self._late = self._late.join(rollouts, on=_ROLLOUT, how="anti")
         self._pending = self._pending.join(rollouts, on=_ROLLOUT, how="anti")
         named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(_ROLLOUT)).to_series().implode())
@@ -299,7 +303,7 @@ class Builder:
     def _progress(self, done: int) -> None:
         self._done += done
         waiting = pl.concat([self._pending["RolloutId"], self._loose["RolloutKey"].alias("RolloutId")]).n_unique()
-        self._said(self._done, self._done + waiting)
+        self._on_progress(self._done, self._done + waiting)
 
     def _admit(self, roots: pl.DataFrame) -> None:
         new = self._of_run(roots).sort("Attempt").unique(_ROLLOUT, keep="last").join(self._pending, on=_ROLLOUT, how="anti")
@@ -310,21 +314,21 @@ class Builder:
 
 
 def _ended(judged: pl.DataFrame) -> pl.DataFrame:
-    """Those of ROLLOUTS that wait no longer."""
+    """Return those of ROLLOUTS that no longer wait."""
     return judged.filter(pl.col("Verdict") != Verdict.WAITING.value)
 
 
 def _unseen(frames: Frames) -> pl.DataFrame:
-    """Gateway spans whose calls are not to be seen yet: an insert shows in one table before the other."""
+    """Return gateway spans whose calls are not visible yet: an insert appears in one table before the other."""
     return frames.spans.filter(IS_GATEWAY & (pl.col("RowKind") == "span")).join(frames.calls, on=_SPAN, how="anti")
 
 
 def _due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
-    return waiting.filter((now - pl.col("CheckedAt")) >= (pl.col("CheckedAt") - pl.col("IngestedAt")) * _PATIENCE)
+    return waiting.filter((now - pl.col("CheckedAt")) >= (pl.col("CheckedAt") - pl.col("IngestedAt")) * _RECHECK_FRACTION)
 
 
 def _checked(waiting: pl.DataFrame, due: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
-    """The waiting rows, with those that were due dated now."""
+    """Return the waiting rows, with those that were due dated now."""
     was_due = pl.struct(key).is_in(due.select(pl.struct(key)).to_series().implode())
     return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(pl.Datetime("us", "UTC")))
 
@@ -341,33 +345,33 @@ def build_once(settings: Settings) -> Summary:
     return summary
 
 
-def build_all(settings: Settings, said: Said = _nothing) -> Summary:
-    """Conclude all that has ended, and wait for nothing of it: what arrives later makes a new revision.
+def build_all(settings: Settings, on_progress: Said = _nothing) -> Summary:
+    """Conclude everything that has ended without waiting for late spans: those make a new revision.
 
     A rollout that a runner announced ends with its final root, or with `incomplete_after_seconds` of silence.
 
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return _started(settings, hurry=True, said=said).look()
+    return _started(settings, force=True, on_progress=on_progress).look()
 
 
-def rebuild(settings: Settings, since: datetime, said: Said, run: str | None = None) -> Summary:
-    """Build everything that has ended, and whose root or calls arrived since a time, as the settings' specification says.
+def rebuild(settings: Settings, since: datetime, on_progress: Said, run: str | None = None) -> Summary:
+    """Build everything that has ended, and whose root or calls arrived since a time, by the settings' specification.
 
-    What other specifications made of it stays; what this one has built already is not built again. The dataset is not registered. With a
+    Builds of other specifications stay; what this one has built already is not built again. The dataset is not registered. With a
     run, only its rollouts are built.
 
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return Builder(settings, since=since, run=run, hurry=True, said=said).look()
+    return Builder(settings, since=since, run=run, force=True, on_progress=on_progress).look()
 
 
 def follow(settings: Settings) -> None:
     """Build rollouts as they become complete, until SIGTERM or SIGINT.
 
-    A store that fails while following is waited for, and a Python rule that fails is tried again.
+    Failures of the store and of Python rules are retried with back-off while following.
 
     Raises:
         BuilderError: a file of the specification was changed.
@@ -377,18 +381,18 @@ def follow(settings: Settings) -> None:
     with stoppable():
         builder = _started(settings)
         builder.look()
-        patient = tenacity.Retrying(
+        retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((StoreError, RuleError)),
             wait=tenacity.wait_exponential(multiplier=0.2, max=5),
             before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
         )
         while True:
             time.sleep(settings.builder.poll_seconds)
-            patient(builder.look)
+            retrying(builder.look)
 
 
-def _started(settings: Settings, *, hurry: bool = False, said: Said = _nothing) -> Builder:
-    """A builder whose specification others find under the dataset's name."""
-    builder = Builder(settings, hurry=hurry, said=said)
+def _started(settings: Settings, *, force: bool = False, on_progress: Said = _nothing) -> Builder:
+    """Return a builder whose specification is registered under the dataset's name."""
+    builder = Builder(settings, force=force, on_progress=on_progress)
     builder.register(settings.builder.dataset)
     return builder

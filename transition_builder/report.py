@@ -1,6 +1,6 @@
-"""What became of all calls of a build specification, and whether the sum is right.
+"""Report on all calls of a build specification, and a check of their sum.
 
-In: the store. Out: a `ReconcileReport`. Invariant (law 2, asked of the rows that readers see): calls = transitions + drops, each call
+In: the store. Out: a `ReconcileReport`. Invariant (law 2, checked on the rows that readers see): calls = transitions + drops, each call
 once, and nothing that the gateway recorded for a rollout that was built is in neither.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 MOST_WRONG = 20
-"""Rollouts that are named when the sum is wrong."""
+"""Rollouts that the report names when the sum is wrong, at most."""
 _OF_SPEC = "BuildSpec = {spec:String}"
 _BUILDS = "SELECT count(), sum(Calls) FROM {builds} AS b"
 _DROPS = "SELECT Reason, countIf(CallId != ''), countIf(CallId = '') FROM {drops} AS d GROUP BY Reason ORDER BY count() DESC, Reason"
@@ -43,7 +43,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class ReconcileReport:
-    """What one build specification made of everything that was built, newest revisions."""
+    """Sum of everything that one build specification built, newest revisions."""
 
     build_spec: str
     rollouts: int
@@ -64,17 +64,17 @@ class ReconcileReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether every call is in one place, and in one only."""
+        """True if every call is in exactly one place."""
         return not self.wrong and self.calls == self.transitions + self.dropped
 
 
 def reconcile_report(client: Client, url: str, spec: str) -> ReconcileReport:
-    """Ask the store what a build specification made of all rollouts, and compare that with what was recorded.
+    """Query the results of a build specification for all rollouts, and compare them with the recorded calls.
 
     Args:
         client: of the store.
         url: of the store, for messages.
-        spec: the BuildSpec; `spangrad.store.datasets.resolve` knows that of a dataset.
+        spec: the BuildSpec; `spangrad.store.datasets.resolve` returns that of a dataset.
 
     Raises:
         StoreError: the store failed.

@@ -48,10 +48,10 @@ SPANS: Schema = {
 """Rows of otel.rollout_spans: spans, and evaluation events and evaluation logs, whose Choice tells those of one span apart."""
 
 NAMES: Schema = {name: _IDENTITY[name] for name in ("RunId", "RolloutKey", "RolloutKeySource", "Attempt", "TraceId")}
-"""What rows name, and in which traces."""
+"""Rollouts that rows name, with the traces of those rows."""
 
 ARRIVALS: Schema = {**SPANS, "IngestedAt": MICROSECONDS, "Dropped": pl.Boolean()}
-"""SPANS as they arrived: one that was delivered twice may be there twice. Dropped: its sender kept attributes of the span back."""
+"""SPANS as they arrived, possibly with duplicates by repeated delivery. Dropped: the sender withheld attributes of the span."""
 
 VERSIONS: Schema = {"Versions.Start": pl.List(pl.UInt32()), "Versions.Version": pl.List(pl.UInt64())}
 """Response tokens at which a policy version begins, and the versions; empty: not known."""
@@ -79,7 +79,7 @@ SAMPLING: Schema = {
     "RepetitionPenalty": pl.Float64(),
     "Constrained": pl.Boolean(),
 }
-"""How a call was sampled; null: not known."""
+"""Sampling parameters of a call; null: not known."""
 
 CALLS: Schema = {
     **_IDENTITY,
@@ -99,7 +99,7 @@ CALLS: Schema = {
 """Rows of otel.calls: a choice of a call that the gateway recorded."""
 
 ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Choice": pl.UInt16(), **_ANSWER, **SAMPLING}
-"""What openai-level spans of the plain road hold in `output.value`: a row a choice; empty where it held none."""
+"""Answers in `output.value` of openai-level spans in direct mode, a row a choice; empty where there is none."""
 
 ROOTS: Schema = {
     "RunId": _TEXT,
@@ -127,7 +127,7 @@ PRESENCE: Schema = {
     "Evaluations": pl.UInt64(),
     "LastArrival": MICROSECONDS,
 }
-"""What of a rollout has arrived, a row for each trace: evaluations with a score, and when the newest span came."""
+"""Arrivals of a rollout, a row a trace: the number of evaluations with a score, and the arrival time of the newest span."""
 
 COUNTS: Schema = {
     "RunId": _TEXT,
@@ -137,13 +137,13 @@ COUNTS: Schema = {
     "TraceId": _TEXT,
     "Calls": pl.UInt64(),
 }
-"""How many of the calls that a gateway counts have arrived, a row for each trace."""
+"""Number of arrived calls that a gateway counts, a row a trace."""
 
 LOOSE: Schema = {
     **{name: dtype for name, dtype in _IDENTITY.items() if name not in {"Timestamp", "SpanId", "Choice"}},
     "IngestedAt": MICROSECONDS,
 }
-"""Rows that nobody has concluded, as far as they say whose they are, a row for each trace; IngestedAt: of the newest."""
+"""Unconcluded rows with the rollout that they name, a row a trace; IngestedAt: of the newest."""
 
 OWNERS: Schema = {
     "TraceId": _TEXT,
@@ -154,13 +154,13 @@ OWNERS: Schema = {
     "ConversationId": _TEXT,
     "Attempt": pl.UInt16(),
 }
-"""Rows of otel.trace_rollouts: what any span of a trace says of all of it; empty where none does."""
+"""Rows of otel.trace_rollouts: identifiers that any span of a trace gives for the whole trace; empty where none does."""
 
 ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
-"""When the newest span came that names a rollout, a row for each run that such spans name."""
+"""Arrival time of the newest span that names a rollout, a row for each run that such spans name."""
 
 TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "Torn": pl.Boolean()}
-"""When a trace's newest span came, and whether the parent of some span has not arrived."""
+"""Arrival time of a trace's newest span; Torn: the parent of some span has not arrived."""
 
 BUILT: Schema = {
     "RunId": _TEXT,
@@ -174,10 +174,10 @@ BUILT: Schema = {
 """The newest revisions of rollouts that were built, and when they were written."""
 
 TALLY: Schema = {"RunId": _TEXT, "RolloutKey": _TEXT, "RolloutKeySource": _TEXT, "TraceId": _TEXT, "Rows": pl.UInt64()}
-"""How many rows of otel.rollout_spans have arrived, each counted once, by how they name their rollout and by their trace."""
+"""Number of arrived rows of otel.rollout_spans without duplicates, by the rollout key that they name and by trace."""
 
 DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}
-"""Spans of which their sender kept attributes back."""
+"""Spans whose sender withheld attributes."""
 
 ROLLOUTS: Schema = {
     **{name: dtype for name, dtype in ROOTS.items() if name != "Final"},
@@ -186,8 +186,8 @@ ROLLOUTS: Schema = {
     "LastArrival": MICROSECONDS,
     "RowsRead": pl.UInt64(),
 }
-"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), whether it may be built, when the newest
-row of it arrived that is known, and how many of its rows were read; null before they are."""
+"""One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), the verdict on building it, the arrival
+time of its newest known row, and the number of its rows that were read; null before they are."""
 
 _REVISION: Schema = {
     "RunId": _TEXT,
@@ -264,7 +264,7 @@ GIVEN: Schema = {
     "TraceId": _TEXT,
     "SpanId": _TEXT,
 }
-"""What a source gives: a reward of a call, or of a rollout, whose CallId is empty."""
+"""Reward that a source gives to a call, or to a rollout (CallId is empty)."""
 
 REWARDS: Schema = {**GIVEN, "BuildSpec": _TEXT, "Revision": pl.UInt32(), "Content": pl.UInt64()}
 
@@ -281,7 +281,7 @@ SQL_REWARDS: Schema = {
     "SpanId": _TEXT,
     "Value": pl.Float64(),
 }
-"""What the files of rewards/*.sql say of the attempts that count. Name: of the file, RuleHash: of its content. PerCall: the file's rows
+"""Results of the files of rewards/*.sql for the final attempts. Name: of the file, RuleHash: of its content. PerCall: the file's rows
 are of calls, named by CallId or by a span; where they are not, CallId, TraceId and SpanId are empty and each rollout has a row. Value is
 null where the file gives none."""
 
@@ -292,7 +292,7 @@ RESPONSES: Schema = {
     "Text": _TEXT,
     "ToolCalls": pl.List(pl.Struct({"Name": pl.String(), "Arguments": pl.String()})),
 }
-"""What a call answered: its text, and the tool calls that it asked for. A call whose answer nobody recorded has no row."""
+"""Response of a call: its text, and the tool calls that it requests. A call without a recorded response has no row."""
 
 _ATTRIBUTES = pl.List(pl.Struct({"Key": pl.String(), "Value": pl.String()}))
 
@@ -345,10 +345,10 @@ NODES: Schema = {
     "ToolResult": _TEXT,
     "Scores": pl.List(pl.Struct({"Name": pl.String(), "Value": pl.Float64()})),
 }
-"""Described, resolved spans: what each is, whichever convention says so (`dialects.describe`). At least these columns.
+"""Described, resolved spans with what each is, by any convention (`dialects.describe`). At least these columns.
 
-Convention: the dialect that read the span; empty where none did. IsClient: a call, told by the library that speaks to the model's
-server. IsModel: a call, told by a framework above it. IsEngine: a call, told by the server itself (vLLM's own span). IsSuspect: something
-seems to have called a model, and no dialect reads it. ResponseId, Model, InputTokens, OutputTokens: of those four kinds; null where the
-span says none, and on every other span. AgentName, ToolCallId, ToolArguments, ToolResult: null where the span says
-none. Scores: rewards that stand in the span's own attributes."""
+Convention: the dialect that read the span; empty where none did. IsClient: a call, recorded by the library that speaks to the model's
+server. IsModel: a call, recorded by a framework above it. IsEngine: a call, recorded by the server itself (vLLM's own span). IsSuspect: the
+span seems to be a call of a model, and no dialect reads it. ResponseId, Model, InputTokens, OutputTokens: of those four kinds; null where
+the span has none, and on every other span. AgentName, ToolCallId, ToolArguments, ToolResult: null where the span has none. Scores: rewards
+in the span's own attributes."""

@@ -1,4 +1,4 @@
-"""Build specifications: whether one makes sense, and whether it is still the one that a builder began with.
+"""Checks of a build specification: that it can be evaluated, and that its files are unchanged since the builder began.
 
 In: the builder's settings, and the files that they name. Out: nothing, or an error that names the setting and the remedy.
 """
@@ -13,7 +13,7 @@ from transition_builder import rewards
 
 
 def check(spec: BuilderSettings) -> None:
-    """See, before anything is built, that rules and the selection can be evaluated.
+    """Check, before anything is built, that the rules and the selection can be evaluated.
 
     Raises:
         BuilderError: a pattern is no regular expression, or a rule cannot be evaluated.
@@ -29,7 +29,7 @@ def check(spec: BuilderSettings) -> None:
 
 
 def require_unchanged(spec: BuilderSettings, began_as: str) -> None:
-    """Refuse to build what readers would not see: rows name their specification, which names the content of its files.
+    """Raise if a file of the specification was changed: rows name their specification, which identifies the content of its files.
 
     Args:
         spec: a builder's settings.

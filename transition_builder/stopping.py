@@ -1,4 +1,4 @@
-"""Ending a long-running builder.
+"""Stopping a long-running builder.
 
 In: SIGTERM or SIGINT. Out: a block that is left at once. Invariant: nothing needs shielding, since every write is idempotent.
 """
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT arrived. No Exception, so that nobody's handler swallows it."""
+    """SIGTERM or SIGINT arrived. Not an Exception, so that no handler of other code swallows it."""
 
 
 @contextmanager
 def stoppable() -> Generator[None]:
-    """Leave the block on SIGTERM or SIGINT, wherever it is. In any thread but the main one: do nothing."""
+    """Leave the block on SIGTERM or SIGINT, at any point. Outside the main thread: do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What looks at the store led to.
+"""Summary of looks at the store.
 
 In: what the sink wrote. Out: counts, and a line of them for the log. Invariant: rows count when their revision is written.
 """
@@ -15,22 +15,22 @@ from transition_builder.source.sink import Written
 
 @dataclass(slots=True)
 class Summary:
-    """What a look at the store led to."""
+    """Counts of what one look at the store built."""
 
     rollouts: int = 0
-    """That got a revision."""
+    """Rollouts that got a revision."""
     revised: int = 0
-    """Of those, the ones that had been built before."""
+    """Rollouts among them that had been built before."""
     transitions: int = 0
     drops: Counter[str] = field(default_factory=Counter[str])
-    """Rows by reason."""
+    """Drops by reason."""
     rewards: int = 0
     waiting: int = 0
-    """Rollouts that ended and are not complete."""
+    """Rollouts that ended and are not complete yet."""
     seconds: float = 0.0
 
     def add(self, written: Written) -> None:
-        """Count what was written."""
+        """Add rows that were written."""
         self.rollouts += written.builds.height
         self.revised += written.builds.filter(pl.col("Revision") > 0).height
         self.transitions += written.rows.transitions.height

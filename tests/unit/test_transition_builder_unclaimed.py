@@ -70,7 +70,7 @@ def verdict(
     spans: float = 0,
     rollout: float = 0,
     root: bool | None = None,
-    hurry: bool = False,
+    force: bool = False,
 ) -> list[tuple[Any, ...]]:
     """What becomes of one call: `spans` and `rollout` say when the newest span of its trace and of its rollout came."""
     known = active({"RolloutId": (facts or {}).get("RolloutKey", "r"), "LastArrival": TIME(rollout)})
@@ -78,7 +78,7 @@ def verdict(
     said = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
     roots = pl.DataFrame([] if root is None else [said], schema=dict(ROOTS))
     calls = rollouts_of(call(**facts or {}), owner(), known.clear())
-    judged = judge(calls, roots, known, traces, TIME(at), SPEC, hurry=hurry)
+    judged = judge(calls, roots, known, traces, TIME(at), SPEC, force=force)
     assert judged["LastArrival"].to_list() == [TIME(max(spans, rollout))] * judged.height
     return judged.select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
 
@@ -102,10 +102,10 @@ def test_a_trace_with_an_open_span_is_waited_for() -> None:
     assert (verdict(599.9, FOREIGN, torn=True), len(verdict(600, FOREIGN, torn=True))) == ([], 1)
 
 
-def test_in_a_hurry_only_a_runner_and_an_open_span_are_waited_for() -> None:
-    assert len(verdict(0, FOREIGN, hurry=True)) == 1
-    assert (verdict(599, FOREIGN, torn=True, hurry=True), len(verdict(600, FOREIGN, torn=True, hurry=True))) == ([], 1)
-    assert (verdict(599, hurry=True), len(verdict(600, hurry=True))) == ([], 1)
+def test_judge_with_force_waits_only_for_a_runner_or_an_open_span() -> None:
+    assert len(verdict(0, FOREIGN, force=True)) == 1
+    assert (verdict(599, FOREIGN, torn=True, force=True), len(verdict(600, FOREIGN, torn=True, force=True))) == ([], 1)
+    assert (verdict(599, force=True), len(verdict(600, force=True))) == ([], 1)
 
 
 def built(run: str, at: float) -> dict[str, Any]:

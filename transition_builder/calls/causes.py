@@ -1,10 +1,10 @@
-"""Which call caused each tool call.
+"""Causes of tool calls: the model call that led to each.
 
 In: described spans, their forest, and the calls of all attempts. Out: a row a tool call, with the call that caused it. Invariant:
-every tool call is one row, however many spans tell of it; one that nothing led to names no call.
+every tool call is one row, however many spans record it; one without a cause names no call.
 
 Spans of one name directly inside each other (AutoGen's OpenInference span over its native one) are one tool call: it failed where
-any of them did. The cause is the call whose answer asked for that tool call id, where both spans say so: of several (some servers
+any of them did. The cause is the call whose response requested that tool call id, where both spans name it: of several (some servers
 count from 0 in each answer) the latest that came before. Else it is the call that came before, as `before` defines it.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from transition_builder import dialects
-from transition_builder.calls.before import NOBODY
+from transition_builder.calls.before import NO_CALL
 from transition_builder.calls.lineage import Forest, Indices, Mask
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
@@ -23,7 +23,7 @@ _FIRST = ["ToolCallId", "ToolArguments", "ToolResult"]
 
 
 def tool_spans(nodes: pl.DataFrame, tree: Forest, call_like: Mask) -> tuple[Indices, Indices]:
-    """The outermost spans of tool calls, and for every tool span, in order of nodes, the outermost one of its tool call."""
+    """Return the outermost spans of tool calls, and for every tool span, in order of nodes, the outermost one of its tool call."""
     is_tool = nodes["IsTool"].to_numpy()
     spans = np.flatnonzero(is_tool)
     if not len(spans):
@@ -36,15 +36,15 @@ def tool_spans(nodes: pl.DataFrame, tree: Forest, call_like: Mask) -> tuple[Indi
         facts = nodes.select("ToolName", "ToolCallId")
         inside, outside = facts[spans[nested]], facts[above[nested]]
         same = (inside["ToolName"] == outside["ToolName"]) | (inside["ToolCallId"] == outside["ToolCallId"]).fill_null(False)
-        one = nested[same.fill_null(False).to_numpy()]
-        outer[spans[one]] = above[one]
+        same_tool = nested[same.fill_null(False).to_numpy()]
+        outer[spans[same_tool]] = above[same_tool]
         while not np.array_equal(further := outer[outer], outer):
             outer = further
     return np.unique(outer[spans]), outer[spans]
 
 
 def facts(nodes: pl.DataFrame, tools: Indices, outer: Indices) -> pl.DataFrame:
-    """What the spans of each tool call say, a row for each of `tools` (see `tool_spans`), in their order."""
+    """Return the attributes of each tool call, a row for each of `tools` (see `tool_spans`), in their order."""
     about = nodes.select(*_ATTEMPT, *_SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration", "IsTool")
     if len(tools) == len(outer):
         return (
@@ -53,38 +53,38 @@ def facts(nodes: pl.DataFrame, tools: Indices, outer: Indices) -> pl.DataFrame:
             .with_columns(Tool=pl.Series(tools, dtype=pl.Int64), Nodes=pl.Series(tools[:, None], dtype=pl.List(pl.Int64)))
         )
     spans = about.with_columns(Nodes=pl.int_range(pl.len())).filter("IsTool").with_columns(Tool=pl.Series(outer, dtype=pl.Int64))
-    told = spans.group_by("Tool", maintain_order=True).agg(
+    merged = spans.group_by("Tool", maintain_order=True).agg(
         pl.col("ToolFailed").any(), *(pl.col(name).drop_nulls().first() for name in _FIRST), "Nodes"
     )
     of_outer = about[tools].drop("ToolFailed", *_FIRST, "IsTool").with_columns(Tool=pl.Series(tools, dtype=pl.Int64))
-    return of_outer.join(told, on="Tool", how="left", maintain_order="left")
+    return of_outer.join(merged, on="Tool", how="left", maintain_order="left")
 
 
 def asked(nodes: pl.DataFrame, tools: pl.DataFrame, attempt: Indices, until: Indices, row_of: Indices, attempt_of: Indices) -> Indices:
-    """The row of the call whose answer asked for each tool call by its id; NOBODY where none did.
+    """Return the row of the call whose response requested each tool call by its id; NO_CALL where none did.
 
     Args:
         nodes: described spans.
         tools: `facts` of the tool calls.
         attempt: the number of each tool call's attempt.
         until: how many calls may have come before each tool call.
-        row_of: the call that each node is part of, NOBODY where of none.
+        row_of: the call that each node is part of, NO_CALL where of none.
         attempt_of: the number of each call's attempt.
     """
-    nobody = np.full(tools.height, NOBODY, dtype=np.int64)
+    requesting_call = np.full(tools.height, NO_CALL, dtype=np.int64)
     named = tools.select("ToolCallId", tool=pl.int_range(pl.len(), dtype=pl.Int64), attempt=attempt).filter(
         pl.col("ToolCallId").fill_null("") != ""
     )
     if named.is_empty():
-        return nobody
+        return requesting_call
     index = nodes.select(_SPAN).with_row_index("node")
     node = pl.col("node").cast(pl.Int64)
-    said = dialects.asked_tools(nodes).join(index, on=_SPAN).select("ToolCallId", node)
-    row = row_of[said["node"].to_numpy()]
-    known = row != NOBODY
-    calls = said.filter(pl.Series(known)).select("ToolCallId", row=row[known], attempt=attempt_of[row[known]])
+    requested = dialects.asked_tools(nodes).join(index, on=_SPAN).select("ToolCallId", node)
+    row = row_of[requested["node"].to_numpy()]
+    known = row != NO_CALL
+    calls = requested.filter(pl.Series(known)).select("ToolCallId", row=row[known], attempt=attempt_of[row[known]])
     pairs = named.join(calls, on=["attempt", "ToolCallId"])
     tool, call = pairs["tool"].to_numpy(), pairs["row"].to_numpy()
     best = np.lexsort((call, call < until[tool]))
-    nobody[tool[best]] = call[best]
-    return nobody
+    requesting_call[tool[best]] = call[best]
+    return requesting_call

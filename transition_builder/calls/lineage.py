@@ -1,7 +1,7 @@
-"""Who called, and in what order, from parent links and sequence numbers alone.
+"""Order of calls and the agents that made them, from parent links and sequence numbers alone.
 
-In: the spans of many rollouts as nodes of a forest. Out: for each call the name of its agent, what stands around it, and its place
-among the rollout's calls. Invariant: clocks of two processes are never compared; missing parents and cycles cut a branch off, and cost
+In: the spans of many rollouts as nodes of a forest. Out: for each call the name of its agent, the components around it, and its place
+among the rollout's calls. Invariant: clocks of two processes are never compared; missing parents and cycles cut a branch off, and affect
 nothing else.
 
 A span's *path* is the list of (process, sequence number) pairs at which its chain of ancestors leaves each process,
@@ -12,7 +12,7 @@ gateway there (raw HTTP beside an instrumented client) and others through a proc
 gateway: its own count orders everything that branches off at that place. A span without our sequence number is placed by
 the clock of its own process: the service instance that it names (ProcessId `~instance`), else its service.
 
-What came before a call on its branch, and the branches themselves, are defined in `branches`.
+The parent of a call, and its branch, are defined in `branches`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 FOREIGN = "~"
-"""What the name of a process that does not count its spans begins with."""
+"""Prefix of the names of processes that do not number their spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Forest:
 
     @classmethod
     def of(cls, parent: Indices) -> Forest:
-        """Cut cycles and measure depths. `parent` has an entry a node, len(parent) where there is none."""
+        """Cut cycles and compute depths. `parent` has an entry a node, len(parent) where there is none."""
         size = len(parent)
         parent = np.append(parent, size)
         steps = max(1, int(size).bit_length())
@@ -58,42 +58,42 @@ class Forest:
         return cls(size, parent, depth)
 
     def with_parents(self, children: Indices, parents: Indices) -> Forest:
-        """The same forest with some parents replaced."""
+        """Return the same forest with some parents replaced."""
         parent = self.parent[: self.size].copy()
         parent[children] = parents
         return Forest.of(parent)
 
     def nearest(self, marked: Mask) -> Indices:
-        """For every node the nearest marked one among itself and its ancestors; `size` where there is none."""
+        """Return, for every node, the nearest marked one among itself and its ancestors; `size` where there is none."""
         marked = np.append(marked, True)
         jump = np.where(marked, np.arange(self.size + 1), self.parent)
         return _follow(jump)
 
     def topmost(self, marked: Mask) -> Indices:
-        """For every node the outermost marked one among itself and its ancestors; `size` where there is none."""
+        """Return, for every node, the outermost marked one among itself and its ancestors; `size` where there is none."""
         nearest = self.nearest(marked)
         above = nearest[self.parent]
         return _follow(np.where(above == self.size, np.arange(self.size + 1), above))[nearest]
 
     def above(self, marked: Mask) -> Mask:
-        """Which nodes have a marked one below them."""
-        found = np.zeros(self.size + 1, dtype=np.bool_)
-        found[self.parent[: self.size][marked]] = True
+        """Return a mask of the nodes that have a marked one below them."""
+        marks = np.zeros(self.size + 1, dtype=np.bool_)
+        marks[self.parent[: self.size][marked]] = True
         jump = self.parent
         while (jump != self.size).any():
-            found[jump[found]] = True
+            marks[jump[marks]] = True
             jump = jump[jump]
-        return found[: self.size]
+        return marks[: self.size]
 
     def above_process(self, process: NDArray[np.int64]) -> Indices:
-        """For every node its nearest ancestor in another process; `size` where there is none."""
+        """Return, for every node, its nearest ancestor in another process; `size` where there is none."""
         process = np.append(process, -1)
         inside = process[self.parent] == process
         first = _follow(np.where(inside, self.parent, np.arange(self.size + 1)))
         return self.parent[first]
 
     def common_depth(self, left: Indices, right: Indices) -> Indices:
-        """Depth of the nearest common ancestor of each pair; 0 where there is none."""
+        """Return the depth of the nearest common ancestor of each pair; 0 where there is none."""
         left, right = left.copy(), right.copy()
         while (apart := left != right).any():
             deeper_left = apart & (self.depth[left] >= self.depth[right])
@@ -114,26 +114,26 @@ class Paths:
     """Paths of some spans, a row each, outermost first, -1 beyond their end."""
 
     process: Indices
-    """Rank of the process's name: the order of names, whatever else is in the batch."""
+    """Rank of the process by name, independent of the rest of the batch."""
     seq: Indices
     start: Indices
-    """When the span at which the path leaves the process began, by that process's clock, in nanoseconds."""
+    """Start of the span at which the path leaves the process, by that process's clock, in nanoseconds."""
     end: Indices
-    """When it ended; its start where that is not known."""
+    """End of that span, in nanoseconds; its start where the end is not known."""
 
     def take(self, rows: Indices) -> Paths:
-        """Some of the paths."""
+        """Return the given paths."""
         return Paths(self.process[rows], self.seq[rows], self.start[rows], self.end[rows])
 
     @property
     def length(self) -> Indices:
-        """How many processes each path goes through."""
+        """Number of processes that each path goes through."""
         return (self.process != -1).sum(axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """When spans happened, as their own processes say; one entry a node, and one of -1 for the node above all."""
+    """Sequence numbers and times of spans by their own processes; one entry a node, and one of -1 for the virtual root."""
 
     process: Indices
     seq: Indices
@@ -149,7 +149,7 @@ def forest(nodes: pl.DataFrame) -> Forest:
 
 
 def clocks(nodes: pl.DataFrame) -> Clocks:
-    """Read them off nodes with ProcessId, Seq, ServiceName, Timestamp and Duration."""
+    """Compute clocks from nodes with ProcessId, Seq, ServiceName, Timestamp and Duration."""
     named = pl.col("ProcessId") != ""
     ours = named & ~pl.col("ProcessId").str.starts_with(FOREIGN)
     start = pl.col("Timestamp").cast(pl.Int64)
@@ -165,10 +165,10 @@ def clocks(nodes: pl.DataFrame) -> Clocks:
     return Clocks(*(np.append(column, -1) for column in (process, seq, begin, end)))
 
 
-def paths(nodes: pl.DataFrame, tree: Forest, spans: Indices, said: Clocks | None = None) -> Paths:
-    """Paths of the given nodes; `said` are the `clocks` of all nodes, where they are known."""
-    said = said or clocks(nodes)
-    above = tree.above_process(said.process[:-1])
+def paths(nodes: pl.DataFrame, tree: Forest, spans: Indices, span_clocks: Clocks | None = None) -> Paths:
+    """Return the paths of the given nodes; `span_clocks` are the `clocks` of all nodes, if already computed."""
+    span_clocks = span_clocks or clocks(nodes)
+    above = tree.above_process(span_clocks.process[:-1])
     levels = [spans]
     while (levels[-1] != tree.size).any():
         levels.append(above[levels[-1]])
@@ -176,11 +176,11 @@ def paths(nodes: pl.DataFrame, tree: Forest, spans: Indices, said: Clocks | None
     length = (inwards != tree.size).sum(axis=1, keepdims=True)
     outwards = np.take_along_axis(inwards, np.maximum(length - 1 - np.arange(inwards.shape[1]), -1), axis=1)
     outwards = np.where(np.arange(inwards.shape[1]) < length, outwards, tree.size)
-    return Paths(said.process[outwards], said.seq[outwards], said.start[outwards], said.end[outwards])
+    return Paths(span_clocks.process[outwards], span_clocks.seq[outwards], span_clocks.start[outwards], span_clocks.end[outwards])
 
 
 def agent_names(nodes: pl.DataFrame, tree: Forest, spans: Indices) -> pl.Series:
-    """Names of the agents that the given nodes belong to.
+    """Return the names of the agents that the given nodes belong to.
 
     The nearest ancestor that names an agent; else the outermost CHAIN (LangGraph's plain graphs); else the
     service of the nearest span that is neither the gateway's nor the runner's root; else of the nearest at all.
@@ -192,28 +192,28 @@ def agent_names(nodes: pl.DataFrame, tree: Forest, spans: Indices) -> pl.Series:
     def named(at: Indices, column: str) -> pl.Series:
         return nodes[column].gather(pl.Series(at).replace(tree.size, None).cast(pl.UInt32))
 
-    found = named(tree.nearest(marked(pl.col("AgentName").is_not_null()))[spans], "AgentName")
+    names = named(tree.nearest(marked(pl.col("AgentName").is_not_null()))[spans], "AgentName")
     others: list[tuple[Callable[[Mask], Indices], pl.Expr, str]] = [
         (tree.topmost, pl.col("IsChain"), "SpanName"),
         (tree.nearest, ~IS_GATEWAY & (pl.col("SpanName") != semconv.ROOT_SPAN_NAME), "ServiceName"),
         (tree.nearest, ~IS_GATEWAY, "ServiceName"),
     ]
     for search, which, column in others:
-        if not found.has_nulls():
+        if not names.has_nulls():
             break
-        found = pl.select(pl.coalesce(found, named(search(marked(which))[spans], column))).to_series()
-    return found.fill_null("").alias("AgentName")
+        names = pl.select(pl.coalesce(names, named(search(marked(which))[spans], column))).to_series()
+    return names.fill_null("").alias("AgentName")
 
 
 def order(attempt: Indices, where: Paths, by_gateway: Mask, spans: pl.DataFrame, counted: Mask | None = None) -> Indices:
-    """Rank of each span among those of its attempt, from 0.
+    """Return the rank of each span among those of its attempt, from 0.
 
     Args:
         attempt: the number of each span's attempt.
         where: the spans' paths.
-        by_gateway: which of them a gateway recorded.
+        by_gateway: mask of those that a gateway recorded.
         spans: TraceId and SpanId of each, which break ties; no two are the same.
-        counted: which of them say in what order processes go: calls. The others are placed by them.
+        counted: mask of the calls, which define the order of processes. The others are placed by them.
     """
     counted = np.ones(len(attempt), dtype=np.bool_) if counted is None else counted
     length, rows = where.length, np.arange(len(attempt))
@@ -254,7 +254,7 @@ def order(attempt: Indices, where: Paths, by_gateway: Mask, spans: pl.DataFrame,
 
 
 def _uneven(attempt: Indices, length: Indices) -> bool:
-    """Whether paths of one attempt differ in length."""
+    """Return whether paths of one attempt differ in length."""
     if not len(attempt):
         return False
     least, most = np.full(attempt.max() + 1, np.iinfo(np.int64).max), np.zeros(attempt.max() + 1, dtype=np.int64)
@@ -264,7 +264,7 @@ def _uneven(attempt: Indices, length: Indices) -> bool:
 
 
 def _numbered(*keys: Indices) -> Indices:
-    """A number for each distinct combination."""
+    """Return a number for each distinct combination."""
     at = np.lexsort(keys)
     differs = np.zeros(len(at), dtype=np.bool_)
     for key in keys:
@@ -275,9 +275,9 @@ def _numbered(*keys: Indices) -> Indices:
 
 
 def _taken_straight(group: Indices, length: Indices, level: int, by_gateway: Mask, leaf_process: Indices, counted: Mask) -> Mask:
-    """Whether, of calls whose paths agree down to a level, some leave there for the gateway itself, others for a process.
+    """Return where calls whose paths agree down to a level leave it partly for the gateway itself and partly for a process.
 
-    Only where one gateway took all of them: the counts of two are as little to be compared as their clocks.
+    Only where one gateway recorded all of them: the counts of two are as little comparable as their clocks.
     """
     size = group.max(initial=-1) + 1
 

@@ -1,7 +1,7 @@
-"""Where every call stands in its rollout: its agent, its place, what came before it, what stands around it, and the tools that it ran.
+"""Placement of every call in its rollout: its agent, order, parent, branch, surrounding components, and the tools that it caused.
 
 In: joined calls and their spans. Out: the same calls with AgentName, Order, ParentCallId, Branch, Components and Tools, and the tool calls
-with their causes. Invariant: choices of one call share all of them; the same spans give the same places, whatever else is built with them.
+with their causes. Invariant: choices of one call share all of them; places do not depend on other rollouts in the batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from transition_builder.calls import branches, causes, lineage
-from transition_builder.calls.before import NOBODY, Agents, Past
+from transition_builder.calls.before import NO_CALL, Agents, Past
 from transition_builder.calls.branches import Lists
 from transition_builder.calls.join import Joined
 from transition_builder.calls.lineage import Forest, Indices, Mask
@@ -24,16 +24,16 @@ _SPAN = ["TraceId", "SpanId"]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Calls and tool calls in their places."""
+    """Calls and tool calls with their places."""
 
     calls: pl.DataFrame
     """Canonical calls with AgentName, Order (from 0 in each attempt), ParentCallId (empty: none), Branch, Components (names of the agents,
     chains and tools around the call, outermost first) and Tools (names of the tools that it caused to run, in order)."""
     caused: pl.DataFrame
     """A row a tool call, by attempt and in order: Tool (the node of its outermost span), Nodes (of all its spans), RunId, RolloutId,
-    Attempt, TraceId, SpanId, ToolName, ToolFailed, ToolCallId, ToolArguments, ToolResult (null: no span says so), Duration (of its
+    Attempt, TraceId, SpanId, ToolName, ToolFailed, ToolCallId, ToolArguments, ToolResult (null: not recorded), Duration (of its
     outermost span, in nanoseconds), AgentName (the agent that ran it), CallId (of the first choice of the call that caused it; empty
-    where none did), Asked (whether that call asked for it by its id)."""
+    where none did), Asked (whether that call requested it by its id)."""
 
 
 def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
@@ -43,7 +43,7 @@ def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
         nodes: described, resolved spans.
         joined: of the same nodes.
     """
-    tree, said = joined.tree, lineage.clocks(nodes)
+    tree, span_clocks = joined.tree, lineage.clocks(nodes)
     tools, outer = causes.tool_spans(nodes, tree, joined.call_like)
     runs = causes.facts(nodes, tools, outer)
     spans, first, span_of = np.unique(joined.calls["Node"].to_numpy(), return_index=True, return_inverse=True)
@@ -53,7 +53,7 @@ def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
     )[first]
     things = pl.concat([slim.select(*_ATTEMPT, *_SPAN), runs.select(*_ATTEMPT, *_SPAN)])
     attempt = _numbered(things.select(_ATTEMPT))
-    where = lineage.paths(nodes, tree, np.concatenate([spans, tools]), said)
+    where = lineage.paths(nodes, tree, np.concatenate([spans, tools]), span_clocks)
     recorded = np.append(slim["ByGateway"].to_numpy(), np.zeros(len(tools), dtype=np.bool_))
     rank = lineage.order(attempt, where, recorded, things, np.arange(len(attempt)) < many)
 
@@ -62,65 +62,65 @@ def place(nodes: pl.DataFrame, joined: Joined) -> Placed:
     row_of_span = np.empty(many, dtype=np.int64)
     row_of_span[sort] = np.arange(many)
     agents = Agents.of(nodes, tree, joined.call_like)
-    calls = agents.things(tree, said, slim["TopNode"].to_numpy()[sort], attempt[sort], where.take(sort))
+    calls = agents.things(tree, span_clocks, slim["TopNode"].to_numpy()[sort], attempt[sort], where.take(sort))
     past = Past.of(tree, agents, calls, slim["counts"].to_numpy()[sort], int(attempt.max(initial=-1)) + 1, tools)
 
     row = row_of_span[span_of]
     choices = np.lexsort((joined.calls["Choice"].to_numpy(), row))
     starts = np.flatnonzero(np.diff(row[choices], prepend=-1))
     prompts, responses = (Lists.of(joined.calls[name]).take(choices) for name in ("PromptIds", "ResponseIds"))
-    grown = branches.grow(past, prompts, responses, starts)
+    call_tree = branches.build_call_tree(past, prompts, responses, starts)
 
     key = attempt * (len(attempt) + 1) + rank
     until = np.searchsorted(key[sort], key[many:])
-    cause, by_id = NOBODY * np.ones(len(tools), dtype=np.int64), np.zeros(len(tools), dtype=np.bool_)
+    cause, by_id = NO_CALL * np.ones(len(tools), dtype=np.int64), np.zeros(len(tools), dtype=np.bool_)
     if len(tools) and many:
-        row_of = np.full(tree.size + 1, NOBODY, dtype=np.int64)
+        row_of = np.full(tree.size + 1, NO_CALL, dtype=np.int64)
         row_of[spans] = row_of_span
-        ran = agents.things(tree, said, tools, attempt[many:], where.take(np.arange(many, len(attempt))))
+        ran = agents.things(tree, span_clocks, tools, attempt[many:], where.take(np.arange(many, len(attempt))))
         asked = causes.asked(nodes, runs, ran.attempt, until, row_of[np.append(joined.call_of, tree.size)[: tree.size]], attempt[sort])
-        by_id = asked != NOBODY
+        by_id = asked != NO_CALL
         cause = np.where(by_id, asked, past.latest(ran, until, ended=False))
 
     names = joined.calls["CallId"].gather(choices)
     caused = runs.with_columns(
         lineage.agent_names(nodes, tree, tree.parent[tools]),
-        _gathered(names, np.where(cause == NOBODY, NOBODY, starts[cause] if many else cause)).alias("CallId"),
+        _gathered(names, np.where(cause == NO_CALL, NO_CALL, starts[cause] if many else cause)).alias("CallId"),
         Asked=pl.Series(by_id, dtype=pl.Boolean),
     )[np.lexsort((rank[many:], attempt[many:]))]
     placed = joined.calls.with_columns(
         lineage.agent_names(nodes, tree, spans).gather(span_of),
         _components(nodes, tree, joined.call_like, slim["TopNode"].to_numpy()).gather(span_of),
-        _gathered(names, grown.choice[row]).alias("ParentCallId"),
+        _gathered(names, call_tree.choice[row]).alias("ParentCallId"),
         _tools(caused, joined.calls["CallId"].gather(choices[starts])).gather(row),
         Order=row - past.first[attempt[span_of]],
-        Branch=grown.branch[row],
+        Branch=call_tree.branch[row],
     )
     return Placed(placed, caused)
 
 
 def _numbered(attempts: pl.DataFrame) -> Indices:
-    """A number for each attempt, from 0."""
+    """Return a number for each attempt, from 0."""
     index = attempts.unique(maintain_order=True).with_row_index("attempt")
     return attempts.join(index, on=_ATTEMPT, how="left", maintain_order="left")["attempt"].cast(pl.Int64).to_numpy()
 
 
 def _gathered(names: pl.Series, at: Indices) -> pl.Series:
-    """Names at places, empty for NOBODY."""
+    """Return the names at the given places, empty for NO_CALL."""
     if not len(names):
         return pl.Series([""]).new_from_index(0, len(at))
-    return names.gather(pl.Series(at, dtype=pl.Int64).replace(NOBODY, None).cast(pl.UInt32)).fill_null("")
+    return names.gather(pl.Series(at, dtype=pl.Int64).replace(NO_CALL, None).cast(pl.UInt32)).fill_null("")
 
 
 def _tools(caused: pl.DataFrame, calls: pl.Series) -> pl.Series:
-    """Names of the tools that each of the calls caused to run."""
+    """Return the names of the tools that each of the calls caused to run."""
     ran = caused.lazy().filter(pl.col("CallId") != "").group_by("CallId").agg(pl.col("ToolName").fill_null("").alias("Tools"))
     frame = calls.alias("CallId").to_frame().lazy().join(ran, on="CallId", how="left", maintain_order="left")
     return frame.select(pl.col("Tools").fill_null([])).collect().to_series()
 
 
 def _components(nodes: pl.DataFrame, tree: Forest, call_like: Mask, tops: Indices) -> pl.Series:
-    """Names of the agents, chains and tools around each of the spans, outermost first."""
+    """Return the names of the agents, chains and tools around each of the spans, outermost first."""
     named = nodes.select("IsChain", "IsTool", IsAgent=pl.col("AgentName").is_not_null())
     around = (named["IsChain"] | named["IsTool"] | named["IsAgent"]).to_numpy() & ~call_like
     nearest = tree.nearest(around)

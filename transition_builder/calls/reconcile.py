@@ -1,22 +1,22 @@
-"""What becomes of each call: kept, or dropped with the first reason that holds.
+"""Conclusion of each call: kept, or dropped with the first reason that holds.
 
 In: placed canonical calls and the verdicts on their rollouts. Out: the same calls with Reason (empty: kept), Detail and Turn, and one
 row for each rollout whose final attempt has no calls. Invariant (law 2): every call gets exactly one conclusion.
 
 The first reason that holds is the one that is written, in this order:
 
-1. whose call it is: shared_trace, superseded_attempt;
-2. whether it is a call of its own that we can read: duplicate, unknown_convention;
-3. what befell its rollout: incomplete, attempt_failed (the attempt failed, and has no reward for that);
-4. what the build leaves out: not_selected, by agent, model, policy, tool, component;
-5. what came of it: aborted, call_failed, retried, unfinished;
-6. what is known of it: redacted, other_modality, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;
-7. whether it can be trained: unknown_version, unknown_sampling, other_tokenizer, mixed_versions (where builder.mixed_versions = drop),
+1. its rollout and attempt: shared_trace, superseded_attempt;
+2. its record: duplicate, unknown_convention;
+3. the state of its rollout: incomplete, attempt_failed (the attempt failed, and has no reward for that);
+4. the selection of the build: not_selected, by agent, model, policy, tool, component;
+5. its outcome: aborted, call_failed, retried, unfinished;
+6. its data: redacted, other_modality, attributes_dropped, no_token_ids, retokenized, empty_response, no_logprobs;
+7. fitness for training: unknown_version, unknown_sampling, other_tokenizer, mixed_versions (where builder.mixed_versions = drop),
    other_distribution, over_length;
-8. whether its rollout is worth anything: no_reward. Last, because a reward mends no call that lacks something of its own.
+8. the reward of its rollout: no_reward. Last, because a reward fixes no call that lacks something of its own.
 
-So a try that failed is call_failed, whether or not the client asked again; retried is one that was answered, and not used. A rollout
-without calls is incomplete, attempt_failed or no_calls. What the trainer refuses later (stale, say) is in its ledger, not here.
+So a call that failed is call_failed, whether or not the client retried; retried is one that was answered and not used. A rollout
+without calls is incomplete, attempt_failed or no_calls. Rollouts that the trainer skips later (as stale, say) are in its ledger.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from transition_builder.frames import Verdict
 from transition_builder.schemas import NANOSECONDS, SAMPLING
 
 RETOKENIZED = "retokenized"
-"""IdsSource of ids that the gateway made from a text."""
+"""IdsSource of token ids that the gateway computed from a text."""
 ARRAYS = {"PromptIds": "PromptTokens", "ResponseIds": "ResponseTokens", "Logprobs": "LogprobCount"}
-"""A call's arrays, and what their lengths are called."""
+"""Array columns of a call, and the columns of their lengths."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _ATTEMPT = [*_ROLLOUT, "Attempt"]
 _OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
@@ -49,24 +49,24 @@ _ABSENT = {
     "Tools": pl.lit([], pl.List(pl.String)),
     "Components": pl.lit([], pl.List(pl.String)),
 }
-"""What a call is taken for where nothing says otherwise."""
+"""Defaults of columns that a call may lack."""
 
 
 def without_arrays(calls: pl.DataFrame) -> pl.DataFrame:
-    """Calls with the lengths of ARRAYS in their place, and Row: everything that is decided needs no more, and joins copy what they join."""
+    """Replace ARRAYS by their lengths and add Row: decisions need no more, and joins copy what they join."""
     lengths = [pl.col(name).list.len().fill_null(0).alias(length) for name, length in ARRAYS.items()]
     return calls.select(pl.exclude(*ARRAYS), *lengths, Row=pl.int_range(pl.len(), dtype=pl.UInt32))
 
 
 def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
-    """Add what the root knows, Reason (empty: kept), Detail, Reshaping (what reshaped the sampling distribution) and Turn.
+    """Add the facts of the root, Reason (empty: kept), Detail, Reshaping (what reshaped the sampling distribution) and Turn.
 
     Args:
         calls: canonical, placed calls `without_arrays`: of `join.CANONICAL`, AgentName and Order, and those columns of `_ABSENT` that are
             known.
         rollouts: ROLLOUTS, all of the calls' among them.
-        faults: rollouts that nobody rewarded: RunId, RolloutId, fault (why).
-        spec: the selection, and what a call may be.
+        faults: rollouts without a usable reward: RunId, RolloutId, fault (why).
+        spec: the selection, and the conditions on calls.
     """
     facts = rollouts.select(*_ROLLOUT, *_OF_ROOT, "Failure", "Verdict", "Attempt", "Detail").rename(
         {"Attempt": "final_attempt", "Detail": "root_detail"}
@@ -74,9 +74,16 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     known = calls.with_columns(**{name: value for name, value in _ABSENT.items() if name not in calls.columns})
     known = known.join(facts, on=_ROLLOUT).join(faults, on=_ROLLOUT, how="left")
     reason, detail = _first(
-        _whose() + _is_it_one() + _rollout_reasons() + _selection(spec) + _outcome() + _known(spec) + _trainable(spec) + _worth()
+        _ownership()
+        + _identity()
+        + _rollout_reasons()
+        + _selection(spec)
+        + _outcome()
+        + _known(spec)
+        + _trainable(spec)
+        + _reward_reasons()
     )
-    selected, _ = _first(_is_it_one() + _selection(spec))
+    selected, _ = _first(_identity() + _selection(spec))
     counts = (selected == "") & ~_failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
     turned = known.with_columns(Reason=reason, Detail=detail, Reshaping=_reshaping(), counts=counts)
     turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(_ATTEMPT).cast(pl.Int64) - 1
@@ -86,17 +93,17 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
 Rule = tuple[DropReason, pl.Expr, pl.Expr]
 
 
-def _whose() -> list[Rule]:
+def _ownership() -> list[Rule]:
     superseded = pl.col("Attempt") != pl.col("final_attempt")
     shared = (DropReason.SHARED_TRACE, pl.col("Shared"), pl.format("trace {}", "TraceId"))
     return [shared, (DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt"))]
 
 
-def _is_it_one() -> list[Rule]:
-    told = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(pl.lit(""))
+def _identity() -> list[Rule]:
+    model_detail = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(pl.lit(""))
     return [
         (DropReason.DUPLICATE, pl.col("DuplicateOf") != "", pl.format("call {} counts", "DuplicateOf")),
-        (DropReason.UNKNOWN_CONVENTION, pl.col("Convention") == UNKNOWN, told),
+        (DropReason.UNKNOWN_CONVENTION, pl.col("Convention") == UNKNOWN, model_detail),
     ]
 
 
@@ -107,13 +114,16 @@ def _rollout_reasons() -> list[Rule]:
     ]
 
 
-def _worth() -> list[Rule]:
+def _reward_reasons() -> list[Rule]:
     return [(DropReason.NO_REWARD, pl.col("fault").is_not_null(), pl.col("fault"))]
 
 
 def _selection(spec: BuilderSettings) -> list[Rule]:
-    names = [(one, pl.when(one.value != "").then(one.value).otherwise(pl.lit("none"))) for one in conditions(spec.selection)]
-    return [(DropReason.NOT_SELECTED, ~one.holds, pl.format(f"{one.what} {{}}", name)) for one, name in names]
+    names = [
+        (condition, pl.when(condition.value != "").then(condition.value).otherwise(pl.lit("none")))
+        for condition in conditions(spec.selection)
+    ]
+    return [(DropReason.NOT_SELECTED, ~condition.holds, pl.format(f"{condition.what} {{}}", name)) for condition, name in names]
 
 
 def _failed() -> pl.Expr:
@@ -123,7 +133,7 @@ def _failed() -> pl.Expr:
 def _outcome() -> list[Rule]:
     silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
     nothing = pl.lit("")
-    # Who tells of a failure does not always know its status.
+    # Records of a failure do not always have its status.
     status, kind = pl.when(pl.col("HttpStatus") > 0).then(pl.format("HTTP {}", "HttpStatus")), pl.when(pl.col("ErrorType") != "")
     failure = pl.concat_str(status, kind.then("ErrorType"), separator=" ", ignore_nulls=True)
     return [
@@ -173,7 +183,7 @@ def _trainable(spec: BuilderSettings) -> list[Rule]:
 
 
 def _knows_versions() -> pl.Expr:
-    """Whether the versions of all response tokens are known: the first begins at token 0, and each later one at a later token."""
+    """Return whether the versions of all response tokens are known: the first begins at token 0, each later one at a later token."""
     starts, versions = pl.col("Versions.Start").cast(pl.List(pl.Int64)), pl.col("Versions.Version")
     rising = starts.list.diff(null_behavior="drop").list.min().fill_null(1) > 0
     within = (starts.list.first() == 0) & (starts.list.last() < pl.col("ResponseTokens")) & (starts.list.len() == versions.list.len())
@@ -188,7 +198,7 @@ _NEUTRAL = {
     "FrequencyPenalty": ("frequency_penalty", 0.0),
     "RepetitionPenalty": ("repetition_penalty", 1.0),
 }
-"""Columns of sampling parameters -> their names in requests, and the values that leave the distribution as the model gives it."""
+"""Columns of sampling parameters -> their names in requests, and the values that leave the model's distribution unchanged."""
 
 
 def _reshapes(column: str) -> pl.Expr:
@@ -198,28 +208,28 @@ def _reshapes(column: str) -> pl.Expr:
 
 
 def _dropped_where_reshaped(spec: BuilderSettings) -> pl.Expr:
-    """Whether a reshaped call drops: one of a held-out rollout is measured and never trained, so it stays."""
+    """Return whether a reshaped call is dropped; calls of held-out rollouts are measured and never trained, so they stay."""
     return pl.lit(spec.reshaped == "drop") & ~pl.col("Mode").is_in([mode.value for mode in HELD_OUT_MODES])
 
 
 def _reshaping() -> pl.Expr:
-    """What reshaped the distribution, so that a temperature alone does not say what the response was sampled from; empty: nothing."""
+    """Describe what reshaped the distribution, so that a temperature alone does not define it; empty: nothing."""
     named = [pl.when(_reshapes(column)).then(pl.format(f"{name}={{}}", column)) for column, (name, _) in _NEUTRAL.items()]
     masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
     return pl.concat_str([*named, masked], separator=", ", ignore_nulls=True)
 
 
 def _first(rules: list[Rule]) -> tuple[pl.Expr, pl.Expr]:
-    """The reason and the detail of the first rule that holds; empty texts where none does."""
+    """Return the reason and the detail of the first rule that holds; empty texts where none does."""
     reason = detail = pl.lit("")
-    for name, holds, why in reversed(rules):
+    for name, holds, detail_of_rule in reversed(rules):
         reason = pl.when(holds).then(pl.lit(name.value)).otherwise(reason)
-        detail = pl.when(holds).then(why).otherwise(detail)
+        detail = pl.when(holds).then(detail_of_rule).otherwise(detail)
     return reason, detail
 
 
 def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """One drop for each rollout whose final attempt has no calls."""
+    """Return one drop for each rollout whose final attempt has no calls."""
     incomplete = pl.col("Verdict") == Verdict.INCOMPLETE.value
     failed = pl.col("Failure") != ""
     alone = rollouts.join(calls.select(_ATTEMPT), on=_ATTEMPT, how="anti").with_columns(

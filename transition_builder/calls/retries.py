@@ -1,12 +1,12 @@
-"""Tries of one call, and calls that were recorded twice.
+"""Retries of one call, and calls that were recorded twice.
 
-In: canonical calls and what they are tries of. Out: the same calls with Retried and DuplicateOf. Invariant: of several tries of one call
-exactly one is not Retried, and of several recordings exactly one is no duplicate; choices of one span are neither.
+In: canonical calls and what they are retries of. Out: the same calls with Retried and DuplicateOf. Invariant: of several retries of one
+call exactly one is not Retried, and of several recordings exactly one is no duplicate; choices of one span are neither.
 
-A client that tries again makes several calls below one span of its own. The one whose response id is the client's answer's was used;
+A client that retries makes several calls below one span of its own. The one whose response id is the client's answer's was used;
 else the last, in order, that was answered well; else the last. The agent never saw the others.
 
-A call is a duplicate of another where two gateways that stand behind each other recorded it (one's span lies below the other's), or where
+A call is a duplicate of another where two chained gateways recorded it (one's span lies below the other's), or where
 both have the same response id and the same token ids in one attempt. The outer one counts, unless it has no ids and the other has; of
 two that are not linked the one that the agent's spans lead to, else the first by span id.
 """
@@ -34,9 +34,9 @@ def mark(
         calls: canonical calls.
         nodes: described spans.
         tree: over the same nodes.
-        tried: for each row of `calls` the client's span of which it is one of several tries.
+        tried: for each row of `calls` the client's span of which it is one of several retries.
         chained: for each row the gateway's span above it.
-        none: in place of either.
+        none: value in place of either where there is none.
         answered: response ids of the answers of those clients.
     """
     retried = np.zeros(calls.height, dtype=np.bool_)
@@ -52,20 +52,22 @@ def _unused(calls: pl.DataFrame, nodes: pl.DataFrame, tree: Forest, tried: Indic
     facts = calls.select(*_SPAN, "ResponseId", "ByGateway", good=~failed() & ~pl.col("Aborted"))[first]
     where = lineage.paths(nodes, tree, spans)
     order = lineage.order(group, where, facts["ByGateway"].to_numpy(), facts)
-    theirs = np.array([said in answered.get(head, ()) for said, head in zip(facts["ResponseId"], tried[first].tolist(), strict=True)])
-    best = np.lexsort((order, facts["good"].to_numpy(), theirs, group))
+    is_clients_answer = np.array(
+        [response_id in answered.get(head, ()) for response_id, head in zip(facts["ResponseId"], tried[first].tolist(), strict=True)]
+    )
+    best = np.lexsort((order, facts["good"].to_numpy(), is_clients_answer, group))
     used = np.zeros(len(spans), dtype=np.bool_)
     used[best[np.append(np.flatnonzero(np.diff(group[best])), len(best) - 1)]] = True
     return ~used[row]
 
 
 def failed() -> pl.Expr:
-    """Whether a call was answered with an error, or not at all."""
+    """Return whether a call was answered with an error, or not at all."""
     return (pl.col("ErrorType") != "") | (pl.col("HttpStatus") >= 400)
 
 
 def _duplicates(calls: pl.DataFrame, chained: Indices, none: int) -> pl.Series:
-    """The CallId that each call is a duplicate of; empty for the others."""
+    """Return the CallId that each call is a duplicate of; empty for the others."""
     repeated = calls["ResponseId"].set(calls["Choice"] != 0, "")
     twice = repeated.is_duplicated() & (repeated != "")
     linked = chained != none
@@ -101,7 +103,7 @@ def _bytes(ids: pl.Series) -> bytes:
 
 
 def _link(slim: pl.DataFrame, none: int, original: dict[int, int]) -> None:
-    """Gateways behind each other: `outer` is the node of the outer span."""
+    """Mark duplicates among calls of chained gateways; `outer` is the node of the outer span."""
     at = {(node, choice): row for row, node, choice in slim.select("row", "Node", "Choice").iter_rows()}
     ids = dict(slim.select("row", "ids").iter_rows())
     for row, choice, node in slim.filter(pl.col("outer") != none).select("row", "Choice", "outer").iter_rows():

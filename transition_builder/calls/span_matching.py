@@ -1,24 +1,24 @@
-"""Spans that tell of one call and are not linked: which goes with which.
+"""Span matching: unlinked spans that describe the same call.
 
-In: families of call spans (each linked family is one `Kin`) of one attempt. Out: which family hangs below which, and which ones are told
-of by others without it being clear by whom. Invariant: nothing depends on the order in which families are given; a family is hung below
+In: call groups (each linked group of spans is one `Kin`) of one attempt. Out: the group that each hangs below, and the groups that are
+absorbed by others without a definite match. Invariant: nothing depends on the order in which groups are given; a group is hung below
 one other at most.
 
-A family goes below another, in whose spans it does not lie, that is further from the wire (framework above client above HTTP request
+A group goes below another, in whose spans it does not lie, that is further from the wire (framework above client above HTTP request
 above gateway and engine), or below one of another convention at the same distance (two instrumentations side by side), where the first of
 these holds:
 
 1. they name the same response id;
 2. the lower is the gateway's, and their answers' token ids are equal, in the order of each where several have the same;
 3. in one process the upper began before the lower, and had not ended when the lower began; models, token counts, response ids and token
-   ids agree as far as both say them (a framework or client that does not say when it ended is taken for one that had not, but not by bare
+   ids agree as far as both have them (a framework or client without an end time counts as not ended, but not for bare
    requests). Of several uppers one with equal token counts goes first, then one that has nothing below it yet, then the earliest. Two of
-   the same distance must both say equal token counts;
-4. model and token counts are those of a call that the gateway recorded, and as many others say the same as the gateway recorded.
+   the same distance must both have equal token counts;
+4. model and token counts are those of a call that the gateway recorded, and as many others have the same as the gateway recorded.
 
-What is left over is no call of its own (`told`) where, in an attempt that the gateway recorded, it ended in an error, or calls of the
-gateway remain that nobody else speaks for, as many as there are; where another family of its process began inside it, or may have (it
-does not say when it ended); and, for an engine's span, where a call remains that has none.
+A remaining group is no call of its own (`absorbed`) where, in an attempt that the gateway recorded, it ended in an error, or an unmatched
+call of the gateway remains for it; where another group of its process began inside it, or may have (its end is
+not known); and, for an engine's span, where a call remains that has none.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ ENGINE, GATEWAY, REQUEST, CLIENT, FRAMEWORK = range(5)
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """A linked family of call spans."""
+    """Linked group of spans of a call."""
 
     name: int
-    """Any number of its own."""
+    """Unique number of the group."""
     top: int
-    """How far its outermost span is from the wire."""
+    """Distance of its outermost span from the wire."""
     bottom: int
-    """How far its innermost one is; HTTP requests and engines count only where there is nothing else."""
+    """Distance of its innermost span from the wire; HTTP requests and engines count only where there is nothing else."""
     place: tuple[str, int, str]
     """Process, sequence number or time there, span id: where its outermost span began."""
     start: int
     end: int
-    """By its process's clock, in nanoseconds; equal where it is not known when it ended."""
+    """Start and end by its process's clock, in nanoseconds; equal where the end is not known."""
     convention: str
     failed: bool
     engine: bool
-    """Whether an engine's span is among them."""
+    """True if an engine's span is in the group."""
     responses: frozenset[str] = frozenset()
     ids: frozenset[tuple[bytes, bytes]] = frozenset()
     """Token ids of prompt and response."""
     model: str | None = None
     tokens: tuple[int, int] | None = None
-    """Of prompt and response."""
+    """Numbers of tokens of prompt and response."""
     inside: frozenset[int] = frozenset()
-    """The families in whose spans it lies, with an agent or a tool between."""
+    """Groups in whose spans it lies, with an agent or a tool between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """What became of them, by their names."""
+    """Result of matching groups, by their names: the group that each hangs below, and groups that are no calls of their own."""
 
     below: dict[int, int]
-    told: frozenset[int]
+    absorbed: frozenset[int]
 
 
-def pair(kin: Iterable[Kin]) -> Paired:
-    """Pair the families of one attempt."""
-    some = sorted(kin, key=lambda one: (one.place, one.name))
+def pair(groups: Iterable[Kin]) -> Paired:
+    """Match the call groups of one attempt."""
+    ordered = sorted(groups, key=lambda group: (group.place, group.name))
     below = dict[int, int]()
-    for lower, upper in _by_response(some):
+    for lower, upper in _by_response(ordered):
         _hang(below, lower, upper)
-    for lower, upper in _by_ids([one for one in some if one.name not in below and one.name not in below.values()]):
+    for lower, upper in _by_ids([group for group in ordered if group.name not in below and group.name not in below.values()]):
         _hang(below, lower, upper)
-    for lower in some:
-        if lower.name not in below and (upper := _around(lower, some, below)) is not None:
+    for lower in ordered:
+        if lower.name not in below and (upper := _around(lower, ordered, below)) is not None:
             _hang(below, lower, upper)
-    for lower, upper in _by_tokens([one for one in some if one.name not in below and one.name not in below.values()], below):
+    for lower, upper in _by_tokens([group for group in ordered if group.name not in below and group.name not in below.values()], below):
         _hang(below, lower, upper)
-    return Paired(below, frozenset(_told(some, below)))
+    return Paired(below, frozenset(_absorbed(ordered, below)))
 
 
 def _hang(below: dict[int, int], lower: Kin, upper: Kin) -> None:
@@ -92,7 +92,7 @@ def _hang(below: dict[int, int], lower: Kin, upper: Kin) -> None:
 
 
 def _fits(lower: Kin, upper: Kin) -> bool:
-    """Whether one may hang below the other."""
+    """Return whether a group may hang below another."""
     if lower is upper or upper.name in lower.inside:
         return False
     beside = (
@@ -103,54 +103,62 @@ def _fits(lower: Kin, upper: Kin) -> bool:
     return upper.bottom >= CLIENT and (lower.top < upper.bottom or beside)
 
 
-def _by_response(kin: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
-    """Pairs that name one response: each with the nearest one further from the wire."""
+def _by_response(groups: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
+    """Yield pairs that name one response: each with the nearest one further from the wire."""
     sharing = dict[str, list[Kin]]()
-    for one in kin:
-        for response in sorted(one.responses):
-            sharing.setdefault(response, []).append(one)
+    for group in groups:
+        for response in sorted(group.responses):
+            sharing.setdefault(response, []).append(group)
     for together in sharing.values():
         for lower in together if len(together) > 1 else []:
             uppers = [upper for upper in together if _fits(lower, upper)]
             if uppers:
-                yield lower, min(uppers, key=lambda one: one.bottom)
+                yield lower, min(uppers, key=lambda group: group.bottom)
 
 
-def _by_ids(kin: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
-    """Calls of the gateway, and those whose answers have the same token ids and name no other response."""
-    left = [one for one in kin if one.bottom >= CLIENT and one.ids]
-    for lower in [one for one in kin if one.top <= REQUEST and one.bottom == GATEWAY and one.ids] if left else []:
-        upper = next((one for one in left if one.ids == lower.ids and _same(one.responses, lower.responses)), None)
+def _by_ids(groups: Sequence[Kin]) -> Iterator[tuple[Kin, Kin]]:
+    """Yield gateway calls and groups whose answers have the same token ids and name no other response."""
+    unmatched = [group for group in groups if group.bottom >= CLIENT and group.ids]
+    for lower in [group for group in groups if group.top <= REQUEST and group.bottom == GATEWAY and group.ids] if unmatched else []:
+        upper = next((group for group in unmatched if group.ids == lower.ids and _same(group.responses, lower.responses)), None)
         if upper is not None:
-            left.remove(upper)
+            unmatched.remove(upper)
             yield lower, upper
 
 
-def _same(one: frozenset[object], other: frozenset[object]) -> bool:
-    """Whether two sets may be of one call: each says nothing, or they share something."""
-    return not one or not other or not one.isdisjoint(other)
+def _same(left: frozenset[object], right: frozenset[object]) -> bool:
+    """Return whether two sets may be of one call: one of them is empty, or they share something."""
+    return not left or not right or not left.isdisjoint(right)
 
 
-def _around(lower: Kin, kin: Sequence[Kin], below: dict[int, int]) -> Kin | None:
-    """The family of the same process in which one began."""
+def _around(lower: Kin, groups: Sequence[Kin], below: dict[int, int]) -> Kin | None:
+    """Return the group of the same process in which another began."""
     taken = set(below.values())
-    found = list[Kin]()
-    for upper in kin:
+    candidates = list[Kin]()
+    for upper in groups:
         if upper.place >= lower.place:
             break
         if _fits(lower, upper) and _began_inside(lower, upper) and _agree(lower, upper):
-            found.append(upper)
-    equal = [one for one in found if one.tokens is not None and one.tokens == lower.tokens]
-    beside = [one for one in equal if one.bottom == lower.top]
-    found = [one for one in found if one.bottom != lower.top] or beside
-    if not found:
+            candidates.append(upper)
+    equal = [group for group in candidates if group.tokens is not None and group.tokens == lower.tokens]
+    beside = [group for group in equal if group.bottom == lower.top]
+    candidates = [group for group in candidates if group.bottom != lower.top] or beside
+    if not candidates:
         return None
-    return min(found, key=lambda one: (one.bottom, one not in equal, one.name in taken, one.place if one.name not in taken else _late(one)))
+    return min(
+        candidates,
+        key=lambda group: (
+            group.bottom,
+            group not in equal,
+            group.name in taken,
+            group.place if group.name not in taken else _latest_first(group),
+        ),
+    )
 
 
-def _late(one: Kin) -> tuple[str, int, str]:
-    # Where all have something below them already, it is a further try of the one that began last.
-    return (one.place[0], -one.place[1], one.place[2])
+def _latest_first(group: Kin) -> tuple[str, int, str]:
+    # Where all have something below them already, it is a further retry of the one that began last.
+    return (group.place[0], -group.place[1], group.place[2])
 
 
 def _began_inside(lower: Kin, upper: Kin) -> bool:
@@ -161,55 +169,60 @@ def _began_inside(lower: Kin, upper: Kin) -> bool:
     return lower.start <= upper.end
 
 
-def _agree(one: Kin, other: Kin) -> bool:
-    tokens = one.tokens is None or other.tokens is None or one.tokens == other.tokens
-    return tokens and _same_model(one.model, other.model) and _same(one.responses, other.responses) and _same(one.ids, other.ids)
+def _agree(left: Kin, right: Kin) -> bool:
+    tokens = left.tokens is None or right.tokens is None or left.tokens == right.tokens
+    return tokens and _same_model(left.model, right.model) and _same(left.responses, right.responses) and _same(left.ids, right.ids)
 
 
-def _same_model(one: str | None, other: str | None) -> bool:
-    if not one or not other:
+def _same_model(left: str | None, right: str | None) -> bool:
+    if not left or not right:
         return True
     # A router's prefix (openai/gpt), a dated name for an undated one.
-    short, long = sorted((one.rsplit("/", 1)[-1], other.rsplit("/", 1)[-1]), key=len)
+    short, long = sorted((left.rsplit("/", 1)[-1], right.rsplit("/", 1)[-1]), key=len)
     return long.startswith(short)
 
 
-def _by_tokens(kin: Sequence[Kin], below: dict[int, int]) -> Iterator[tuple[Kin, Kin]]:
-    """Calls of the gateway, and those that say as many tokens, in the order of each."""
-    for tokens in sorted({one.tokens for one in kin if one.top == GATEWAY and one.tokens is not None}):
-        recorded = [one for one in kin if one.top == GATEWAY and one.tokens == tokens]
-        uppers = [one for one in kin if one.bottom >= CLIENT and one.tokens == tokens and one.name not in below]
+def _by_tokens(groups: Sequence[Kin], below: dict[int, int]) -> Iterator[tuple[Kin, Kin]]:
+    """Yield gateway calls and groups with the same token counts, in the order of each."""
+    for tokens in sorted({group.tokens for group in groups if group.top == GATEWAY and group.tokens is not None}):
+        recorded = [group for group in groups if group.top == GATEWAY and group.tokens == tokens]
+        uppers = [group for group in groups if group.bottom >= CLIENT and group.tokens == tokens and group.name not in below]
         for bottom in (CLIENT, FRAMEWORK):
-            some = [one for one in uppers if one.bottom == bottom]
-            one_clock = len({one.place[0] for one in some}) == 1 == len({one.place[0] for one in recorded})
-            if len(some) == len(recorded) and one_clock and all(_same_model(one.model, recorded[0].model) for one in some):
-                yield from zip(recorded, some, strict=True)
+            uppers_at_bottom = [group for group in uppers if group.bottom == bottom]
+            one_clock = len({group.place[0] for group in uppers_at_bottom}) == 1 == len({group.place[0] for group in recorded})
+            if (
+                len(uppers_at_bottom) == len(recorded)
+                and one_clock
+                and all(_same_model(group.model, recorded[0].model) for group in uppers_at_bottom)
+            ):
+                yield from zip(recorded, uppers_at_bottom, strict=True)
                 break
 
 
-def _told(kin: Sequence[Kin], below: dict[int, int]) -> Iterator[int]:
-    """Families that are no calls of their own."""
+def _absorbed(groups: Sequence[Kin], below: dict[int, int]) -> Iterator[int]:
+    """Yield the names of groups that are no calls of their own."""
     taken = set(below.values())
-    gateway = any(one.bottom == GATEWAY for one in kin)
-    # Calls of the gateway for which nobody speaks.
-    left = [one for one in kin if one.bottom == GATEWAY and one.top <= REQUEST and one.name not in below]
-    loose = [one for one in kin if one.bottom >= REQUEST and one.name not in below and one.name not in taken]
-    for one in sorted(loose, key=lambda one: (abs(one.bottom - CLIENT), one.bottom, one.place, one.name)):
-        if gateway and one.failed:
-            yield one.name
-        elif mine := [call for call in left if _agree(one, call)]:
-            left.remove(mine[0])
-            yield one.name
-        elif one.bottom == FRAMEWORK and any(
-            other.top in (CLIENT, REQUEST) and _began_inside(other, one) if one.end > one.start else _of_client(other, one) for other in kin
+    gateway = any(group.bottom == GATEWAY for group in groups)
+    # Calls of the gateway without a match.
+    unmatched = [group for group in groups if group.bottom == GATEWAY and group.top <= REQUEST and group.name not in below]
+    loose = [group for group in groups if group.bottom >= REQUEST and group.name not in below and group.name not in taken]
+    for group in sorted(loose, key=lambda group: (abs(group.bottom - CLIENT), group.bottom, group.place, group.name)):
+        if gateway and group.failed:
+            yield group.name
+        elif matches := [call for call in unmatched if _agree(group, call)]:
+            unmatched.remove(matches[0])
+            yield group.name
+        elif group.bottom == FRAMEWORK and any(
+            other.top in (CLIENT, REQUEST) and _began_inside(other, group) if group.end > group.start else _of_client(other, group)
+            for other in groups
         ):
-            yield one.name
-    without = [one for one in kin if one.bottom > ENGINE and not one.engine and one.name not in below]
-    for one in kin:
-        if one.bottom == ENGINE and one.name not in below and (mine := [call for call in without if _agree(one, call)]):
-            without.remove(mine[0])
-            yield one.name
+            yield group.name
+    without = [group for group in groups if group.bottom > ENGINE and not group.engine and group.name not in below]
+    for group in groups:
+        if group.bottom == ENGINE and group.name not in below and (matches := [call for call in without if _agree(group, call)]):
+            without.remove(matches[0])
+            yield group.name
 
 
-def _of_client(other: Kin, one: Kin) -> bool:
-    return other.top == CLIENT and other.place[0] == one.place[0] and one.name not in other.inside
+def _of_client(other: Kin, group: Kin) -> bool:
+    return other.top == CLIENT and other.place[0] == group.place[0] and group.name not in other.inside

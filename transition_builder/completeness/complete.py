@@ -1,11 +1,11 @@
-"""When a rollout may be built.
+"""Completeness: the decision on when a rollout may be built.
 
 In: what has arrived of it (`facts`): the roots of its attempts, and how many of its calls and evaluations, all dated by
 the store's clock. Out: one row a rollout with a verdict. Invariant: nothing partial is ever complete.
 
 A rollout ends with the runner's final mark. It is complete when, for its final attempt, as many of its
 calls have arrived as the gateway answered, and a reward or a failure has arrived, or SQL or rules alone give the reward; without such a
-number (no gateway), when nothing new has come for `quiet_seconds`. Calls of earlier attempts are waited for as well, so that
+number (no gateway), when nothing new has come for `quiet_seconds`. It waits for calls of earlier attempts as well, so that
 each can be dropped by name. `incomplete_after_seconds` after the final root arrived the waiting ends: a final
 attempt that lacks calls is incomplete; one that lacks only its reward is complete, and has no reward.
 """
@@ -30,10 +30,10 @@ _NAMES = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 
 
 def facts(arrivals: pl.DataFrame) -> Facts:
-    """What ARRIVALS tell of their rollouts."""
+    """Extract the facts of completeness from ARRIVALS."""
     where = [*_NAMES, "TraceId"]
-    said = arrivals.filter(pl.col("RowKind") != "span")
-    scored = said.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
+    evaluation_rows = arrivals.filter(pl.col("RowKind") != "span")
+    scored = evaluation_rows.filter(attribute(semconv.EVALUATION_SCORE).is_not_null())
     evaluations = scored.group_by(where).agg(pl.struct("SpanId", "Choice").n_unique().cast(pl.UInt64).alias("Evaluations"))
     presence = (
         arrivals.group_by(where)
@@ -46,7 +46,7 @@ def facts(arrivals: pl.DataFrame) -> Facts:
 
 
 def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
-    """Spans of calls that a gateway counts for an attempt: those that name it, once where gateways stand behind each other."""
+    """Return spans of calls that a gateway counts for an attempt: those that name it, once where gateways are chained."""
     links = ["TraceId", "SpanId", "ParentSpanId"]
     spans = arrivals.select(*_NAMES, *links, "RowKind", by_gateway=IS_GATEWAY).filter(pl.col("RowKind") == "span")
     spans = spans.unique(["TraceId", "SpanId"], keep="first", maintain_order=True)
@@ -57,7 +57,7 @@ def _counted(arrivals: pl.DataFrame) -> pl.DataFrame:
 
 
 def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
-    """ROOTS among ARRIVALS: of each the first delivery that is final, else the first."""
+    """Return ROOTS among ARRIVALS: of each the first delivery that is final, else the first."""
     root = (pl.col("SpanName") == semconv.ROOT_SPAN_NAME) & (pl.col("RowKind") == "span") & NAMED
     return conform(
         arrivals.filter(root)
@@ -78,7 +78,7 @@ def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
 
 
 def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
-    """Judge every rollout that has a final root.
+    """Decide on every rollout that has a final root.
 
     Args:
         facts: of the rollouts in question; a span counts once however often it was delivered.
@@ -88,7 +88,7 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     Returns:
         ROLLOUTS, waiting ones included.
     """
-    # A worker that died may have written a root before somebody wrote the one that ends the rollout.
+    # A worker that died may have written a root before another one wrote the root that ends the rollout.
     roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique([*_ROLLOUT, "Attempt"], keep="first", maintain_order=True)
     final = roots.filter("Final").unique(_ROLLOUT, keep="last", maintain_order=True)
     last = final.select(*_ROLLOUT, pl.col("Attempt").alias("final_attempt"))

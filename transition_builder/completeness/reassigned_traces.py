@@ -1,10 +1,10 @@
-"""Calls that were built under one name and go by another now.
+"""Reassigned traces: calls that were built under one rollout name and now belong to another.
 
-In: how the spans of traces name their rollouts, and what those traces say of themselves. Out: names that are theirs no longer, and
-rollouts to build anew. Invariant (law 2): a call counts in one rollout: what was built under a former name gets a revision without it.
+In: rollout keys of the spans of traces, and the owners of those traces. Out: outdated names of traces, and
+rollouts to rebuild. Invariant (law 2): a call counts in one rollout; the former rollout gets a revision without it.
 
-A trace that names no rollout is built under its session, its conversation or its own id. When a span comes that says more, its calls
-are that rollout's.
+A trace that names no rollout is built under its session, its conversation or its own id. When a span with a more specific name
+arrives, its calls belong to that rollout.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from transition_builder.frames import Verdict, conform
 from transition_builder.schemas import LOOSE, ROLLOUTS
 
 KEYS = {"TraceId": pl.String(), "RolloutKey": pl.String()}
-"""How spans that do not name their rollout are found, by their trace."""
+"""Rollout keys of the spans in a trace that do not name their rollout."""
 CONCLUDED = {"RunId": pl.String(), "RolloutId": pl.String(), "TraceId": pl.String()}
-"""Traces of which a rollout's newest revision has calls."""
+"""Traces with calls in a rollout's newest revision."""
 MOVED = {**CONCLUDED, "IngestedAt": LOOSE["IngestedAt"]}
-"""CONCLUDED, of traces that go by another name now, and when their newest row came."""
+"""CONCLUDED, of traces that now belong to another rollout, with the arrival time of their newest row."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _UNNAMED = {"RunId": pl.lit(""), "Mode": pl.lit(""), "RolloutKeySource": pl.lit("trace"), "Attempt": pl.lit(0, LOOSE["Attempt"])}
 
 
 def former(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
-    """TraceId and RolloutId: names that were a trace's before it said more.
+    """Return TraceId and RolloutId: former names of traces that have a more specific one now.
 
     Args:
         keys: KEYS.
@@ -38,7 +38,7 @@ def former(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
 
 
 def to_rebuild(moved: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-    """ROLLOUTS to build without the calls that have moved: nobody announced them, and they have fallen silent before.
+    """Return ROLLOUTS to rebuild without the calls that have moved; no runner announced them, and they have fallen silent before.
 
     Args:
         moved: MOVED.
@@ -65,5 +65,5 @@ def to_rebuild(moved: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
 
 
 def loose(moved: pl.DataFrame) -> pl.DataFrame:
-    """LOOSE rows that stand for the calls of MOVED: they are nobody's until they are built under their new name."""
+    """Return LOOSE rows for the calls of MOVED, which belong to no rollout until they are built under their new name."""
     return conform(moved.with_columns(RolloutKey="TraceId", **_UNNAMED), LOOSE).unique(maintain_order=True)

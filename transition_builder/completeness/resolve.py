@@ -1,9 +1,9 @@
-"""Which rollout a row belongs to.
+"""Resolution of the rollout that each row belongs to.
 
-In: rows keyed by the best name that each span itself gives for its rollout (RolloutKey, RolloutKeySource).
+In: rows keyed by the best name that each span itself has for its rollout (RolloutKey, RolloutKeySource).
 Out: the same rows with RunId, RolloutId and Attempt filled in, and only those of the rollouts asked for.
 Invariant: a row that names its rollout is believed; one that does not inherits from its trace, and only when
-everybody else in that trace names the same attempt of the same rollout.
+all other named rows of that trace name the same attempt of the same rollout.
 
 All is decided on a few columns, one join on one key. Wide rows (attributes, token ids) are copied only when some of them are left out.
 """
@@ -22,7 +22,7 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
 
     Args:
         rows: any frame with RunId, RolloutKey, RolloutKeySource, Attempt and TraceId.
-        witnesses: a frame with the same columns that says whose traces are whose; others than the rollouts of interest may be named.
+        witnesses: a frame with the same columns that names the rollouts of traces; others than the rollouts of interest may be named.
         rollouts: RunId and RolloutId of the rollouts of interest; rows of others are left out.
     """
     runs = _runs(rollouts)
@@ -35,7 +35,7 @@ def resolve(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame)
 
 
 def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Rows that `resolve` leaves out, because their traces name several attempts; with the KEY of the first by name, if it is of interest.
+    """Return the rows that `resolve` leaves out because their traces name several attempts; with the first KEY, if it is of interest.
 
     Ids begin with their time, so that the first stays the first, whatever comes.
     """
@@ -48,35 +48,35 @@ def shared(rows: pl.DataFrame, witnesses: pl.DataFrame, rollouts: pl.DataFrame) 
 
 
 def _runs(rollouts: pl.DataFrame) -> pl.DataFrame:
-    """All runs of each rollout of interest."""
+    """Return all runs of each rollout of interest."""
     return rollouts.select("RunId", "RolloutId").group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
 
 
 def _named(rows: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """KEY of each row that names a rollout of interest, nulls for others; a run that is not named is the rollout's only one."""
-    said = rows.select(_FACTS).join(runs, left_on="RolloutKey", right_on="RolloutId", how="left", maintain_order="left")
+    """Return the KEY of each row that names a rollout of interest, nulls for others; a run that is not named is the rollout's only one."""
+    keyed = rows.select(_FACTS).join(runs, left_on="RolloutKey", right_on="RolloutId", how="left", maintain_order="left")
     only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())
     run = pl.when(pl.col("RunId") == "").then(only).otherwise("RunId")
-    return said.select(run.alias("run"), "RolloutKey", "Attempt", ours=NAMED & pl.col("runs").list.contains(run)).select(
+    return keyed.select(run.alias("run"), "RolloutKey", "Attempt", ours=NAMED & pl.col("runs").list.contains(run)).select(
         pl.when("ours").then(name).alias(key) for name, key in zip(("run", "RolloutKey", "Attempt"), KEY, strict=True)
     )
 
 
 def _owners(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Traces in which all that is named is of one attempt: TraceId and KEY."""
+    """Return TraceId and KEY of traces in which all named rows are of one attempt."""
     return _keys_of_traces(witnesses, runs).filter((pl.len().over("TraceId") == 1) & pl.col("ours")).drop("ours")
 
 
 def _keys_of_traces(witnesses: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """All that is named in each trace: TraceId, KEY, and whether it is a rollout of interest (ours)."""
+    """Return each trace's named attempts: TraceId, KEY, and `ours`: it is a rollout of interest."""
     keys = _named(witnesses, runs).with_columns(witnesses["TraceId"], ours=pl.lit(True)).filter(pl.col("RolloutId").is_not_null())
     others = witnesses.filter(NAMED & ~pl.col("RolloutKey").is_in(runs["RolloutId"].implode()))
-    told = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
-    return pl.concat([keys, told.select(keys.columns)]).unique()
+    foreign = others.select("RunId", "Attempt", "TraceId", RolloutId="RolloutKey", ours=pl.lit(False))
+    return pl.concat([keys, foreign.select(keys.columns)]).unique()
 
 
 def _inherited(rows: pl.DataFrame, keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
-    """The same keys, where a row names no rollout those of its trace."""
+    """Return the same keys, with those of the trace where a row names no rollout."""
     of_trace = rows.select("TraceId").join(owners, on="TraceId", how="left", maintain_order="left")
     named = rows.select(NAMED).to_series()
     return keys.select(pl.when(named).then(name).otherwise(of_trace[name]).alias(name) for name in KEY)

@@ -1,6 +1,6 @@
-"""What no final root claims: whose it is, and when it is waited for no longer.
+"""Traces without a final root: the rollouts that they belong to, and the end of waiting for them.
 
-In: spans of calls that nobody has concluded, and what the store knows of their traces and rollouts. Out: rollouts to build in
+In: spans of unconcluded calls, and facts of their traces and rollouts. Out: rollouts to build in
 spite of the missing root. Invariant (law 2): every call that arrives is concluded in the end, and no rollout is concluded
 while anything of it still arrives.
 
@@ -25,20 +25,20 @@ from transition_builder.schemas import LOOSE, ROLLOUTS
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _GROUP = ["GroupId", "GroupSize", "TaskId"]
-_WHOSE = [name for name in LOOSE if name != "IngestedAt"]
+_NAMING = [name for name in LOOSE if name != "IngestedAt"]
 NO_ROOT = "no final root arrived"
 
 
 def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
-    """LOOSE rows of before and now, with CheckedAt: one for whom each speaks, dated by the newest.
+    """Merge known and new LOOSE rows, with CheckedAt: one row for each rollout name and trace, dated by the newest.
 
     Args:
         known: LOOSE, and CheckedAt.
         new: LOOSE.
     """
     rows = pl.concat([known, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
-    # What has gone on is silent again from now on.
-    newest = rows.group_by(_WHOSE, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
+    # The silence of a continued trace begins again.
+    newest = rows.group_by(_NAMING, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
     return newest.select(known.columns)
 
 
@@ -50,7 +50,7 @@ def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
         owners: OWNERS of their traces.
 
     Returns:
-        The rows with those columns filled in, all of them named, and Ours: whether some span named the rollout as one of ours.
+        The rows with those columns filled in, all of them named, and Ours: some span named the rollout as a spangrad rollout.
     """
     known = owners.rename({name: f"trace_{name}" for name in owners.columns if name != "TraceId"})
     joined = rows.join(known, on="TraceId", how="left", maintain_order="left")
@@ -72,7 +72,7 @@ def _text(name: str) -> pl.Expr:
 
 
 def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
-    """Rows with the rollouts that they belong to, and whether a runner announced those (Announced).
+    """Return the rows with the rollouts that they belong to, and Announced: a runner announced the rollout.
 
     Args:
         loose: LOOSE.
@@ -98,7 +98,7 @@ def rollouts_of(loose: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFram
 
 
 def stale(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-    """Those of the given rollouts of which something has arrived since they were built: RunId, RolloutId, LastArrival.
+    """Return rollouts of which something has arrived since they were built: RunId, RolloutId, LastArrival.
 
     Args:
         arrived: RunId, RolloutId and IngestedAt of rows; a run that a row does not name may be any.
@@ -123,26 +123,26 @@ def judge(
     now: datetime,
     spec: BuilderSettings,
     *,
-    hurry: bool = False,
+    force: bool = False,
 ) -> pl.DataFrame:
-    """Rollouts (ROLLOUTS, none waiting) that have been silent long enough, among those without a final root.
+    """Return rollouts (ROLLOUTS, none waiting) without a final root that have been silent for long enough.
 
     Args:
         loose: of `rollouts_of`.
         roots: ROOTS of the attempts of their rollouts, as far as they arrived.
         activity: ACTIVITY of their rollouts.
-        traces: TRACES of theirs.
+        traces: TRACES of their traces.
         now: the store's clock, as are all arrival times.
         spec: the waiting times.
-        hurry: wait for nothing of a trace that no runner announced and that has no open span.
+        force: do not wait for traces that no runner announced and that have no open span.
     """
     seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
     of_trace = loose.join(traces, on="TraceId", how="left")
     torn = of_trace.group_by(_ROLLOUT).agg(pl.col("Torn").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"))
     known = roots.sort("Attempt").group_by(_ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
     last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
-    patient, quiet = (
-        pl.duration(milliseconds=round(one * 1000)) for one in (spec.incomplete_after_seconds, 0 if hurry else spec.quiet_seconds)
+    long_silence, short_silence = (
+        pl.duration(milliseconds=round(seconds * 1000)) for seconds in (spec.incomplete_after_seconds, 0 if force else spec.quiet_seconds)
     )
     announced = pl.col("Announced")
     return conform(
@@ -151,7 +151,7 @@ def judge(
         .join(seen, on="RolloutId", how="left")
         .join(known, on=_ROLLOUT, how="left")
         .filter(~pl.col("Final").fill_null(False))
-        .filter(now - last >= pl.when(announced | pl.col("Torn")).then(patient).otherwise(quiet))
+        .filter(now - last >= pl.when(announced | pl.col("Torn")).then(long_silence).otherwise(short_silence))
         .with_columns(
             pl.col("GroupId", "TaskId").fill_null(""),
             pl.col("GroupSize").fill_null(0),
@@ -169,7 +169,7 @@ def judge(
 
 
 def _gather(loose: pl.DataFrame) -> pl.DataFrame:
-    """One row a rollout: its newest attempt and arrival."""
+    """Return one row a rollout: its newest attempt and arrival."""
     return (
         loose.sort("Attempt", "IngestedAt")
         .group_by(_ROLLOUT, maintain_order=True)

@@ -1,1 +1,1 @@
-"""What the builder reads of the span store and writes to it."""
+"""Reads of the builder from the span store, and its writes."""

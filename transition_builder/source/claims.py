@@ -1,10 +1,10 @@
-"""Who of several builders builds what.
+"""Claims that divide rollouts among several builders.
 
-In: rollouts that may be built. Out: those of them that are this builder's. Invariant: a rollout that another builder works at is left to it
+In: rollouts that may be built. Out: those of them that are this builder's. Invariant: a rollout that another builder holds is left to it
 until it is built, or for `builder.lease_seconds`.
 
-A builder writes down what it wants, lets others' words settle, and reads who wanted it first. A claim is done when its rollout has been
-built since, and expires when its lease has. Claims save work and nothing else: two builders that build the same rollout
+A builder writes its claims, waits for the claims of others to become visible, and reads which came first. A claim is done when its
+rollout has been built since, and expires with its lease. Claims save work and nothing else: two builders that build the same rollout
 write the same rows, or one of them the next revision.
 """
 
@@ -20,7 +20,7 @@ from transition_builder.schemas import MICROSECONDS
 from transition_builder.source.queries import Reader, batches
 
 SETTLE_SECONDS = 0.02
-"""Longer than a claim usually takes to be seen after it was dated."""
+"""Wait after a claim, in seconds; longer than a claim usually takes to become visible."""
 _ROLLOUT = ["RunId", "RolloutId"]
 _CLAIMS = {"RunId": pl.String(), "RolloutId": pl.String(), "Builder": pl.String(), "ClaimedAt": MICROSECONDS}
 _LIVE = """
@@ -32,16 +32,16 @@ GROUP BY RunId, RolloutId, Builder
 
 
 class Claims:
-    """One builder's."""
+    """Claims of one builder."""
 
     def __init__(self, reader: Reader, builder: str, lease_seconds: float) -> None:
-        """Claim in a builder's name; nothing is asked of the store yet."""
+        """Claim in a builder's name; this does not query the store yet."""
         self._reader = reader
         self._builder = builder
         self._lease = round(lease_seconds * 1000)
 
     def take(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-        """Claim rollouts; those of them that are this builder's now.
+        """Claim rollouts; return those that this builder holds now.
 
         Args:
             rollouts: any frame with RunId and RolloutId.
@@ -54,17 +54,17 @@ class Claims:
             return rollouts
         live = self._live(rollouts, built)
         free = rollouts.join(live.filter(pl.col("Builder") != self._builder), on=_ROLLOUT, how="anti", maintain_order="left")
-        wanted = free.join(live, on=_ROLLOUT, how="anti", maintain_order="left").select(_ROLLOUT).unique()
-        if wanted.is_empty():
+        unclaimed = free.join(live, on=_ROLLOUT, how="anti", maintain_order="left").select(_ROLLOUT).unique()
+        if unclaimed.is_empty():
             return free
-        rows = wanted.select(pl.lit(self._reader.spec).alias("BuildSpec"), *_ROLLOUT, pl.lit(self._builder).alias("Builder"))
+        rows = unclaimed.select(pl.lit(self._reader.spec).alias("BuildSpec"), *_ROLLOUT, pl.lit(self._builder).alias("Builder"))
         self._reader.insert("claims", rows)
         time.sleep(SETTLE_SECONDS)
         first = self._live(free, built).sort("ClaimedAt", "Builder").unique(_ROLLOUT, keep="first", maintain_order=True)
         return free.join(first.filter(pl.col("Builder") != self._builder), on=_ROLLOUT, how="anti", maintain_order="left")
 
     def _live(self, rollouts: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-        """Claims of the rollouts that bind."""
+        """Return live claims on the rollouts."""
         asked = {"spec": self._reader.spec, "lease": self._lease}
         claims = concat((self._reader.frame(_LIVE.format(keys=constant(some)), asked) for some in batches(rollouts["RolloutId"])), _CLAIMS)
         done = built.select(*_ROLLOUT, BuiltAt="IngestedAt")

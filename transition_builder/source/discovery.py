@@ -1,7 +1,7 @@
-"""What has changed in the store since the last look, and what it knows of it.
+"""Discovery of changes in the store since the last look.
 
-In: a reader. Out: final roots that nobody has built for this specification, traces with calls that nobody has concluded, and
-what has arrived at all; by rollout or trace: who owns it, when its newest span came, whether it is torn. Invariant: history is
+In: a reader. Out: final roots that are not built for this specification, traces with unconcluded calls, and
+all arrivals; by rollout or trace: its owner, the arrival of its newest span, and whether it is torn. Invariant: history is
 scanned once, when the builder starts; after that each look reads what has arrived since the last one.
 
 A row is dated when its insert begins, and is seen when that ends, so that each look reads a little of what the last one read: enough
@@ -26,7 +26,7 @@ from transition_builder.schemas import ACTIVITY, LOOSE, OWNERS, ROOTS, TALLY, TR
 from transition_builder.source.queries import Reader, batches
 
 OVERLAP = timedelta(seconds=120)
-"""Longer than any insert takes to become visible after its rows were dated."""
+"""Upper bound on the time that an insert takes to become visible after its rows were dated."""
 _USUAL_OVERLAP = timedelta(seconds=10)
 _BETWEEN_SWEEPS = timedelta(seconds=30)
 
@@ -84,7 +84,7 @@ FROM otel.trace_rollouts
 WHERE TraceId IN {keys}
 GROUP BY TraceId
 """
-# What a trace says of itself at last is no answer to what it said then.
+# The final owner of a trace may differ from its owner at that time.
 _OWNERS_THEN = """
 SELECT TraceId, max(RunId) AS RunId, max(Mode) AS Mode, max(if(RolloutKeySource = 'rollout', RolloutKey, '')) AS RolloutId,
     max(SessionId) AS SessionId, max(ConversationId) AS ConversationId, max(Attempt) AS Attempt
@@ -126,7 +126,7 @@ class Discovery:
     """Finds rollouts for one build specification."""
 
     def __init__(self, reader: Reader, since: datetime | None = None) -> None:
-        """Find what has arrived since then; None: ever. Nothing is asked of the store yet."""
+        """Find what has arrived since a time; None: ever. This does not query the store yet."""
         self._reader = reader
         self._arrived = reader.arrived("rollout_spans")
         self._begin = since
@@ -137,11 +137,11 @@ class Discovery:
         self._seen_next = self._seen
 
     def begin(self, now: datetime) -> None:
-        """A look begins, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
+        """Begin a look, by the store's clock. It counts when it is `done`; else the next one reads the same again."""
         self._now = now
 
     def done(self) -> None:
-        """All that the look has found is known to the caller."""
+        """Mark the look as done: the caller knows all that it found."""
         if self.sweeps:
             self._last_sweep = self._now
         self._last = self._now
@@ -153,7 +153,7 @@ class Discovery:
 
     @property
     def sweeps(self) -> bool:
-        """Whether this look reads all that may have arrived since the last sweep: the first one, and one now and then."""
+        """True if this look reads everything that may have arrived since the last sweep: the first look, and one now and then."""
         assert self._now is not None
         return self._last_sweep is None or self._now - self._last_sweep >= _BETWEEN_SWEEPS
 
@@ -166,61 +166,61 @@ class Discovery:
         return {"since": since, "spec": self._reader.spec}
 
     def new_roots(self) -> pl.DataFrame:
-        """Final ROOTS of rollouts that are not built."""
+        """Return final ROOTS of rollouts that are not built."""
         sql = _ROOTS.format(arrived=self._arrived, which=_UNBUILT)
         return conform(self._reader.frame(sql, self._window), ROOTS).filter("Final")
 
     def loose(self) -> pl.DataFrame:
-        """LOOSE rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
+        """Return LOOSE rows with a span that is, or may be, a call of a model, of traces and rollouts that are not concluded.
 
-        Those that name their rollout are looked for in sweeps only: their root comes, or is waited for for long.
+        Rows that name their rollout are read in sweeps only: they wait for their root, or for a long timeout.
         """
         of_built = " UNION ALL ".join(_OF_BUILT_SINCE.format(table=table) for table in ("transitions", "drops"))
         which = "true" if self.sweeps else _UNNAMED
         return conform(self._reader.frame(_LOOSE.format(arrived=self._arrived, which=which, of_built=of_built), self._window), LOOSE)
 
     def arrivals(self) -> pl.DataFrame:
-        """LOOSE rows of everything that has arrived, at first only of what may belong to rollouts that are built."""
+        """Return LOOSE rows of everything that has arrived, at first only of what may belong to rollouts that are built."""
         which = _EVER_BUILT if self._first else "true"
         rows = conform(self._reader.frame(_ARRIVED.format(arrived=self._arrived, which=which), self._window), LOOSE)
         self._seen_next = rows
         return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 
     def keys(self, arrived: pl.DataFrame) -> pl.DataFrame:
-        """KEYS of the traces of what has `arrived`."""
+        """Return KEYS of the traces of the rows in `arrived`."""
         own = conform(arrived.filter(~NAMED), KEYS).unique(maintain_order=True)
         if self._first and self._begin is None:
             return own  # all that does not name its rollout is among it
         return pl.concat([own, self._by_keys(_KEYS, arrived["TraceId"], KEYS)]).unique(maintain_order=True)
 
     def concluded(self, rollouts: pl.Series) -> pl.DataFrame:
-        """CONCLUDED of those of the rollouts that nobody announced."""
+        """Return CONCLUDED of those of the rollouts that no runner announced."""
         named = f"BuildSpec = '{self._reader.spec}' AND RolloutId IN {{keys}}"
         sql = _CONCLUDED.format(transitions=rows_sql("transitions", where=named), drops=rows_sql("drops", where=named))
         return self._by_keys(sql, rollouts, CONCLUDED)
 
     def owners(self, traces: pl.Series) -> pl.DataFrame:
-        """OWNERS of traces."""
+        """Return OWNERS of traces."""
         return self._by_keys(_OWNERS_THEN if self._reader.as_of else _OWNERS, traces, OWNERS)
 
     def activity(self, rollouts: pl.Series) -> pl.DataFrame:
-        """ACTIVITY of rollouts."""
+        """Return ACTIVITY of rollouts."""
         return self._by_keys(_ACTIVITY, rollouts, ACTIVITY)
 
     def traces(self, traces: pl.Series) -> pl.DataFrame:
-        """TRACES."""
+        """Return TRACES."""
         return self._by_keys(_TRACES, traces, TRACES)
 
     def roots(self, rollouts: pl.Series) -> pl.DataFrame:
-        """ROOTS of all attempts of rollouts."""
+        """Return ROOTS of all attempts of rollouts."""
         return self._by_keys(_ROOTS.replace("{which}", _OF_KEYS), rollouts, ROOTS)
 
     def tally(self, rollouts: pl.Series) -> pl.DataFrame:
-        """TALLY of all rows that name rollouts, and of those in the same traces that name none."""
+        """Return TALLY of all rows that name rollouts, and of those in the same traces that name none."""
         named = self._by_keys(_TALLY.replace("{which}", _OF_KEYS), rollouts, TALLY)
         nameless = self._by_keys(_TALLY.replace("{which}", _NAMELESS), named["TraceId"], TALLY)
         return pl.concat([named, nameless]).unique([name for name in TALLY if name != "Rows"])
 
     def _by_keys(self, sql: str, keys: pl.Series, schema: Schema) -> pl.DataFrame:
-        some = batches(keys.filter(keys != ""))
-        return concat((self._reader.frame(sql.format(arrived=self._arrived, keys=constant(those))) for those in some), schema)
+        key_batches = batches(keys.filter(keys != ""))
+        return concat((self._reader.frame(sql.format(arrived=self._arrived, keys=constant(those))) for those in key_batches), schema)

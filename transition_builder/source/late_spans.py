@@ -1,11 +1,11 @@
 """Rows that were dated before a rollout was built, and seen after.
 
-In: how many rows of rollouts have arrived, and how many their builds read. Out: rollouts of which more are there. Invariant: what a
-rollout's rows are is said once, for the builder that reads them and for the one that counts them later; a row counts once, however often
+In: how many rows of rollouts have arrived, and how many their builds read. Out: rollouts of which more are there. Invariant: a rollout's
+rows are defined once, for the builder that reads them and for the one that counts them later; a row counts once, however often
 it was delivered.
 
 A row is dated when its insert begins, and seen when that ends. One that began before the newest row that a build read, and ended after
-it, is no later than the build's watermark: only the number of rows tells of it.
+it, is no later than the build's watermark: only the number of rows shows it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _COUNTED = {"RunId": pl.String(), "RolloutId": pl.String(), "Rows": pl.UInt64()}
 
 
 def tally(rows: pl.DataFrame) -> pl.DataFrame:
-    """TALLY of rows of otel.rollout_spans, each of which is there once."""
+    """Return TALLY of rows of otel.rollout_spans, each of which is there once."""
     return conform(rows.group_by(_GROUP).agg(Rows=pl.len()), TALLY)
 
 
 def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """How many rows are a rollout's: RunId, RolloutId and Rows, for those of which there are some.
+    """Count the rows of each rollout: RunId, RolloutId and Rows, for rollouts with any.
 
-    They are those that name it (and its run, or none), and those of the same traces that name nobody; where none names it as a rollout,
-    those that have its name for their session, conversation or trace, and again those of the same traces that name nobody.
+    Counted are the rows that name it (and its run, or none), and those of the same traces that name none; where none names it as a rollout,
+    the rows that have its name for their session, conversation or trace, and again those of the same traces that name none.
 
     Args:
         tallied: TALLY, of at least all rows of the rollouts.
         rollouts: RunId and RolloutId.
     """
-    mine = rollouts.select(run="RunId", RolloutId="RolloutId").join(
+    by_name = rollouts.select(run="RunId", RolloutId="RolloutId").join(
         tallied.with_columns(RolloutId="RolloutKey"), on="RolloutId", maintain_order="left"
     )
-    own = mine.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
+    own = by_name.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
     own = own.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
     nameless = tallied.filter(~NAMED & (pl.col("TraceId") != ""))
     if nameless.height:
@@ -54,9 +54,9 @@ def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
 
 
 def doubtful(built: pl.DataFrame) -> pl.DataFrame:
-    """Those of BUILT of which a row may still have been on its way when they were read, and which nobody has looked at since then.
+    """Return those of BUILT that may have missed a row in flight when they were read, and were not checked since then.
 
-    A builder looks at what arrived lately, so that at its start only the last ones of its predecessor are left.
+    A builder checks what arrived lately, so that at its start only the last ones of its predecessor are left.
     """
     soon = pl.col("IngestedAt") - pl.col("Watermark") < 2 * OVERLAP
     last = pl.col("IngestedAt") >= pl.col("IngestedAt").max() - 2 * OVERLAP
@@ -64,7 +64,7 @@ def doubtful(built: pl.DataFrame) -> pl.DataFrame:
 
 
 def more(built: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
-    """RunId, RolloutId and Rows of those of BUILT of which more rows are there than were read.
+    """Return RunId, RolloutId and Rows of those of BUILT of which more rows have arrived than were read.
 
     Args:
         built: BUILT.

@@ -1,6 +1,6 @@
-"""How the builder asks the store: by keys that fit a statement, in Arrow, and nothing later than it was told.
+"""Queries of the builder: by keys that fit a statement, in Arrow, limited to `builder.as_of`.
 
-In: a client, SQL, keys. Out: Polars frames. Invariant: with `builder.as_of`, what arrived later does not exist, and it is then.
+In: a client, SQL, keys. Out: Polars frames. Invariant: with `builder.as_of`, later rows are not read, and the clock is that time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _QUERIES = 20
-"""So many are dearer than one that reads everything."""
+"""Number of statements from which one statement that reads everything is cheaper."""
 _WHOLE = {**LONG, "enable_http_compression": 0, "buffer_size": 16 * 2**20}
-"""In one piece, up to so many bytes, and plain: pieces, and what packs and unpacks them, cost both sides more than copies do."""
+"""Query settings: one uncompressed block up to this many bytes; chunks and compression cost both sides more than copies do."""
 _NEWEST = """
 SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
     toUnixTimestamp64Micro(v.IngestedAt) AS IngestedAt
@@ -33,10 +33,10 @@ FROM {builds} AS v
 
 
 class Reader:
-    """Asks for one build specification."""
+    """Runs queries for one build specification."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        """Ask through `client`; nothing is asked yet."""
+        """Query through `client`; this sends nothing yet."""
         self.client = client
         self.url = settings.store.url
         self.spec = settings.builder.spec
@@ -44,17 +44,17 @@ class Reader:
         self.as_of = as_of if as_of is None or as_of.tzinfo else as_of.replace(tzinfo=UTC)
 
     def now(self) -> datetime:
-        """The store's clock, that dates every arrival; the past that is built from, where that is so."""
+        """Return the store's clock, which dates every arrival; or `builder.as_of`, where that is set."""
         if self.as_of:
             return self.as_of
         return self.frame("SELECT toUnixTimestamp64Micro(now64(6)) AS now").select(pl.col("now").cast(pl.Datetime("us", "UTC"))).item()
 
     def arrived(self, table: str) -> str:
-        """A condition over a table: whether a row had arrived."""
+        """Return a SQL condition that a row of the table had arrived."""
         return f"otel.{table}.IngestedAt <= fromUnixTimestamp64Micro({microseconds(self.as_of)})" if self.as_of else "true"
 
     def built(self, rollouts: pl.Series) -> pl.DataFrame:
-        """BUILT: the newest revisions of all rollouts of some names, in whatever run."""
+        """Return BUILT: the newest revisions of all rollouts of some names, in any run."""
         of_spec = f"BuildSpec = '{self.spec}'"
         if rollouts.n_unique() > _QUERIES * KEYS_A_STATEMENT:
             return self._newest(of_spec)
@@ -64,7 +64,7 @@ class Reader:
         return conform(self.frame(_NEWEST.format(builds=builds_sql(where=where))), BUILT)
 
     def frame(self, sql: str, parameters: Mapping[str, Any] | None = None) -> pl.DataFrame:
-        """An answer.
+        """Return the result of a query.
 
         Raises:
             StoreError: the store failed.
@@ -76,7 +76,7 @@ class Reader:
         return frame
 
     def insert(self, table: str, rows: pl.DataFrame) -> None:
-        """Write rows, which are there when this returns.
+        """Write rows; they are stored when this returns.
 
         Raises:
             StoreError: the store failed.
@@ -86,12 +86,12 @@ class Reader:
 
 
 def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:
-    """Distinct keys that are no nulls, as many at a time as fit a statement; as bytes, since not all that a store holds is UTF-8."""
+    """Yield distinct keys without nulls, as many at a time as fit a statement; as bytes, since a store may hold keys that are not UTF-8."""
     return clickhouse.batches(keys.drop_nulls().unique(maintain_order=True).cast(pl.Binary).to_list())
 
 
 def span_constants(spans: pl.DataFrame) -> Mapping[str, object]:
-    """What a statement names to find spans in otel_traces by its sorting key: services, names, traces, spans, the first and last ns.
+    """Return the constants that find spans in otel_traces by its sorting key: services, names, traces, spans, the first and last ns.
 
     Args:
         spans: one or more, no more than fit a statement, as SPANS has them.
@@ -102,11 +102,11 @@ def span_constants(spans: pl.DataFrame) -> Mapping[str, object]:
 
 
 def _with_plain_map_keys(table: Any) -> Any:
-    """The same table: Polars takes a dictionary for any text but the key of a map."""
+    """Decode dictionaries in the keys of maps: Polars reads them everywhere else."""
     import pyarrow as pa
 
     for place, column in enumerate(table.columns):
         if pa.types.is_map(column.type) and pa.types.is_dictionary(column.type.key_type):
-            maps = [pa.MapArray.from_arrays(one.offsets, one.keys.dictionary_decode(), one.items) for one in column.chunks]
+            maps = [pa.MapArray.from_arrays(chunk.offsets, chunk.keys.dictionary_decode(), chunk.items) for chunk in column.chunks]
             table = table.set_column(place, table.column_names[place], pa.chunked_array(maps, pa.map_(pa.string(), pa.string())))
     return table

@@ -1,10 +1,10 @@
-"""What the builder reads of rollouts, and how little of it.
+"""Reads of rollouts, as few rows as possible.
 
-In: names of rollouts. Out: what has arrived of them, and the frames to build them from. Invariant: only the rollouts that are asked
-for, by their keys.
+In: names of rollouts. Out: their arrivals, and the frames to build them from. Invariant: only the requested rollouts are read, by
+their keys.
 
-A rollout's spans are read once, and judged and built from. Its calls, which hold the token ids, are read when it no longer waits.
-A span that was delivered twice is dropped here: FINAL would sort whole granules for the few rows that are asked for.
+A rollout's spans are read once, for the decision and for the build. Its calls, which hold the token ids, are read when it no longer waits.
+A span that was delivered twice is dropped here: FINAL would sort whole granules for the few rows that are read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from transition_builder.source.queries import Reader, batches, span_constants
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-_BESIDE = """
+_BY_TRACE = """
 WITH {traces} AS traces
 SELECT TraceId, SpanId, '' AS RolloutKey FROM otel.dropped_attributes WHERE Signal = 'span' AND Attributes > 0 AND TraceId IN traces
 UNION ALL
 SELECT '', '', RolloutKey FROM otel.trace_keys PREWHERE TraceId IN traces
 SETTINGS max_threads = 1
 """
-"""What is found by trace: spans of which attributes were kept back, and the keys of what does not name its rollout."""
+"""Query by trace: spans with withheld attributes, and the keys of rows that do not name their rollout."""
 _NAMES = f"""
 WITH {{traces}} AS traces
 SELECT DISTINCT {", ".join(NAMES)} FROM otel.rollout_spans WHERE RolloutKeySource = 'rollout' AND TraceId IN traces AND {{arrived}}
@@ -52,80 +52,80 @@ _ARRIVED = {name: dtype for name, dtype in ARRIVALS.items() if name != "Dropped"
 _NAMED = "RolloutKeySource = 'rollout'"
 _ANY = "true"
 _RECORDED = "IdsSource != 'agent'"
-"""Calls that the gateway recorded. The plain road's are built from the agents' own spans, which say what they are part of."""
+"""Condition for calls that the gateway recorded. Those of direct mode are built from the agents' own spans, which name their rollout."""
 _INHERITED = "RolloutKeySource != 'rollout' AND TraceId IN traces"
 _SETTINGS = (
     "max_threads = 1, preferred_block_size_bytes = 16777216,"
     " output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
 )
-"""For reads of few granules: one thread, and one block, where that is no longer than what is held of an answer."""
+"""Settings for reads of few granules: one thread, and one block where it is no longer than the part of a result that is buffered."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId", "Choice"]
-"""What is the same in all deliveries of a row: the sorting key of the tables."""
+"""Columns that are equal in all deliveries of a row: the sorting key of the tables."""
 
 
 class Source:
     """Reads rollouts for one build specification."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        """Read with `client`; nothing is asked of the store yet."""
+        """Read with `client`; this does not query the store yet."""
         self._settings = settings
         self._reader = Reader(client, settings)
         self._owners = Discovery(self._reader).owners
 
     def now(self) -> datetime:
-        """The store's clock, that dates every arrival."""
+        """Return the store's clock, which dates every arrival."""
         return self._reader.now()
 
     def arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """What has arrived of the given rollouts (RolloutId, TraceId): ARRIVALS, a row each delivery."""
+        """Return ARRIVALS of the given rollouts (RolloutId, TraceId), a row each delivery."""
         return self._with_inherited(self._by_keys(rollouts["RolloutId"], _NAMED), rollouts["TraceId"])
 
     def frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame) -> Frames:
-        """Everything that is known of the given rollouts (ROLLOUTS), given their ARRIVALS, perhaps among others'."""
-        of_them = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
-        spans = _first_deliveries(arrivals if of_them.all() else arrivals.filter(of_them))
+        """Return the frames of the given rollouts (ROLLOUTS), from ARRIVALS that may include others'."""
+        matching = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
+        spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching))
         inherited = spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()
         return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])))
 
     def claimed_frames(self, rollouts: pl.DataFrame, traces: pl.Series) -> Frames:
-        """Everything that is known of rollouts without a root to claim their traces: each row is claimed by its own trace.
+        """Return the frames of rollouts without a root that claims their traces: each row is claimed by its own trace.
 
         Args:
             rollouts: ROLLOUTS.
-            traces: of calls of theirs.
+            traces: traces of calls of these rollouts.
         """
-        found = self._by_keys(rollouts["RolloutId"], _ANY)
-        spans = _first_deliveries(self._with_inherited(found, traces))
-        calls = self._calls(pl.concat([rollouts["RolloutId"], traces, found["TraceId"]]))
+        by_key = self._by_keys(rollouts["RolloutId"], _ANY)
+        spans = _first_deliveries(self._with_inherited(by_key, traces))
+        calls = self._calls(pl.concat([rollouts["RolloutId"], traces, by_key["TraceId"]]))
         owners = self._owners(pl.concat([spans["TraceId"], calls["TraceId"]]))
         once = spans.unique(["TraceId", "SpanId", "RowKind", "Choice"], maintain_order=True)
         return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS))
 
-    def _with_inherited(self, found: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
-        """ARRIVALS: those found by their keys, and those that do not name their rollouts, of the same traces and some others."""
+    def _with_inherited(self, by_key: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
+        """Return ARRIVALS: the rows found by their keys, and unnamed rows of the same and of the given traces."""
         dropped, inherited = list[pl.DataFrame](), list[pl.DataFrame]()
-        for some in batches(pl.concat([traces, found["TraceId"]])):
-            told = self._reader.frame(_BESIDE.format(traces=constant(some)))
-            dropped.append(told.filter(pl.col("RolloutKey") == ""))
-            inherited.append(self._by_keys(told["RolloutKey"].filter(told["RolloutKey"] != ""), _INHERITED, some))
-        rows, kept_back = pl.concat([found, *inherited]), concat(dropped, DROPPED)
-        if kept_back.is_empty():
+        for trace_batch in batches(pl.concat([traces, by_key["TraceId"]])):
+            nearby = self._reader.frame(_BY_TRACE.format(traces=constant(trace_batch)))
+            dropped.append(nearby.filter(pl.col("RolloutKey") == ""))
+            inherited.append(self._by_keys(nearby["RolloutKey"].filter(nearby["RolloutKey"] != ""), _INHERITED, trace_batch))
+        rows, withheld = pl.concat([by_key, *inherited]), concat(dropped, DROPPED)
+        if withheld.is_empty():
             return rows.with_columns(Dropped=pl.lit(False))
-        among = kept_back.select(pl.struct(*DROPPED)).to_series().implode()
+        among = withheld.select(pl.struct(*DROPPED)).to_series().implode()
         return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
 
     def _by_keys(self, keys: pl.Series, where: str, traces: Collection[bytes] = ()) -> pl.DataFrame:
-        """Rows of otel.rollout_spans by their keys, as far as a condition holds, which may ask for traces."""
+        """Return rows of otel.rollout_spans by their keys that meet a condition, which may use `traces`."""
         constants = [f"{constant(traces)} AS traces"] if traces else []
-        return concat((self._read("rollout_spans", _ARRIVED, some, where, constants) for some in batches(keys)), _ARRIVED)
+        return concat((self._read("rollout_spans", _ARRIVED, key_batch, where, constants) for key_batch in batches(keys)), _ARRIVED)
 
     def _calls(self, keys: pl.Series) -> pl.DataFrame:
-        """CALLS by their keys."""
+        """Return CALLS by their keys."""
         schema = {**CALLS, "IngestedAt": MICROSECONDS}
-        return concat((_first_deliveries(self._read("calls", schema, some, _RECORDED)) for some in batches(keys)), CALLS)
+        return concat((_first_deliveries(self._read("calls", schema, key_batch, _RECORDED)) for key_batch in batches(keys)), CALLS)
 
     def _read(self, table: str, schema: Schema, keys: Collection[bytes], where: str, constants: Iterable[str] = ()) -> pl.DataFrame:
-        """Rows of a table by their keys, as far as a condition over some further constants holds."""
+        """Return rows of a table by their keys that meet a condition over some further constants."""
         columns = ", ".join(_TIMES.get(name, name) for name in schema)
         known = ", ".join([f"{constant(keys)} AS keys", *constants])
         among = f"RolloutKey IN keys AND ({where}) AND {self._reader.arrived(table)}"
@@ -133,7 +133,7 @@ class Source:
 
     def _frames(self, rollouts: pl.DataFrame, arrivals: pl.DataFrame, calls: pl.DataFrame) -> Frames:
         dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()
-        # In one piece: each step of a build is the cheaper for it.
+        # One chunk makes each step of a build cheaper.
         spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
         answers = self._answers(spans, calls)
         store = (self._reader.client, self._reader.url, self._settings.builder)
@@ -142,30 +142,32 @@ class Source:
         return Frames(rollouts, spans, calls, answers, given, responded, dropped, self._names(spans, answers), *records)
 
     def _names(self, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-        """NAMES of the traces of calls that name no rollout: rollouts that are not asked for may be among them."""
+        """Return NAMES of the traces of calls that name no rollout; they may name other rollouts than the requested ones."""
         nameless = spans.select(pl.col("TraceId", "SpanId").filter(~NAMED), gateway=IS_GATEWAY.filter(~NAMED))
-        heirs = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
-        asked = (_NAMES.format(traces=constant(some), arrived=self._reader.arrived("rollout_spans")) for some in batches(heirs))
-        return concat(map(self._reader.frame, asked), NAMES)
+        of_calls = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
+        results = (
+            _NAMES.format(traces=constant(trace_batch), arrived=self._reader.arrived("rollout_spans")) for trace_batch in batches(of_calls)
+        )
+        return concat(map(self._reader.frame, results), NAMES)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-        """What openai-level spans without a gateway call below them hold: their `output.value` is too long for the lean table."""
-        wanted = join.uncovered(spans, calls)
-        found = list[pl.DataFrame]()
-        for some in wanted.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
-            answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(some))
-            found.append(answered.join(some, on=["TraceId", "SpanId"], how="semi"))
-        return concat(found, ANSWERS)
+        """Return the answers in openai-level spans without a gateway call below them; `output.value` is too long for the lean table."""
+        holders = join.uncovered(spans, calls)
+        parts = list[pl.DataFrame]()
+        for batch in holders.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
+            answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(batch))
+            parts.append(answered.join(batch, on=["TraceId", "SpanId"], how="semi"))
+        return concat(parts, ANSWERS)
 
 
 def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """ROLLOUTS with the number of rows that were read of them."""
+    """Return ROLLOUTS with the number of rows that were read of them."""
     counted = late_spans.count(late_spans.tally(rows), rollouts).rename({"Rows": "RowsRead"})
     return conform(rollouts.drop("RowsRead").join(counted, on=["RunId", "RolloutId"], how="left", maintain_order="left"), ROLLOUTS)
 
 
 def _first_deliveries(rows: pl.DataFrame) -> pl.DataFrame:
-    """Rows without those that came again."""
+    """Return the rows without repeated deliveries."""
     if rows.select("TraceId", "SpanId", "Choice").is_unique().all():
         return rows
     return rows.sort("IngestedAt", maintain_order=True).unique(_ROW, keep="first", maintain_order=True)

@@ -1,12 +1,12 @@
-"""How conclusions get into the store: whole revisions, each once.
+"""Writes of conclusions to the store: whole revisions, each once.
 
-In: `Built`, and the rollouts that it is of. Out: rows of otel.rewards, otel.transitions, otel.drops and, last, otel.builds. Invariants: a
-revision counts for readers when its row in otel.builds is there, and then all its rows are; what was concluded before is not written
-again, and stays what it was.
+In: `Built`, and its rollouts. Out: rows of otel.rewards, otel.transitions, otel.drops and, last, otel.builds. Invariants: a
+revision counts for readers when its row in otel.builds is there, and then all its rows are; unchanged conclusions are not written
+again.
 
-Content is a hash of what was concluded of a rollout. The same content as that of its newest revision is no news: nothing is
-written. Other content is the next revision. All rows carry it, and it is in their sorting keys: what a builder left that was killed
-before it wrote to otel.builds is nobody's, and becomes part of a revision only when the same is concluded again.
+Content is a hash of the conclusions of a rollout. Where it equals that of the newest revision, nothing is
+written. Other content is the next revision. All rows carry it, and it is in their sorting keys: rows of a builder that was killed
+before it wrote to otel.builds belong to no revision, and become part of one only when the same is concluded again.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from transition_builder.source.queries import Reader
 
 _ROLLOUT = ["RunId", "RolloutId"]
 _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
-"""Columns that follow from what was concluded."""
+"""Columns that follow from the conclusions."""
 _LONG = {"PromptIds", "ResponseIds", "Logprobs"}
-"""What CallId names already: its length is enough."""
+"""Columns that CallId determines: their length is enough."""
 _BETWEEN, _WITHIN = "\x1f", "\x1e"
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was new."""
+    """Rows of new revisions."""
 
     rows: Built
     builds: pl.DataFrame
-    """BUILDS: the revisions that `rows` are of."""
+    """BUILDS: revisions of `rows`."""
 
 
 class Sink:
     """Writes for one build specification."""
 
     def __init__(self, reader: Reader, builder: str = "") -> None:
-        """Write in a builder's name; nothing is asked of the store yet."""
+        """Write in a builder's name; this does not query the store yet."""
         self._reader = reader
         self._builder = builder
 
     def write(self, built: Built, rollouts: pl.DataFrame) -> Written:
-        """Write a new revision of each rollout of which something else was concluded than before.
+        """Write a new revision of each rollout whose conclusions changed.
 
         Args:
-            built: all that was concluded of the rollouts.
+            built: all conclusions of the rollouts.
             rollouts: ROLLOUTS.
 
         Raises:
-            StoreError: the store failed; what it holds of an unfinished write counts for nobody.
+            StoreError: the store failed; readers ignore the rows of an unfinished write.
         """
         fresh = revise(built, rollouts, self._reader.built(rollouts["RolloutId"]), self._reader.spec, self._builder)
         for table, rows in (
@@ -69,14 +69,14 @@ class Sink:
 
 
 def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str, builder: str = "") -> Written:
-    """What is to be written: whole rollouts of which something new was concluded, stamped with revision and content.
+    """Return what to write: whole rollouts whose conclusions changed, stamped with revision and content.
 
     Args:
-        built: all that was concluded of some rollouts.
+        built: all conclusions of some rollouts.
         rollouts: ROLLOUTS.
         before: BUILT, the newest revisions of them.
         spec: name of the build specification.
-        builder: who writes.
+        builder: name of the builder that writes.
     """
     known = before.select(*_ROLLOUT, newest="Revision", newest_content="Content")
     news = (
@@ -100,7 +100,7 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
 
 
 def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    """The rows of rollouts that are news."""
+    """Return the rows of rollouts in `news`, stamped with their revision and content."""
     if rows.is_empty():
         return conform(rows, schema)
     at = rows.select(_ROLLOUT).with_row_index("row").join(news, on=_ROLLOUT, maintain_order="left")
@@ -126,24 +126,24 @@ def _builds(rollouts: pl.DataFrame, transitions: pl.DataFrame, drops: pl.DataFra
 
 
 def contents(built: Built) -> pl.DataFrame:
-    """RunId, RolloutId and Content of each rollout that left something: the same for the same rows in any order."""
+    """Return RunId, RolloutId and Content of each rollout with conclusions; Content is independent of the order of rows."""
     texts = [_texts(built.transitions, TRANSITIONS, "t"), _texts(built.drops, DROPS, "d"), _texts(built.rewards, REWARDS, "r")]
     rows = pl.concat(texts)
-    # As bytes: not all that a store holds is UTF-8.
+    # As bytes: a store may hold text that is not UTF-8.
     hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]
     hashed = rows.select(_ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
     concluded = pl.concat([built.transitions.select(_ROLLOUT), built.drops.select(_ROLLOUT)]).unique()
-    # A sum in UInt64 wraps around, which is what is wanted: each row counts, in whatever order.
+    # A sum in UInt64 wraps around, as intended: each row counts, in any order.
     return hashed.group_by(_ROLLOUT).agg(Content=pl.col("hash").sum()).join(concluded, on=_ROLLOUT, how="semi").sort(_ROLLOUT)
 
 
 def _texts(rows: pl.DataFrame, schema: Schema, kind: str) -> pl.DataFrame:
-    """All of each row that decides, as one text."""
-    told = [_told(name, dtype) for name, dtype in schema.items() if name not in _AFTER]
-    return rows.select(*_ROLLOUT, text=pl.concat_str([pl.lit(kind), *told], separator=_BETWEEN))
+    """Join the deciding columns of each row as one text."""
+    columns = [_as_text(name, dtype) for name, dtype in schema.items() if name not in _AFTER]
+    return rows.select(*_ROLLOUT, text=pl.concat_str([pl.lit(kind), *columns], separator=_BETWEEN))
 
 
-def _told(name: str, dtype: pl.DataType) -> pl.Expr:
+def _as_text(name: str, dtype: pl.DataType) -> pl.Expr:
     value = pl.col(name)
     if name in _LONG:
         value = value.list.len()
