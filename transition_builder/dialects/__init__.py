@@ -1,8 +1,8 @@
-"""One module a convention: each maps its spans to the builder's canonical calls, tools and agents.
+"""Dialects, one module a convention: each maps its spans to the builder's canonical calls, tools and agents.
 
-In: resolved spans. Out: `describe` says of each what it is, whichever convention says so; `calls` makes canonical calls of those that are
-calls and that nobody else answers for. Invariant: a row a span, in the same order; a span that no convention reads is nothing, or,
-where it seems to have called a model, a suspect.
+In: resolved spans. Out: `describe` classifies each span by its convention; `calls` makes canonical calls of those that are
+calls without a gateway record. Invariant: a row a span, in the same order; a span that no convention reads has no kind, or,
+where it seems to have called a model, is a suspect.
 """
 
 from __future__ import annotations

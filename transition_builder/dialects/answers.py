@@ -1,13 +1,13 @@
-"""The engine's raw answers, where spans keep them: the token ids of the plain road.
+"""Raw answers of the engine in spans: the token ids of direct mode.
 
-In: spans. Out: which of them may hold an answer (`holds_answer`), and the SQL that reads it, typed, where it lies (`ANSWER_SQL`): the
-values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extras are. Beside them it
-says what of the call's content is not text (Modality).
+In: spans. Out: which of them may hold an answer (`holds_answer`), and the SQL that reads it, typed, in the database (`ANSWER_SQL`): the
+values are too long for the lean span table. Invariant: text is never read for token ids; only the engine's own extra fields are. Modality
+lists the kinds of content that are not text.
 
 What is read, the first that is there:
 - an answer as JSON in `output.value` (OpenInference), `mlflow.spanOutputs`, or `agentlightning.operation.output`: of chats and completions
-  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs`; of any other shape (Responses, Anthropic's messages) the generations that
-  our middleware tells in its field `spangrad`, a choice each;
+  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs`; of any other shape (Responses, Anthropic's messages) the generations
+  in the field `spangrad` of our middleware, a choice each;
 - ids as attributes of their own: Agent Lightning's `prompt_token_ids` and `response_token_ids`, with `logprobs.content`.
 """
 
@@ -58,18 +58,18 @@ _KINDS = {
     "video": ("video", "video_url", "input_video"),
     "file": ("file", "input_file", "document"),
 }
-"""Kinds of content that are not text, and the types of parts that hold it: the gateway's and otel.calls' are the same."""
+"""Kinds of content that are not text, and the types of parts that hold them, the same as those of the gateway and otel.calls."""
 _PART = r'"(?:type|modality)"\\s*:\\s*"([a-z_]+)"'
-"""The type of a part in a request or an answer as JSON; a text's own quotes are escaped there."""
+"""Pattern of the type of a part in a request or response as JSON; a text's own quotes are escaped there."""
 
 
-def _said(name: str) -> str:
+def _attribute_sql(name: str) -> str:
     return f"SpanAttributes['{name}']"
 
 
 def _first(*names: str) -> str:
-    """The first attribute that is not empty."""
-    return f"coalesce({', '.join(f'nullIf({_said(name)}, {chr(39) * 2})' for name in names)}, '')"
+    """Return SQL for the first attribute that is not empty."""
+    return f"coalesce({', '.join(f'nullIf({_attribute_sql(name)}, {chr(39) * 2})' for name in names)}, '')"
 
 
 def _ids(*names: str) -> str:
@@ -77,7 +77,7 @@ def _ids(*names: str) -> str:
 
 
 def _transformed(type_: str) -> str:
-    """The kind of content of a part's type; empty: text, or no part's type."""
+    """Return SQL for the kind of content of a part's type; empty: text, or no part's type."""
     kinds = {name: kind for kind, names in _KINDS.items() for name in names}
     return f"transform({type_}, {list(kinds)}, {list(kinds.values())}, '')"
 
@@ -93,8 +93,8 @@ WITH
     JSONExtract(value, '{_ANSWER}') AS answer,
     {_ids("prompt_token_ids", f"{_WEAVE}.prompt_token_ids")} AS prompt_ids,
     {_ids("response_token_ids", *_WEAVE_IDS)} AS response_ids,
-    arrayMap(token -> token.1, JSONExtract({_said("logprobs.content")}, 'Array(Tuple(logprob Float32))')) AS logprobs,
-    JSONExtract({_said(semconv.GEN_AI_FINISH_REASONS)}, 'Array(String)')[1] AS finish_reason,
+    arrayMap(token -> token.1, JSONExtract({_attribute_sql("logprobs.content")}, 'Array(Tuple(logprob Float32))')) AS logprobs,
+    JSONExtract({_attribute_sql(semconv.GEN_AI_FINISH_REASONS)}, 'Array(String)')[1] AS finish_reason,
     length(answer.{semconv.ANSWER_FIELD}.generations) AS generations,
     answer.{semconv.ANSWER_FIELD}.versions AS versions,
     answer.{semconv.ANSWER_FIELD}.sampling AS sampling,
@@ -140,15 +140,15 @@ WHERE ServiceName IN %(services)s AND SpanName IN %(names)s
     AND TraceId IN %(traces)s AND SpanId IN %(spans)s
 LIMIT 1 BY TraceId, SpanId, Choice
 """
-"""The engine's extras, typed where they lie: a row a choice, one empty row where the span holds no answer with ids.
+"""Query of the engine's extra fields, typed in the database: a row a choice, one empty row where the span holds no answer with ids.
 
 Parameters: services, names, traces, spans (tuples of text), first, last (nanoseconds since the epoch)."""
 
 
 def holds_answer(spans: pl.DataFrame) -> pl.Series:
-    """Which spans may hold an engine's raw answer, ids and all: a boolean a row of SPANS.
+    """Return a boolean a row of SPANS: the span may hold an engine's raw answer with token ids.
 
-    Spans of calls, by OpenInference's instrumentations of clients and by whatever else writes its kinds, by MLflow and by Agent
+    Such are spans of calls, by OpenInference's instrumentations of clients and by others that write its kinds, by MLflow and by Agent
     Lightning. The other conventions, and OpenInference's instrumentations of frameworks, keep messages only.
     """
     names = spans["ScopeName"].unique()
@@ -157,34 +157,34 @@ def holds_answer(spans: pl.DataFrame) -> pl.Series:
     if not at.any():
         return at
     scoped = spans.select("Attributes", "ScopeName", "SpanName", "StatusCode", "StatusMessage").filter(at)
-    # Agents' own spans and their tools' carry none of these, and that is seen at a fifth of the cost of reading them.
+    # Spans of agents and tools carry none of these; this check costs a fifth of reading them.
     if not scoped.select(_marked([name for name in may if name == "litellm" or scopes.dialect(name or "") == "agent_lightning"])).item():
         return at & False
-    said, beside = conventions(scoped)
-    read = pl.col("Convention")
-    kind, span_type = said(semconv.OPENINFERENCE_KIND).str.to_uppercase(), unquoted(said(mlflow.SPAN_TYPE)).str.to_uppercase()
+    attributes, beside = conventions(scoped)
+    convention = pl.col("Convention")
+    kind, span_type = attributes(semconv.OPENINFERENCE_KIND).str.to_uppercase(), unquoted(attributes(mlflow.SPAN_TYPE)).str.to_uppercase()
     holds = (
-        ((read == "openinference") & (kind == "LLM"))
-        | ((read == "mlflow") & span_type.is_in(mlflow.CALLS))
-        | ((read == "agent_lightning") & ~said.has("agentlightning.reward.0.value"))
-        | ((read == "gen_ai") & (pl.col("ScopeName") == "litellm"))
+        ((convention == "openinference") & (kind == "LLM"))
+        | ((convention == "mlflow") & span_type.is_in(mlflow.CALLS))
+        | ((convention == "agent_lightning") & ~attributes.has("agentlightning.reward.0.value"))
+        | ((convention == "gen_ai") & (pl.col("ScopeName") == "litellm"))
     )
-    found = said.frame(beside).select(holds.fill_null(False)).to_series()
-    return at.scatter(at.arg_true(), found)
+    holding = attributes.frame(beside).select(holds.fill_null(False)).to_series()
+    return at.scatter(at.arg_true(), holding)
 
 
-def _marked(tell: list[str | None]) -> pl.Expr:
-    """Whether any span has what those that hold answers have: a scope that tells, or an attribute."""
+def _marked(scope_names: list[str | None]) -> pl.Expr:
+    """Return whether any span has a mark of those that hold answers: a known scope, or an attribute."""
     named = (attribute(name).is_not_null() for name in (mlflow.SPAN_TYPE, *agent_lightning.MARKS))
     return pl.any_horizontal(
-        pl.col("ScopeName").is_in(tell), attribute(semconv.OPENINFERENCE_KIND).str.to_uppercase() == "LLM", *named
+        pl.col("ScopeName").is_in(scope_names), attribute(semconv.OPENINFERENCE_KIND).str.to_uppercase() == "LLM", *named
     ).any()
 
 
 def _keeps(scope: str) -> bool:
-    """Whether an OpenInference instrumentation keeps what the engine adds to its answers: those of clients do, but LiteLLM's."""
+    """Return whether an OpenInference instrumentation keeps the engine's extra fields: those of clients do, except LiteLLM's."""
     return "openinference" not in scope or (scopes.is_client(scope) and "litellm" not in scope)
 
 
 TEXTS_WITH_TOOL_CALLS = ("gen_ai.output.messages", "ai.response.toolCalls", langfuse.OUTPUT, mlflow.OUTPUTS)
-"""Attributes that hold, as JSON, the tool calls that an answer asked for."""
+"""Attributes that hold, as JSON, the tool calls that a response requested."""

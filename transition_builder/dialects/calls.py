@@ -1,7 +1,7 @@
-"""Canonical calls of spans that nobody else answers for, and the tool calls that answers asked for.
+"""Canonical calls of spans without a gateway record, and the tool calls that responses requested.
 
-In: described spans, each of them one call, and what they hold of answers. Out: canonical calls, a row a choice. Invariant: what a call
-says of itself is null or empty where its convention has no word for it, and never made up.
+In: described spans, each of them one call, and their answers. Out: canonical calls, a row a choice. Invariant: a fact of a call
+is null or empty where its convention has no attribute for it, and never made up.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _STATUS = (semconv.HTTP_STATUS, "http.status_code")
 
 
 def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-    """Canonical calls of spans that nobody else answers for.
+    """Make canonical calls of spans without a gateway record.
 
     Args:
         spans: described spans (NODES), each of them one call.
         answers: ANSWERS; a span without one is a call without ids.
 
     Returns:
-        The spans' columns, a row a choice, with those of CALLS, CallId, ByGateway, and Unfinished: whether the span says neither that
-        the call ended nor what came of it.
+        The spans' columns, a row a choice, with those of CALLS, CallId, ByGateway, and Unfinished: the span shows neither the end of
+        the call nor its outcome.
     """
-    told = _told(spans)
+    reported = _reported(spans)
     heavy = [name for name in ("Attributes", "Scores", "ToolArguments", "ToolResult") if name in spans.columns]
-    light = spans.drop("Choice", "Model", "ResponseId", *heavy, strict=False).hstack(told)
+    light = spans.drop("Choice", "Model", "ResponseId", *heavy, strict=False).hstack(reported)
     ids = pl.col("ResponseIds").list.len().fill_null(0) > 0
     failed = pl.col("StatusCode") == "Error"
     rows = (
@@ -45,13 +45,13 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
             pl.col("Choice").fill_null(0),
             pl.col("Policy", "TokenizerHash", "Modality").fill_null(""),
             pl.col("PromptIds", "ResponseIds", "Logprobs", *VERSIONS).fill_null([]),
-            Model=pl.coalesce(pl.col("Model").replace("", None), "told_model", pl.lit("")),
-            ResponseId=pl.coalesce(pl.col("ResponseId").replace("", None), "told_id", pl.lit("")),
-            FinishReason=pl.coalesce(pl.col("FinishReason").replace("", None), "told_finish", pl.lit("")),
-            ErrorType=pl.when(failed | (pl.col("told_error").fill_null("") != ""))
+            Model=pl.coalesce(pl.col("Model").replace("", None), "reported_model", pl.lit("")),
+            ResponseId=pl.coalesce(pl.col("ResponseId").replace("", None), "reported_id", pl.lit("")),
+            FinishReason=pl.coalesce(pl.col("FinishReason").replace("", None), "reported_finish", pl.lit("")),
+            ErrorType=pl.when(failed | (pl.col("reported_error").fill_null("") != ""))
             .then(
                 pl.coalesce(
-                    pl.col("told_error").replace("", None),
+                    pl.col("reported_error").replace("", None),
                     pl.col("StatusMessage").str.split(":").list.first().replace("", None),
                     pl.lit("error"),
                 )
@@ -68,41 +68,41 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
             & ~ids
             & (pl.col("ResponseId") == "")
             & ~pl.col("StatusCode").is_in(["Ok", "Error"])
-            & pl.col("told_tokens").is_null()
+            & pl.col("reported_tokens").is_null()
             & (pl.col("ErrorType") == ""),
         )
-        .drop("told_model", "told_id", "told_finish", "told_error", "told_tokens")
+        .drop("reported_model", "reported_id", "reported_finish", "reported_error", "reported_tokens")
     )
     names = [call_id(trace, span, choice) for trace, span, choice in rows.select("TraceId", "SpanId", "Choice").iter_rows()]
     return rows.with_columns(CallId=pl.Series(names, dtype=pl.String))
 
 
-def _told(spans: pl.DataFrame) -> pl.DataFrame:
-    """What the spans say of their calls, each by its own dialect: told_*, HttpStatus."""
-    said = Said(spans)
+def _reported(spans: pl.DataFrame) -> pl.DataFrame:
+    """Return the facts of calls that the spans report, each by its own dialect: reported_*, HttpStatus."""
+    attributes = Said(spans)
     beside = spans.select("ScopeName", "SpanName", "StatusCode", "StatusMessage", OfClient=pl.lit(False), SpeaksOfModels=pl.lit(False))
     parts, order = list[pl.DataFrame](), [np.zeros(0, dtype=np.int64)]
     for name in spans["Convention"].unique(maintain_order=True):
         rows = (spans["Convention"] == name).arg_true().to_numpy()
-        said.forget()
-        reading = READERS.get(name, READERS[""])(said)
-        status = said.first(*_STATUS)
+        attributes.forget()
+        reading = READERS.get(name, READERS[""])(attributes)
+        status = attributes.first(*_STATUS)
         parts.append(
             # The first column has a row a span, however many of the others are literals.
-            said.frame(beside, rows).select(
+            attributes.frame(beside, rows).select(
                 "StatusCode",
-                told_model=reading.model,
-                told_id=reading.response_id,
-                told_finish=reading.finish,
-                told_error=reading.error,
-                told_tokens=reading.output_tokens,
+                reported_model=reading.model,
+                reported_id=reading.response_id,
+                reported_finish=reading.finish,
+                reported_error=reading.error,
+                reported_tokens=reading.output_tokens,
                 HttpStatus=status.cast(pl.UInt16, strict=False).fill_null(0),
             )
         )
         order.append(rows)
     if not parts:
         return pl.DataFrame(
-            schema={f"told_{name}": pl.String for name in ("model", "id", "finish", "error", "tokens")} | {"HttpStatus": pl.UInt16}
+            schema={f"reported_{name}": pl.String for name in ("model", "id", "finish", "error", "tokens")} | {"HttpStatus": pl.UInt16}
         )
     place = np.empty(spans.height, dtype=np.int64)
     place[np.concatenate(order)] = np.arange(spans.height)
@@ -110,12 +110,12 @@ def _told(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def asked_tools(nodes: pl.DataFrame) -> pl.DataFrame:
-    """Which tool calls the answers of calls asked for: TraceId, SpanId, ToolCallId; `nodes` are described spans."""
+    """Return the tool calls that the responses of calls requested: TraceId, SpanId, ToolCallId; `nodes` are described spans."""
     called = nodes.filter(pl.col("IsClient") | pl.col("IsModel")).select("TraceId", "SpanId", "Attributes")
-    said = Said(called)
-    plain = said.entries(_ASKED_TOOL).select("row", ToolCallId="value")
-    texts = said.entries(rf"^({'|'.join(name.replace('.', chr(92) + '.') for name in TEXTS_WITH_TOOL_CALLS)})$")
+    attributes = Said(called)
+    plain = attributes.entries(_ASKED_TOOL).select("row", ToolCallId="value")
+    texts = attributes.entries(rf"^({'|'.join(name.replace('.', chr(92) + '.') for name in TEXTS_WITH_TOOL_CALLS)})$")
     if texts.height:
-        found = texts.select("row", pl.col("value").str.extract_all(_IDS_IN_JSON)).explode("value", empty_as_null=False, keep_nulls=False)
-        plain = pl.concat([plain, found.select("row", ToolCallId=pl.col("value").str.extract(r'"([^"]+)"$'))])
+        ids = texts.select("row", pl.col("value").str.extract_all(_IDS_IN_JSON)).explode("value", empty_as_null=False, keep_nulls=False)
+        plain = pl.concat([plain, ids.select("row", ToolCallId=pl.col("value").str.extract(r'"([^"]+)"$'))])
     return called.select("TraceId", "SpanId")[plain["row"]].hstack([plain["ToolCallId"]])

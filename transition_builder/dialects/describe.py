@@ -1,9 +1,9 @@
-"""What each span is, whichever convention says so.
+"""Classification of spans of any convention.
 
-In: spans of any conventions. Out: NODES. Invariant: a row a span, in the same order; whatever stands in the attributes, nothing fails.
+In: spans of any conventions. Out: NODES. Invariant: a row a span, in the same order; no content of attributes makes it fail.
 
-A span has one dialect: its scope's, where that alone tells (the gateway's, vLLM's, Pydantic AI's, ...), else the first below whose mark it
-carries. A dialect reads its own spans alone, and of their attributes only those that it names.
+A span has one dialect: its scope's, where that determines it (the gateway's, vLLM's, Pydantic AI's, ...), else the first below whose mark
+it has. A dialect reads its own spans alone, and of their attributes only those that it names.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from transition_builder.dialects.scores import scores
 _GEN_AI_KEYS = r"^gen_ai\."
 
 
-def _gateway(said: Said) -> Reading:
-    """The gateway's own spans: otel.calls holds what they say of calls."""
-    base = gen_ai.read(said)
+def _gateway(attributes: Said) -> Reading:
+    """Read the gateway's own spans; otel.calls holds the facts of its calls."""
+    base = gen_ai.read(attributes)
     return replace(base, call=NO, tool=NO, chain=NO, suspect=NO, agent=pl.lit(None, pl.String))
 
 
-def _nothing(said: Said) -> Reading:
-    """Spans of no dialect: some are suspects, and any may say whose it is."""
+def _nothing(attributes: Said) -> Reading:
+    """Read spans of no dialect: some are suspects, and any may name its agent."""
     return Reading(
-        suspect=suspects.suspects(said), agent=said.first(semconv.OPENINFERENCE_AGENT_NAME), error=said.first(semconv.ERROR_TYPE)
+        suspect=suspects.suspects(attributes),
+        agent=attributes.first(semconv.OPENINFERENCE_AGENT_NAME),
+        error=attributes.first(semconv.ERROR_TYPE),
     )
 
 
@@ -61,9 +63,9 @@ READERS: Mapping[str, Callable[[Said], Reading]] = {
     "gen_ai": gen_ai.read,
     "": _nothing,
 }
-"""The dialects, by the names that Convention has."""
+"""Readers of dialects, by their names in Convention."""
 _SERVERS = frozenset({"gateway", "vllm"})
-"""Dialects of those who answer calls: what they ask in turn is nobody's call."""
+"""Dialects of servers; requests that they make are not calls of a rollout."""
 _MARKS = {
     "vercel": (vercel.OPERATION,),
     "openinference": (semconv.OPENINFERENCE_KIND,),
@@ -72,74 +74,74 @@ _MARKS = {
     "langfuse": (langfuse.OBSERVATION_TYPE,),
     "traceloop": (traceloop.SPAN_KIND, traceloop.REQUEST_TYPE),
 }
-"""Attributes that mark a dialect's spans, the first dialect first."""
+"""Attributes that mark a dialect's spans, in order of precedence."""
 
 
 def describe(spans: pl.DataFrame) -> pl.DataFrame:
-    """Add what each span is.
+    """Add the columns of NODES that classify each span.
 
     Args:
         spans: SPANS and RolloutId, resolved; evaluations may be among them.
 
     Returns:
         The same rows with the further columns of NODES, and ResponseId, Model, InputTokens, OutputTokens (null where the span is neither
-        call, engine call nor suspect, or does not say).
+        call, engine call nor suspect, or has none).
     """
-    said = Said(spans)
-    beside = _beside(spans, said)
-    convention = _conventions(said, beside)
+    attributes = Said(spans)
+    beside = _beside(spans, attributes)
+    convention = _conventions(attributes, beside)
     names = convention.unique(maintain_order=True).to_list()
     parts, order = [Reading().of(beside.clear())], [np.zeros(0, dtype=np.int64)]
     for name in names:
         rows = (convention == name).arg_true().to_numpy() if len(names) > 1 else None
-        said.forget()
-        reading = READERS[name](said)
+        attributes.forget()
+        reading = READERS[name](attributes)
         # A span that carries a dialect's mark and is nothing in it may be the request of a client that was only decorated.
-        request = NO if name in _SERVERS else suspects.requests(said)
-        parts.append(reading.of(said.frame(beside, rows), request))
+        request = NO if name in _SERVERS else suspects.requests(attributes)
+        parts.append(reading.of(attributes.frame(beside, rows), request))
         order.append(np.arange(spans.height) if rows is None else rows)
     place = np.empty(spans.height, dtype=np.int64)
     place[np.concatenate(order)] = np.arange(spans.height)
-    described = pl.concat(parts)[place].with_columns(convention.alias("Convention"), _scores(said, spans))
+    described = pl.concat(parts)[place].with_columns(convention.alias("Convention"), _scores(attributes, spans))
     return spans.drop(described.columns, strict=False).hstack(described)
 
 
-def _scores(said: Said, spans: pl.DataFrame) -> pl.Series:
-    found = scores(said, spans)
-    if found is None:
+def _scores(attributes: Said, spans: pl.DataFrame) -> pl.Series:
+    scored = scores(attributes, spans)
+    if scored is None:
         return pl.repeat([], spans.height, dtype=SCORES, eager=True).alias("Scores")
     rows = pl.DataFrame({"row": np.arange(spans.height)})
-    return rows.join(found, on="row", how="left", maintain_order="left").select(pl.col("Scores").fill_null([])).to_series()
+    return rows.join(scored, on="row", how="left", maintain_order="left").select(pl.col("Scores").fill_null([])).to_series()
 
 
 def conventions(spans: pl.DataFrame) -> tuple[Said, pl.DataFrame]:
-    """The attributes of spans, and beside them ScopeName, SpanName, StatusCode, StatusMessage, OfClient and Convention."""
-    said = Said(spans)
-    beside = _beside(spans, said)
-    return said, beside.with_columns(_conventions(said, beside).alias("Convention"))
+    """Return the attributes of spans, with ScopeName, SpanName, StatusCode, StatusMessage, OfClient and Convention beside them."""
+    attributes = Said(spans)
+    beside = _beside(spans, attributes)
+    return attributes, beside.with_columns(_conventions(attributes, beside).alias("Convention"))
 
 
-def _beside(spans: pl.DataFrame, said: Said) -> pl.DataFrame:
-    """The columns that readings may use beside attributes."""
+def _beside(spans: pl.DataFrame, attributes: Said) -> pl.DataFrame:
+    """Return the columns that readings may use beside attributes."""
     client = [scope for scope in spans["ScopeName"].unique() if scopes.is_client(scope or "")]
     return spans.select(
         pl.col("ScopeName", "SpanName", "StatusCode", "StatusMessage").fill_null(""),
         pl.col("ScopeName").is_in(client).fill_null(False).alias("OfClient"),
-        said.matching(suspects.KEYS).alias(suspects.SPEAKS),
+        attributes.matching(suspects.KEYS).alias(suspects.SPEAKS),
     )
 
 
-def _conventions(said: Said, beside: pl.DataFrame) -> pl.Series:
-    """The dialect of each span; empty where none reads it."""
-    told = {scope: name for scope in beside["ScopeName"].unique() if (name := scopes.dialect(scope))}
+def _conventions(attributes: Said, beside: pl.DataFrame) -> pl.Series:
+    """Return the dialect of each span; empty where none reads it."""
+    by_scope = {scope: name for scope in beside["ScopeName"].unique() if (name := scopes.dialect(scope))}
     of_scope = (
-        pl.col("ScopeName").replace_strict(list(told), list(told.values()), default=None, return_dtype=pl.String)
-        if told
+        pl.col("ScopeName").replace_strict(list(by_scope), list(by_scope.values()), default=None, return_dtype=pl.String)
+        if by_scope
         else pl.lit(None, pl.String)
     )
-    marked = [pl.when(said.has(*names)).then(pl.lit(name)) for name, names in _MARKS.items()]
+    marked = [pl.when(attributes.has(*names)).then(pl.lit(name)) for name, names in _MARKS.items()]
     for name, words in others.VOCABULARIES.items():
-        there = said.has(words.mark)
+        there = attributes.has(words.mark)
         if words.spans:
             there = there & pl.col("SpanName").str.contains(words.spans)
         if words.named:
@@ -147,7 +149,7 @@ def _conventions(said: Said, beside: pl.DataFrame) -> pl.Series:
         marked.append(pl.when(there).then(pl.lit(name)))
     marked.append(pl.when("generative").then(pl.lit("gen_ai")))
     return (
-        said.frame(beside.with_columns(said.matching(_GEN_AI_KEYS).alias("generative")))
+        attributes.frame(beside.with_columns(attributes.matching(_GEN_AI_KEYS).alias("generative")))
         .select(pl.coalesce(of_scope, *marked, pl.lit("")))
         .to_series()
     )

@@ -1,7 +1,7 @@
-"""Which rows of otel.rollout_spans are, or may be, calls of a model, said in SQL.
+"""SQL condition for rows of otel.rollout_spans that are, or may be, calls of a model.
 
-In: nothing. Out: a condition. Invariant: it holds for every span that `describe` takes for a call, an engine's call or a suspect; and for
-some others, since it looks at names before values. Keys come first: they are few, and read at little cost.
+In: nothing. Out: a condition. Invariant: it holds for every span that `describe` classifies as a call, an engine's call or a suspect, and
+for some others, since it checks names before values. Keys come first: they are few, and read at little cost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transition_builder.dialects.conventions import agent_lightning, gen_ai, lan
 
 
 def _text(pattern: str) -> str:
-    """A text in SQL."""
+    """Return a text as a SQL literal."""
     return "'" + pattern.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -42,4 +42,4 @@ MODEL_SPAN_SQL = f"""(
         OR match(ScopeName, '^(agentlightning|agentops)')
     )
 )"""
-"""A condition over RowKind, SpanName, ScopeName and Attributes of otel.rollout_spans."""
+"""Condition over RowKind, SpanName, ScopeName and Attributes of otel.rollout_spans."""

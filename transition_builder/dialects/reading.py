@@ -1,11 +1,11 @@
-"""What a dialect says of its spans, and how it reads their attributes.
+"""Reading of span attributes by dialects.
 
-In: the attributes of many spans, as one column of maps. Out: `Said`, which gives each attribute that somebody asks for as a column of its
-own, and `Reading`, the expressions over such columns that say what a span is. Invariant: a span that lacks an attribute gives null, never
+In: the attributes of many spans, as one column of maps. Out: `Said`, which gives each requested attribute as a column of its
+own, and `Reading`, the expressions over such columns that classify a span. Invariant: a span that lacks an attribute gives null, never
 an error, and so does text that was meant as a number or as JSON and is none.
 
-An attribute that no span of the batch has costs nothing: it is a literal null. Of the others only those that are asked for are taken out
-of the maps, all keys being compared once, as numbers.
+An attribute that no span of the batch has costs nothing: it is a literal null. Of the others only the requested ones are extracted
+from the maps; all keys are compared once, as numbers.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ NONE = pl.lit(None, pl.String)
 NO = pl.lit(False)
 SCORES = pl.List(pl.Struct({"Name": pl.String(), "Value": pl.Float64()}))
 OF_CLIENT = pl.col("OfClient")
-"""Whether a span's scope belongs to a library that speaks to the model's server."""
+"""Condition: the span's scope belongs to a library that speaks to the model's server."""
 _ERROR_FLAG = r'"is_?[eE]rror"\s*:\s*true'
-"""How a tool's result says that it is none: MCP's and Anthropic's spelling."""
+"""Pattern of a failed tool result, in the spelling of MCP and Anthropic."""
 
 
 def attribute(name: str) -> pl.Expr:
-    """A span's attribute; null where it has none."""
+    """Return a span's attribute; null where it has none."""
     return pl.col("Attributes").map.get(name)
 
 
 class Said:
-    """Attributes of spans, a column each."""
+    """Attributes of spans, as a column each."""
 
     def __init__(self, spans: pl.DataFrame) -> None:
-        """Take the keys of all attributes together.
+        """Index the keys of all attributes together.
 
         Args:
             spans: anything with Attributes.
@@ -53,11 +53,11 @@ class Said:
         self._codes = encoded.indices.to_numpy(zero_copy_only=False)
         self._rows = np.repeat(np.arange(self.height), lengths)
         self._columns: dict[str, pl.Series] = {}
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
 
     def __call__(self, name: str) -> pl.Expr:
-        """An attribute; null where a span has none."""
-        self._asked.add(name)
+        """Return an attribute; null where a span has none."""
+        self._requested.add(name)
         if name not in self._columns:
             code = self._places.get(name)
             if code is None:
@@ -66,42 +66,42 @@ class Said:
         return pl.col(name)
 
     def first(self, *names: str) -> pl.Expr:
-        """The first of several attributes that a span has and that is not empty."""
+        """Return the first of several attributes that a span has and that is not empty."""
         there = [self(name).replace("", None) for name in names if name in self._places]
         return pl.coalesce(there) if there else NONE
 
     def any_of(self, *names: str) -> pl.Expr:
-        """The first of several attributes that a span has, be it empty."""
+        """Return the first of several attributes that a span has, even if empty."""
         there = [self(name) for name in names if name in self._places]
         return pl.coalesce(there) if there else NONE
 
     def has(self, *names: str) -> pl.Expr:
-        """Whether a span has any of several attributes."""
+        """Return whether a span has any of several attributes."""
         there = [self(name).is_not_null() for name in names if name in self._places]
         return pl.any_horizontal(there) if there else NO
 
     def once(self, name: str, what: pl.Expr) -> pl.Expr:
-        """An expression over attributes alone that many others use, worked out here and now; `name` is no attribute's."""
+        """Evaluate an expression over attributes once, for many others that use it; `name` must not be the name of an attribute."""
         if name not in self._columns:
             roots = what.meta.root_names()
             if not roots:
                 return what
             self._columns[name] = pl.DataFrame([self._columns[root] for root in roots]).select(what.alias(name)).to_series()
-        self._asked.add(name)
+        self._requested.add(name)
         return pl.col(name)
 
     def matching(self, pattern: str) -> pl.Series:
-        """Whether any of a span's attributes has a name that matches a pattern: a boolean a span."""
-        found = np.zeros(self.height, dtype=np.bool_)
-        wanted = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
-        if wanted.any():
-            found[self._rows[wanted[self._codes]]] = True
-        return pl.Series(found)
+        """Return a boolean a span: any of its attributes has a name that matches a pattern."""
+        matches = np.zeros(self.height, dtype=np.bool_)
+        matching_names = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
+        if matching_names.any():
+            matches[self._rows[matching_names[self._codes]]] = True
+        return pl.Series(matches)
 
     def entries(self, pattern: str) -> pl.DataFrame:
-        """Attributes whose names match a pattern: row (of the spans), key, value."""
-        wanted = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
-        at = np.flatnonzero(wanted[self._codes]) if wanted.any() else np.zeros(0, dtype=np.int64)
+        """Return attributes whose names match a pattern: row (of the spans), key, value."""
+        matching_names = pl.Series(self._names, dtype=pl.String).str.contains(pattern).to_numpy()
+        at = np.flatnonzero(matching_names[self._codes]) if matching_names.any() else np.zeros(0, dtype=np.int64)
         names = pl.Series("key", self._names, dtype=pl.String)
         return pl.DataFrame(
             [
@@ -112,12 +112,12 @@ class Said:
         )
 
     def forget(self) -> None:
-        """Leave out of `frame` what was asked for so far."""
-        self._asked.clear()
+        """Exclude from `frame` the attributes that were requested so far."""
+        self._requested.clear()
 
     def frame(self, beside: pl.DataFrame, rows: np.ndarray | None = None) -> pl.DataFrame:
-        """The attributes that were asked for, beside other columns of the same spans; some rows of it."""
-        whole = beside.hstack([column for name, column in self._columns.items() if name in self._asked])
+        """Return the requested attributes beside other columns of the same spans; optionally some rows only."""
+        whole = beside.hstack([column for name, column in self._columns.items() if name in self._requested])
         return whole if rows is None else whole[rows]
 
     @cached_property
@@ -134,41 +134,41 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a dialect's spans are, as expressions over `Said`, ScopeName, SpanName, StatusCode, StatusMessage and OfClient."""
+    """Expressions that classify a dialect's spans, over `Said`, ScopeName, SpanName, StatusCode, StatusMessage and OfClient."""
 
     call: pl.Expr = NO
-    """It calls a model for an answer (no embedding, no ranking)."""
+    """The span is a call of a model for a response (no embedding, no ranking)."""
     client: pl.Expr = OF_CLIENT
-    """If it is a call: it is the library's that speaks to the model's server, no framework's above it."""
+    """The call is recorded by the library that speaks to the model's server, not by a framework above it."""
     engine: pl.Expr = NO
-    """It is the server's own span of a call."""
+    """The span is the server's own span of a call."""
     tool: pl.Expr = NO
     chain: pl.Expr = NO
     suspect: pl.Expr = NO
-    """It may be a call, and says too little to be read as one."""
+    """The span may be a call, and has too little data to be read as one."""
     agent: pl.Expr = NONE
     tool_name: pl.Expr = NONE
     tool_call_id: pl.Expr = NONE
     arguments: pl.Expr = NONE
     result: pl.Expr = NONE
     failed: pl.Expr = NO
-    """If it is a tool: it failed, and neither its status nor `error.type` says so."""
+    """The tool failed, and neither the span's status nor `error.type` shows it."""
     error: pl.Expr = NONE
-    """The type of an error."""
+    """Type of an error."""
     model: pl.Expr = NONE
-    """As answered, else as asked."""
+    """Model as reported in the response, else as requested."""
     response_id: pl.Expr = NONE
     input_tokens: pl.Expr = NONE
     output_tokens: pl.Expr = NONE
     finish: pl.Expr = NONE
-    """Why the answer ended: of its first choice."""
+    """Finish reason of the first choice."""
 
     def of(self, frame: pl.DataFrame, request: pl.Expr = NO) -> pl.DataFrame:
-        """The columns that `describe` adds, without Convention and Scores.
+        """Return the columns that `describe` adds, without Convention and Scores.
 
         Args:
-            frame: what the expressions read.
-            request: which spans are requests for an answer, and suspects therefore unless they are something else.
+            frame: the columns that the expressions read.
+            request: condition for requests for a response, which are suspects unless they are something else.
         """
         flags = {name: getattr(self, name).fill_null(False) for name in ("call", "engine", "tool", "chain", "suspect")}
         client = self.client.fill_null(False).alias("=client")
@@ -199,20 +199,20 @@ class Reading:
 
 
 def of_json(text: pl.Expr, *fields: str) -> pl.Expr:
-    """A field of a JSON object, as text; null where the text is no object or lacks it. Several: the first that is there."""
+    """Return a field of a JSON object, as text; null where the text is no object or lacks it. Several: the first that exists."""
     return pl.coalesce(text.str.json_path_match(f"$.{name}") for name in fields)
 
 
 def first_of_list(text: pl.Expr) -> pl.Expr:
-    """The first text in a JSON list; the text itself where it is no list."""
+    """Return the first text in a JSON list; the text itself where it is no list."""
     return text.str.extract(r'^\s*\[?\s*"?([^"\],]+)')
 
 
 def unquoted(text: pl.Expr) -> pl.Expr:
-    """What a JSON string says; other text as it is."""
+    """Return the value of a JSON string; other text unchanged."""
     return text.str.strip_chars('"')
 
 
-def error_type(said: Said) -> pl.Expr:
-    """The type of a span's error, in the words of OpenTelemetry's conventions."""
-    return said.first(semconv.ERROR_TYPE, "exception.type")
+def error_type(attributes: Said) -> pl.Expr:
+    """Return the type of a span's error, by the attributes of OpenTelemetry's conventions."""
+    return attributes.first(semconv.ERROR_TYPE, "exception.type")

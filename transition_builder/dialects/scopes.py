@@ -1,7 +1,7 @@
-"""Instrumentation scopes: whose spans they are.
+"""Instrumentation scopes: the libraries and dialects that they belong to.
 
-In: the name of a scope. Out: whether it belongs to a client of a model's server, and which dialect it alone tells. Invariant: a name is
-looked at once a batch, however many spans have it; what no rule knows is no client's.
+In: the name of a scope. Out: whether it belongs to a client of a model's server, and the dialect that it determines. Invariant: a name is
+matched once a batch, however many spans have it; an unknown scope is no client's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FRAMEWORKS = frozenset(
         *("portkey", "promptflow", "langsmith"),
     }
 )
-"""Words of scopes that belong to what stands above clients, whichever client they name: openinference.instrumentation.openai_agents."""
+"""Words of scopes of frameworks above clients, whichever client they name: openinference.instrumentation.openai_agents."""
 _NAMESPACES = re.compile(r"^(opentelemetry\.(instrumentation\.)?genai\.|agentops\.instrumentation\.(providers|agentic)\.)")
 _DIALECTS = (
     (re.compile(f"^{re.escape(semconv.GATEWAY_SCOPE)}$"), "gateway"),
@@ -66,12 +66,12 @@ _DIALECTS = (
 
 @lru_cache(maxsize=4096)
 def is_client(scope: str) -> bool:
-    """Whether a scope belongs to a library that speaks to the model's server."""
+    """Return whether a scope belongs to a library that speaks to the model's server."""
     words = set(re.split(r"[^a-z0-9]+", _NAMESPACES.sub("", scope.lower())))
     return bool(words & _CLIENTS) and not words & _FRAMEWORKS
 
 
 @lru_cache(maxsize=4096)
 def dialect(scope: str) -> str:
-    """The dialect that a scope alone tells; empty where its spans' attributes must."""
+    """Return the dialect that a scope alone determines; empty where its spans' attributes must."""
     return next((name for pattern, name in _DIALECTS if pattern.search(scope)), "")

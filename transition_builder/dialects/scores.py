@@ -1,9 +1,9 @@
-"""Rewards that stand in a span's own attributes.
+"""Rewards in a span's own attributes.
 
-In: spans. Out: their scores, by name. Invariant: what is no finite number is no score of 0: its value is null, and the rollout is told to
-have none (rewards says what follows).
+In: spans. Out: their scores, by name. Invariant: a value that is no finite number is never a score of 0: it is null, and the rollout
+has no score from it (see `rewards`).
 
-Ours are `spangrad.reward` and `spangrad.reward.NAME` (`spangrad.reward.role` says whose they all are); OpenTelemetry's
+Ours are `spangrad.reward` and `spangrad.reward.NAME` (`spangrad.reward.role` names the role of all of them); OpenTelemetry's
 `gen_ai.evaluation.*` count as attributes too, not as events alone; Agent Lightning's are `agentlightning.reward.N.name` and `.value`, and
 what its early versions kept of AgentOps; Arize's `eval.NAME.score`.
 """
@@ -17,26 +17,26 @@ from transition_builder.dialects.conventions import agent_lightning
 from transition_builder.dialects.reading import SCORES, Said
 
 _PRIMARY = "primary"
-"""Agent Lightning's name of a reward that was given none."""
+"""Agent Lightning's name of a reward without a name."""
 _KEYS = rf"^({semconv.REWARD}(\..+)?|{semconv.EVALUATION_SCORE}|agentlightning\.reward\.\d+\.value|eval\..+\.score)$".replace(
     "spangrad.", r"spangrad\."
 )
 _OLD = r"^(agentops\.(task|entity)\.output|reward)$"
 
 
-def scores(said: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
-    """Scores of spans that have any: row, Scores. None where no span has.
+def scores(attributes: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
+    """Return the scores of spans that have any: row, Scores. None where no span has.
 
     Args:
-        said: the spans' attributes.
+        attributes: the spans' attributes.
         spans: SpanName of the same spans.
     """
-    found = said.entries(_KEYS).filter(pl.col("key") != semconv.REWARD_ROLE)
-    frames = [_named(found, said)] if found.height else []
-    old = said.entries(_OLD)
+    entries = attributes.entries(_KEYS).filter(pl.col("key") != semconv.REWARD_ROLE)
+    frames = [_named(entries, attributes)] if entries.height else []
+    old = attributes.entries(_OLD)
     if old.height:
-        value = agent_lightning.old_reward(said)
-        beside = said.frame(spans.select("SpanName"))
+        value = agent_lightning.old_reward(attributes)
+        beside = attributes.frame(spans.select("SpanName"))
         rows = beside.select(row=pl.int_range(pl.len(), dtype=pl.Int64), value=value).filter(pl.col("value").is_not_null())
         frames.append(rows.select("row", at=pl.lit(0, pl.Int64), Name=pl.lit(semconv.REWARD_NAME), Value=_number("value")))
     if not frames:
@@ -45,20 +45,22 @@ def scores(said: Said, spans: pl.DataFrame) -> pl.DataFrame | None:
     return given.group_by("row", maintain_order=True).agg(pl.struct("Name", "Value").alias("Scores")).cast({"Scores": SCORES})
 
 
-def _named(found: pl.DataFrame, said: Said) -> pl.DataFrame:
-    """Scores with their names: row, at (which of several), Name, Value."""
+def _named(entries: pl.DataFrame, attributes: Said) -> pl.DataFrame:
+    """Return scores with their names: row, at (place among several), Name, Value."""
     key = pl.col("key")
     place = key.str.extract(r"^agentlightning\.reward\.(\d+)\.value$")
-    names = said.entries(r"^agentlightning\.reward\.\d+\.name$").select(
-        "row", place=pl.col("key").str.extract(r"\.(\d+)\.name$"), told="value"
+    names = attributes.entries(r"^agentlightning\.reward\.\d+\.name$").select(
+        "row", place=pl.col("key").str.extract(r"\.(\d+)\.name$"), given_name="value"
     )
     evaluations = (
-        said.entries(f"^{semconv.EVALUATION_NAME}$").select("row", evaluation="value").unique("row", keep="first", maintain_order=True)
+        attributes.entries(f"^{semconv.EVALUATION_NAME}$")
+        .select("row", evaluation="value")
+        .unique("row", keep="first", maintain_order=True)
     )
     own = pl.coalesce(key.str.extract(rf"^{semconv.REWARD}\.(.+)$"), key.str.extract(r"^eval\.(.+)\.score$"))
-    told = pl.col("told").replace(["", _PRIMARY], [None, None])
+    given_name = pl.col("given_name").replace(["", _PRIMARY], [None, None])
     return (
-        found.with_columns(place=place)
+        entries.with_columns(place=place)
         .join(names.unique(["row", "place"], keep="first", maintain_order=True), on=["row", "place"], how="left")
         .join(evaluations, on="row", how="left")
         .select(
@@ -66,7 +68,7 @@ def _named(found: pl.DataFrame, said: Said) -> pl.DataFrame:
             at=pl.col("place").cast(pl.Int64, strict=False).fill_null(0),
             Name=pl.coalesce(
                 own,
-                told,
+                given_name,
                 pl.when(key == semconv.EVALUATION_SCORE).then(pl.col("evaluation").replace("", None)),
                 pl.lit(semconv.REWARD_NAME),
             ),

@@ -1,10 +1,10 @@
 """Spans that seem to have called a model, and that no dialect reads.
 
 In: spans that are no call, tool or chain in any dialect. Out: which of them are suspects. Invariant: a suspect is never a call by itself.
-It becomes one, of the convention `unknown`, where no span around it tells of the same call; so that what nobody could read is dropped by
-name, not lost.
+It becomes one, of the convention `unknown`, where no span around it records the same call; so that unreadable calls are dropped with
+a reason, not lost.
 
-Two things betray a call: a request to a path that generates, and attributes that speak of a model, its prompts or its tokens.
+Two signs show a call: a request to a path that generates, and attributes that describe a model, its prompts or its tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATHS = (
     r"|/generate(_stream)?|:\d+/api/(chat|generate)|:(stream)?[gG]enerateContent|:(stream)?[rR]awPredict"
     r"|/model/[^/]+/(invoke|converse)[a-z-]*|/v\d+/ai/language-model)/?([?#].*)?$"
 )
-"""Where OpenAI's, Anthropic's, vLLM's, Ollama's, Google's, Bedrock's and Vercel's servers generate. In RE2's and in Rust's syntax."""
+"""Paths at which servers of OpenAI, Anthropic, vLLM, Ollama, Google, Bedrock and Vercel generate; in the syntax of RE2 and Rust."""
 NAMES = r"^Bedrock Runtime\.(Invoke|Converse)"
 """Names of spans of AWS's clients."""
 KEYS = (
@@ -27,21 +27,21 @@ KEYS = (
     r"(.*[._/:-])?((request|response)[._]?model|model([._]?(name|id))?|prompts?|completions?|messages|(prompt|completion|input|output|total)[._]?tokens)"
     r"([._].*)?$"
 )
-"""Names of attributes that speak of a model's answer."""
+"""Names of attributes that describe a model's response."""
 SPEAKS = "SpeaksOfModels"
-"""The column that says whether a span has such an attribute."""
+"""Column that is true where a span has such an attribute."""
 _URLS = ("url.full", "http.url")
 _OF_SERVERS = ("http.route", "http.server_name", "net.host.port", "http.target")
-"""What spans of HTTP servers have, and those of clients have not: a request that somebody received is no call that he made."""
+"""Attributes of spans of HTTP servers, which clients' spans lack: a received request is no call by the span's process."""
 _METHODS = ("http.request.method", "http.method")
 
 
-def suspects(said: Said) -> pl.Expr:
-    """Whether a span that no dialect reads seems to have called a model, by anything but a request."""
+def suspects(attributes: Said) -> pl.Expr:
+    """Return whether a span that no dialect reads seems to have called a model, by other signs than a request."""
     return pl.col("SpanName").str.contains(NAMES).fill_null(False) | pl.col(SPEAKS)
 
 
-def requests(said: Said) -> pl.Expr:
-    """Whether a span is an HTTP client's, of a request to a path that generates."""
-    asked = said.first(*_URLS).str.contains(PATHS) & (said.first(*_METHODS).fill_null("POST").str.to_uppercase() == "POST")
-    return said.once("=request", (asked & ~said.has(*_OF_SERVERS)).fill_null(False))
+def requests(attributes: Said) -> pl.Expr:
+    """Return whether a span is an HTTP client's, of a request to a path that generates."""
+    generating = attributes.first(*_URLS).str.contains(PATHS) & (attributes.first(*_METHODS).fill_null("POST").str.to_uppercase() == "POST")
+    return attributes.once("=request", (generating & ~attributes.has(*_OF_SERVERS)).fill_null(False))

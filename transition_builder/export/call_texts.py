@@ -1,6 +1,6 @@
 """Rollouts of a part as conversations.
 
-In: a `Part` and the store. Out: of each rollout its calls with their dialogues, and merged conversations. Invariant: a call without a
+In: a `Part` and the store. Out: for each rollout its calls with their dialogues, and merged conversations. Invariant: a call without a
 usable text is counted with its reason, once.
 """
 
@@ -19,61 +19,61 @@ from transition_builder.export.texts import read_dialogues
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One call and what was said in it."""
+    """Call and its dialogue."""
 
     call: dict[str, Any]
-    """A row of `Part.calls`."""
+    """Row of `Part.calls`."""
     dialogue: Dialogue
 
 
 @dataclass(frozen=True, slots=True)
 class SpokenRollout:
-    """A rollout's calls that have a text."""
+    """Calls of a rollout that have a text."""
 
     rollout: dict[str, Any]
-    """A row of `Part.rollouts`."""
-    said: list[Said]
-    """In order."""
+    """Row of `Part.rollouts`."""
+    call_texts: list[Said]
+    """Calls with a text, in order."""
     whole: bool
-    """Whether its first call is among them."""
+    """True if the rollout's first call is among them."""
 
     def conversations(self) -> list[Conversation]:
-        """The calls with messages, merged; `calls` are places in `said`."""
-        places = [place for place, one in enumerate(self.said) if not isinstance(one.dialogue.prompt, str)]
-        made = of_messages([_messages(self.said[place].dialogue) for place in places])
-        for one in made:
-            one.calls = [places[at] for at in one.calls]
-        return made
+        """Return the calls with messages, merged; their `calls` are places in `call_texts`."""
+        places = [place for place, conversation in enumerate(self.call_texts) if not isinstance(conversation.dialogue.prompt, str)]
+        merged = of_messages([_messages(self.call_texts[place].dialogue) for place in places])
+        for conversation in merged:
+            conversation.calls = [places[at] for at in conversation.calls]
+        return merged
 
 
 def spoken(reader: Reader, part: Part, *, keep_cut: bool = False) -> Iterator[SpokenRollout]:
-    """The rollouts of a part that have a text.
+    """Yield the rollouts of a part that have a text.
 
     Args:
-        reader: counts what has none.
-        part: of it.
-        keep_cut: keep answers that ended at their token limit.
+        reader: counts calls without a text.
+        part: the part to read.
+        keep_cut: keep responses that ended at their token limit.
     """
     rollouts = list(part.by_rollout())
     dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in rollouts for call in calls]))
     for rollout, calls in rollouts:
-        said: list[Said] = []
+        call_texts: list[Said] = []
         whole = True
         for place, call in enumerate(calls):
-            found = next(dialogues)
-            if isinstance(found, Dialogue) and (found.cut or call["FinishReason"] == "length") and not keep_cut:
-                found = LeftOut.CUT_SHORT
-            if isinstance(found, Dialogue):
-                said.append(Said(call, found))
+            result = next(dialogues)
+            if isinstance(result, Dialogue) and (result.cut or call["FinishReason"] == "length") and not keep_cut:
+                result = LeftOut.CUT_SHORT
+            if isinstance(result, Dialogue):
+                call_texts.append(Said(call, result))
             else:
-                reader.tally.leave(found)
+                reader.tally.leave(result)
                 whole = whole and place > 0
-        if said:
-            yield SpokenRollout(rollout, said, whole)
+        if call_texts:
+            yield SpokenRollout(rollout, call_texts, whole)
 
 
 def about(reader: Reader, rollout: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a row says of where it is from."""
+    """Return the metadata of a row: its dataset, rollout and calls."""
     return {
         "dataset": str(reader.dataset),
         "run": rollout["RunId"],

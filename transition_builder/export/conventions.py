@@ -1,7 +1,7 @@
-"""The text of a call, out of what its span holds.
+"""Text of a call, extracted from its span.
 
 In: a span's attributes and events, as otel.otel_traces has them, and log records on it. Out: a `Dialogue`. Invariant: the first source that
-holds both question and answer is taken whole; sources are never mixed.
+holds both request and response is used alone; sources are never mixed.
 
 Sources, in this order: the gateway's request and response; the bodies that instrumentations of clients keep (`input.value`,
 `output.value`); OpenInference's numbered messages; gen_ai's message attributes, on the span or its event; Traceloop's numbered prompts;
@@ -27,7 +27,7 @@ ATTRIBUTES = (
 )
 """Regular expression of the attributes that may hold a text."""
 EVENTS = r"^gen_ai\.((system|user|assistant|tool)\.message|choice|content\.(prompt|completion)|client\.inference\.operation\.details)$"
-"""Regular expression of the events, and log records, that may."""
+"""Regular expression of the events and log records that may hold a text."""
 
 _FIRST_INDEX = re.compile(r"(\d+)\.(.*)")
 _CUT = frozenset({"length", "max_tokens", "incomplete"})
@@ -39,29 +39,29 @@ _PAIRS = (
 
 
 class RedactedError(ValueError):
-    """A rule of the gateway took something out of the text."""
+    """A redaction rule of the gateway removed part of the text."""
 
 
 class NoTextError(ValueError):
-    """No source holds both question and answer."""
+    """No source holds both request and response."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanText:
-    """What a span, its events and the log records on it hold."""
+    """Contents of a span, its events and the log records on it."""
 
     attributes: Mapping[str, str]
     events: Sequence[tuple[str, Mapping[str, str]]] = ()
-    """In order; a log record's body is its attribute `body`."""
+    """Events in order; a log record's body is its attribute `body`."""
 
 
 def read(span: SpanText, choice: int) -> Dialogue:
-    """The dialogue of one choice of a call.
+    """Return the dialogue of one choice of a call.
 
     Raises:
-        RedactedError: something was taken out of it.
-        NoTextError: nothing holds it.
-        UnreadableError: what holds it is in no form that is known here.
+        RedactedError: part of it was removed.
+        NoTextError: no source holds it.
+        UnreadableError: its source has no known form.
     """
     attributes = dict(span.attributes)
     if attributes.get(semconv.REDACTED) == "true":
@@ -72,20 +72,20 @@ def read(span: SpanText, choice: int) -> Dialogue:
     unreadable: UnreadableError | None = None
     for source in _SOURCES:
         try:
-            found = source(SpanText(attributes, span.events), choice)
+            result = source(SpanText(attributes, span.events), choice)
         except UnreadableError as error:
             unreadable = unreadable or error
         else:
-            if found is not None and _says(found):
-                return found
+            if result is not None and _has_reply(result):
+                return result
     if unreadable is not None:
         raise unreadable
     raise NoTextError("no text")
 
 
-def _says(found: Dialogue) -> bool:
-    """Whether there is a reply: a span of a stream that was cut may hold an empty one."""
-    return bool(found.reply if isinstance(found.reply, str) else found.reply["content"] or found.reply.get("tool_calls"))
+def _has_reply(result: Dialogue) -> bool:
+    """Return whether there is a reply: a span of an interrupted stream may hold an empty one."""
+    return bool(result.reply if isinstance(result.reply, str) else result.reply["content"] or result.reply.get("tool_calls"))
 
 
 def _gateway(span: SpanText, choice: int) -> Dialogue | None:
@@ -93,45 +93,49 @@ def _gateway(span: SpanText, choice: int) -> Dialogue | None:
 
 
 def _client(span: SpanText, choice: int) -> Dialogue | None:
-    asked, said = _json(span.attributes.get("input.value")), _json(span.attributes.get("output.value"))
-    if isinstance(asked, dict) and isinstance(said, dict) and {"choices", "output", "content"} & cast("dict[str, Any]", said).keys():
-        return dialogue(cast("dict[str, Any]", asked), cast("dict[str, Any]", said), choice)
+    request, response = _json(span.attributes.get("input.value")), _json(span.attributes.get("output.value"))
+    if (
+        isinstance(request, dict)
+        and isinstance(response, dict)
+        and {"choices", "output", "content"} & cast("dict[str, Any]", response).keys()
+    ):
+        return dialogue(cast("dict[str, Any]", request), cast("dict[str, Any]", response), choice)
     return None
 
 
-def _bodies(request: str | None, answer: str | None, choice: int) -> Dialogue | None:
-    if not request or not answer:
+def _bodies(request: str | None, response: str | None, choice: int) -> Dialogue | None:
+    if not request or not response:
         return None
-    asked, said = _json(request), _json(answer)
-    if not isinstance(asked, dict) or not isinstance(said, dict):
+    request_body, response_body = _json(request), _json(response)
+    if not isinstance(request_body, dict) or not isinstance(response_body, dict):
         raise UnreadableError("request or answer is no JSON object")
-    return dialogue(cast("dict[str, Any]", asked), cast("dict[str, Any]", said), choice)
+    return dialogue(cast("dict[str, Any]", request_body), cast("dict[str, Any]", response_body), choice)
 
 
 def _openinference(span: SpanText, choice: int) -> Dialogue | None:
-    asked = [_numbered(one) for _, one in _indexed(span.attributes, "llm.input_messages.")]
-    said = dict(_indexed(span.attributes, "llm.output_messages."))
-    if not asked or choice not in said:
+    prompt = [_numbered(fields) for _, fields in _indexed(span.attributes, "llm.input_messages.")]
+    replies = dict(_indexed(span.attributes, "llm.output_messages."))
+    if not prompt or choice not in replies:
         return None
-    tools = [tool(_json(one.get("tool.json_schema", ""))) for _, one in _indexed(span.attributes, "llm.tools.")]
-    return Dialogue(asked, {**_numbered(said[choice]), "role": "assistant"}, tools, _is_cut(span.attributes, choice))
+    tools = [tool(_json(fields.get("tool.json_schema", ""))) for _, fields in _indexed(span.attributes, "llm.tools.")]
+    return Dialogue(prompt, {**_numbered(replies[choice]), "role": "assistant"}, tools, _is_cut(span.attributes, choice))
 
 
 def _numbered(fields: Mapping[str, str]) -> Message:
-    """A message of `llm.input_messages.N.`."""
+    """Return a message from `llm.input_messages.N.`."""
     parts = [
-        one.get("message_content.text") if one.get("message_content.type", "text") == "text" else None
-        for _, one in _indexed(fields, "message.contents.")
-        if one.get("message_content.type") not in ("tool_use", "tool_call")
+        item.get("message_content.text") if item.get("message_content.type", "text") == "text" else None
+        for _, item in _indexed(fields, "message.contents.")
+        if item.get("message_content.type") not in ("tool_use", "tool_call")
     ]
     if None in parts:
         raise UnreadableError("a content is no text")
     calls = [
         {
-            "id": one.get("tool_call.id"),
-            "function": {"name": one.get("tool_call.function.name"), "arguments": one.get("tool_call.function.arguments", "{}")},
+            "id": item.get("tool_call.id"),
+            "function": {"name": item.get("tool_call.function.name"), "arguments": item.get("tool_call.function.arguments", "{}")},
         }
-        for _, one in _indexed(fields, "message.tool_calls.")
+        for _, item in _indexed(fields, "message.tool_calls.")
     ]
     content = fields.get("message.content") or "\n".join(part or "" for part in parts)
     return message(
@@ -144,32 +148,34 @@ def _numbered(fields: Mapping[str, str]) -> Message:
 
 
 def _gen_ai(span: SpanText, choice: int) -> Dialogue | None:
-    asked, said = (_json(span.attributes.get(f"gen_ai.{name}.messages")) for name in ("input", "output"))
-    if not isinstance(asked, list) or not isinstance(said, list) or not 0 <= choice < len(cast("list[Any]", said)):
+    inputs, outputs = (_json(span.attributes.get(f"gen_ai.{name}.messages")) for name in ("input", "output"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 <= choice < len(cast("list[Any]", outputs)):
         return None
     instructions = _json(span.attributes.get("gen_ai.system_instructions"))
-    prompt = [one for given in cast("list[Any]", asked) for one in _of_parts(given)]
+    prompt = [item for given in cast("list[Any]", inputs) for item in _of_parts(given)]
     if isinstance(instructions, list):
         prompt = [*_of_parts({"role": "system", "parts": instructions}), *prompt]
     elif isinstance(instructions, str):
         prompt = [message("system", instructions), *prompt]
-    answer = said[choice]
+    answer = outputs[choice]
     tools = _json(span.attributes.get("gen_ai.tool.definitions"))
     cut = isinstance(answer, dict) and cast("dict[str, Any]", answer).get("finish_reason") in _CUT
     reply = _of_parts(answer)
     if len(reply) != 1:
         raise UnreadableError("an answer is several messages")
-    return Dialogue(prompt, {**reply[0], "role": "assistant"}, [tool(one) for one in tools or []], cut or _is_cut(span.attributes, choice))
+    return Dialogue(
+        prompt, {**reply[0], "role": "assistant"}, [tool(item) for item in tools or []], cut or _is_cut(span.attributes, choice)
+    )
 
 
 def _of_parts(given: object) -> list[Message]:
-    """A message of gen_ai's: parts of text, reasoning, tool calls and their responses."""
+    """Return the messages of a gen_ai message: parts of text, reasoning, tool calls and their responses."""
     if not isinstance(given, dict):
         raise UnreadableError("a message is no object")
-    one = cast("dict[str, Any]", given)
-    if "parts" not in one:
-        return [chat_message(one)]
-    parts = cast("list[dict[str, Any]]", one["parts"])
+    fields = cast("dict[str, Any]", given)
+    if "parts" not in fields:
+        return [chat_message(fields)]
+    parts = cast("list[dict[str, Any]]", fields["parts"])
     answers = [
         message("tool", _as_text(part.get("response", part.get("result"))), tool_call_id=part.get("id"))
         for part in parts
@@ -187,25 +193,28 @@ def _of_parts(given: object) -> list[Message]:
     thoughts = "\n".join(str(part.get("content", "")) for part in parts if part.get("type") == "reasoning")
     if answers and not texts and not calls:
         return answers
-    return [*answers, message(str(one.get("role", "user")), "\n".join(texts), calls, name=one.get("name"), reasoning_content=thoughts)]
+    return [
+        *answers,
+        message(str(fields.get("role", "user")), "\n".join(texts), calls, name=fields.get("name"), reasoning_content=thoughts),
+    ]
 
 
 def _traceloop(span: SpanText, choice: int) -> Dialogue | None:
-    asked = [_dotted(one) for _, one in _indexed(span.attributes, "gen_ai.prompt.")]
-    said = dict(_indexed(span.attributes, "gen_ai.completion."))
-    if not asked or choice not in said:
+    prompt = [_dotted(item) for _, item in _indexed(span.attributes, "gen_ai.prompt.")]
+    replies = dict(_indexed(span.attributes, "gen_ai.completion."))
+    if not prompt or choice not in replies:
         return None
     tools = [
-        tool({**one, "parameters": _json(one.get("parameters")) or {}}) for _, one in _indexed(span.attributes, "llm.request.functions.")
+        tool({**item, "parameters": _json(item.get("parameters")) or {}}) for _, item in _indexed(span.attributes, "llm.request.functions.")
     ]
-    cut = said[choice].get("finish_reason") in _CUT
-    return Dialogue(asked, {**_dotted(said[choice]), "role": "assistant"}, tools, cut)
+    cut = replies[choice].get("finish_reason") in _CUT
+    return Dialogue(prompt, {**_dotted(replies[choice]), "role": "assistant"}, tools, cut)
 
 
 def _dotted(fields: Mapping[str, str]) -> Message:
     calls = [
-        {"id": one.get("id"), "function": {"name": one.get("name"), "arguments": one.get("arguments", "{}")}}
-        for _, one in _indexed(fields, "tool_calls.")
+        {"id": item.get("id"), "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")}}
+        for _, item in _indexed(fields, "tool_calls.")
     ]
     content = fields.get("content", "")
     parts = _json(content) if content.startswith("[{") else None
@@ -229,8 +238,8 @@ def _events(span: SpanText, choice: int) -> Dialogue | None:
             fields["content"] = body
         if kind == "choice":
             inner = fields.get("message")
-            said = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {"content": inner, "tool_calls": fields.get("tool_calls")}
-            replies[int(fields.get("index") or 0)] = chat_message({**said, "role": "assistant"}), fields.get("finish_reason") in _CUT
+            reply = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {"content": inner, "tool_calls": fields.get("tool_calls")}
+            replies[int(fields.get("index") or 0)] = chat_message({**reply, "role": "assistant"}), fields.get("finish_reason") in _CUT
         else:
             prompt.append(chat_message({**fields, "role": kind, "tool_call_id": fields.get("id") if kind == "tool" else None}))
     if not prompt or choice not in replies:
@@ -247,9 +256,9 @@ def _vercel(span: SpanText, choice: int) -> Dialogue | None:
         fields = cast("dict[str, Any]", asked)
         given = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
         asked = [*([{"role": "system", "content": fields["system"]}] if fields.get("system") else []), *given]
-    prompt = [one for part in cast("list[dict[str, Any]]", asked) for one in _vercel_messages(part)]
-    made = [_vercel_call(call) for call in cast("list[dict[str, Any]]", calls or [])]
-    return Dialogue(prompt, message("assistant", words, made), [], span.attributes.get("ai.response.finishReason") in _CUT)
+    prompt = [item for part in cast("list[dict[str, Any]]", asked) for item in _vercel_messages(part)]
+    tool_calls = [_vercel_call(call) for call in cast("list[dict[str, Any]]", calls or [])]
+    return Dialogue(prompt, message("assistant", words, tool_calls), [], span.attributes.get("ai.response.finishReason") in _CUT)
 
 
 def _vercel_messages(given: Mapping[str, Any]) -> list[Message]:
@@ -272,46 +281,50 @@ def _vercel_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(span: SpanText, choice: int) -> Dialogue | None:
-    """What observability tools keep as input and output, in whatever form their integrations gave."""
+    """Read the inputs and outputs of observability tools, in the form of any of their integrations."""
     for first, second in (*_PAIRS, ("gen_ai.prompt", "gen_ai.completion")):
         if first not in span.attributes or second not in span.attributes:
             continue
-        asked, said = _loose(span.attributes[first]), _loose(span.attributes[second])
-        if isinstance(asked, dict) and isinstance(said, dict) and {"choices", "output", "content"} & cast("dict[str, Any]", said).keys():
+        request, response = _loose(span.attributes[first]), _loose(span.attributes[second])
+        if (
+            isinstance(request, dict)
+            and isinstance(response, dict)
+            and {"choices", "output", "content"} & cast("dict[str, Any]", response).keys()
+        ):
             try:
-                return dialogue(cast("dict[str, Any]", asked), cast("dict[str, Any]", said), choice)
+                return dialogue(cast("dict[str, Any]", request), cast("dict[str, Any]", response), choice)
             except UnreadableError:
                 pass  # a message, say, which has a content too
-        prompt, tools = _prompt(asked)
-        reply = _reply(said, choice)
+        prompt, tools = _prompt(request)
+        reply = _reply(response, choice)
         if prompt and reply is not None:
             return Dialogue(prompt, reply, tools, _is_cut(span.attributes, choice))
     return None
 
 
-def _prompt(asked: object) -> tuple[list[Message], list[Tool]]:
-    if isinstance(asked, str):
-        return [message("user", asked)], []
-    if isinstance(asked, dict):
-        fields = cast("dict[str, Any]", asked)
-        return _prompt(fields.get("messages") or fields.get("prompt"))[0], [tool(one) for one in fields.get("tools") or []]
-    if isinstance(asked, list):
-        return [chat_message(one) for one in cast("list[object]", asked)], []
+def _prompt(request: object) -> tuple[list[Message], list[Tool]]:
+    if isinstance(request, str):
+        return [message("user", request)], []
+    if isinstance(request, dict):
+        fields = cast("dict[str, Any]", request)
+        return _prompt(fields.get("messages") or fields.get("prompt"))[0], [tool(item) for item in fields.get("tools") or []]
+    if isinstance(request, list):
+        return [chat_message(item) for item in cast("list[object]", request)], []
     return [], []
 
 
-def _reply(said: object, choice: int) -> Message | None:
-    if isinstance(said, str):
-        return message("assistant", said) if choice == 0 else None
-    if isinstance(said, list):
-        several = cast("list[object]", said)
+def _reply(response: object, choice: int) -> Message | None:
+    if isinstance(response, str):
+        return message("assistant", response) if choice == 0 else None
+    if isinstance(response, list):
+        several = cast("list[object]", response)
         return _reply(several[choice], 0) if choice < len(several) else None
-    if not isinstance(said, dict):
+    if not isinstance(response, dict):
         return None
-    fields = cast("dict[str, Any]", said)
+    fields = cast("dict[str, Any]", response)
     if isinstance(fields.get("choices"), list):
-        found = [one for place, one in enumerate(fields["choices"]) if one.get("index", place) == choice]
-        return chat_message({**found[0]["message"], "role": "assistant"}) if found and "message" in found[0] else None
+        matches = [item for place, item in enumerate(fields["choices"]) if item.get("index", place) == choice]
+        return chat_message({**matches[0]["message"], "role": "assistant"}) if matches and "message" in matches[0] else None
     return chat_message({**fields, "role": "assistant"}) if choice == 0 and {"content", "tool_calls"} & fields.keys() else None
 
 
@@ -328,12 +341,12 @@ _SOURCES: tuple[Callable[[SpanText, int], Dialogue | None], ...] = (
 
 
 def _indexed(attributes: Mapping[str, str], prefix: str) -> list[tuple[int, dict[str, str]]]:
-    """Attributes `PREFIX N.REST`, by N, in its order."""
-    found: dict[int, dict[str, str]] = {}
+    """Return the attributes `PREFIX N.REST`, by N, in its order."""
+    by_index: dict[int, dict[str, str]] = {}
     for key, value in attributes.items():
         if key.startswith(prefix) and (match := _FIRST_INDEX.fullmatch(key, len(prefix))):
-            found.setdefault(int(match[1]), {})[match[2]] = value
-    return sorted(found.items())
+            by_index.setdefault(int(match[1]), {})[match[2]] = value
+    return sorted(by_index.items())
 
 
 def _is_cut(attributes: Mapping[str, str], choice: int) -> bool:
@@ -348,7 +361,7 @@ def _as_text(value: object) -> str:
 
 
 def _json(written: str | None) -> Any:
-    """The value of a JSON text; None where it is none."""
+    """Return the value of a JSON text; None where it is none."""
     if not written:
         return None
     try:
@@ -358,6 +371,6 @@ def _json(written: str | None) -> Any:
 
 
 def _loose(written: str) -> Any:
-    """The value of a JSON object, list or text; of anything else, the text itself."""
+    """Return the value of a JSON object, list or text; of anything else, the text itself."""
     value = _json(written) if written[:1] in ("{", "[", '"') else None
     return written if value is None else value

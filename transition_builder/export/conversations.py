@@ -1,6 +1,6 @@
 """Calls of a rollout that continue each other, as one sequence; each reply is trained in exactly one.
 
-In: calls with what was asked and answered, as messages or as token ids. Out: sequences whose parts are marked as trained or not.
+In: calls with their prompts and replies, as messages or as token ids. Out: sequences whose parts are marked as trained or not.
 Invariant: every call's reply is marked in exactly one sequence, and what stands before it there is that call's prompt. Where a prompt does
 not begin with an earlier call's prompt and reply, a new sequence begins with the whole prompt.
 """
@@ -20,12 +20,12 @@ class Conversation:
 
     messages: list[Message]
     trained: list[bool]
-    """One a message: whether it is the reply of a call of this sequence."""
+    """One flag a message: it is the reply of a call of this sequence."""
     tools: list[Tool]
     calls: list[int]
-    """Places of the calls among those given, in order."""
+    """Places of the calls among the given ones, in order."""
     prompt: int
-    """How many messages its first call asked with."""
+    """Number of messages in the prompt of its first call."""
 
 
 @dataclass(slots=True)
@@ -34,63 +34,63 @@ class Tokens:
 
     ids: list[int]
     mask: list[int]
-    """1 on sampled tokens."""
+    """Loss mask: 1 on sampled tokens."""
     calls: list[int]
     prompt: int
-    """How many tokens its first call's prompt has."""
+    """Number of tokens in the prompt of its first call."""
 
 
 def of_messages(calls: Sequence[tuple[list[Message], Message, list[Tool]]]) -> list[Conversation]:
     """Merge calls, given as prompt, reply and tools in order; a sequence's tools are the same throughout."""
-    made: list[Conversation] = []
+    merged: list[Conversation] = []
     ends: list[tuple[str, list[Hashable]]] = []
-    for place in sorted(range(len(calls)), key=lambda one: (len(calls[one][0]), one)):
+    for place in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
         prompt, reply, tools = calls[place]
-        keys, offered = [message_key(one) for one in prompt], json.dumps(tools, sort_keys=True)
+        keys, offered = [message_key(message) for message in prompt], json.dumps(tools, sort_keys=True)
         fitting = [at for at, (under, end) in enumerate(ends) if under == offered and keys[: len(end)] == end]
         if fitting:
-            at = max(fitting, key=lambda one: len(ends[one][1]))
+            at = max(fitting, key=lambda number: len(ends[number][1]))
         else:
-            at = len(made)
-            made.append(Conversation([], [], tools, [], len(prompt)))
+            at = len(merged)
+            merged.append(Conversation([], [], tools, [], len(prompt)))
             ends.append((offered, []))
-        one, known = made[at], len(made[at].messages)
-        one.messages += [*prompt[known:], reply]
-        one.trained += [False] * (len(prompt) - known) + [True]
-        one.calls.append(place)
+        conversation, known = merged[at], len(merged[at].messages)
+        conversation.messages += [*prompt[known:], reply]
+        conversation.trained += [False] * (len(prompt) - known) + [True]
+        conversation.calls.append(place)
         ends[at] = (offered, [*keys, message_key(reply)])
-    return sorted(made, key=lambda one: one.calls[0])
+    return sorted(merged, key=lambda conversation: conversation.calls[0])
 
 
 def of_tokens(calls: Sequence[tuple[list[int], list[int]]]) -> list[Tokens]:
     """Merge calls, given as prompt and response ids in order."""
-    made: list[Tokens] = []
-    for place in sorted(range(len(calls)), key=lambda one: (len(calls[one][0]), one)):
+    sequences: list[Tokens] = []
+    for place in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
         prompt, response = calls[place]
-        fitting = [one for one in made if len(one.ids) <= len(prompt) and prompt[: len(one.ids)] == one.ids]
+        fitting = [tokens for tokens in sequences if len(tokens.ids) <= len(prompt) and prompt[: len(tokens.ids)] == tokens.ids]
         if fitting:
-            one = max(fitting, key=lambda one: len(one.ids))
+            sequence = max(fitting, key=lambda tokens: len(tokens.ids))
         else:
-            one = Tokens([], [], [], len(prompt))
-            made.append(one)
-        known = len(one.ids)
-        one.ids += [*prompt[known:], *response]
-        one.mask += [0] * (len(prompt) - known) + [1] * len(response)
-        one.calls.append(place)
-    return sorted(made, key=lambda one: one.calls[0])
+            sequence = Tokens([], [], [], len(prompt))
+            sequences.append(sequence)
+        known = len(sequence.ids)
+        sequence.ids += [*prompt[known:], *response]
+        sequence.mask += [0] * (len(prompt) - known) + [1] * len(response)
+        sequence.calls.append(place)
+    return sorted(sequences, key=lambda sequence: sequence.calls[0])
 
 
 def message_key(message: Message) -> Hashable:
-    """What two messages that are the same have in common: arguments of tool calls count by their value, not by their spelling."""
+    """Return a key that is equal for equal messages: arguments of tool calls are compared by value, not by spelling."""
     calls = [(call.get("id"), call["function"]["name"], _value(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
     content = message["content"]
-    said = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
-    return (message["role"], said, tuple(calls), message.get("tool_call_id"), message.get("name"), message.get("reasoning_content"))
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    return (message["role"], text, tuple(calls), message.get("tool_call_id"), message.get("name"), message.get("reasoning_content"))
 
 
 def prompt_key(prompt: Iterable[Message]) -> Hashable:
-    """What two prompts that are the same have in common."""
-    return tuple(message_key(one) for one in prompt)
+    """Return a key that is equal for equal prompts."""
+    return tuple(message_key(message) for message in prompt)
 
 
 def _value(arguments: str) -> str:

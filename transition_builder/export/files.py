@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all, and rows into them.
+"""Atomic writes of files and directories, and of rows into them.
 
-In: rows, as they come. Out: a file or directory under its own name once all of it is written. Invariant: what stops an export, a signal
-say, leaves nothing behind under that name, nor beside it; what was there stays unless it was to be replaced.
+In: rows, as they come. Out: a file or directory under its own name once all of it is written. Invariant: an interrupted export leaves
+nothing behind under that name, nor beside it; an existing file stays unless it was to be replaced.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _encoder = msgspec.json.Encoder()
 
 @contextmanager
 def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
-    """A temporary place beside `out`, which takes its name at the end.
+    """Yield a temporary path beside `out`, which is renamed to `out` at the end.
 
     Args:
-        out: where it is to be.
-        force: replace what is there.
+        out: the final path.
+        force: replace an existing file or directory.
         directory: make a directory; else a file, which the caller makes.
 
     Raises:
-        BuilderError: something is there, or the disk refuses.
+        BuilderError: something exists at `out`, or the disk refuses.
     """
     _refuse(out, force)
     beside = out.with_name(f".{out.name}.{os.getpid()}.part")
@@ -73,7 +73,7 @@ class JsonLines:
         self._file.write(_encoder.encode(row) + b"\n")
 
     def close(self) -> None:
-        """Finish; the rows are on the disk then."""
+        """Flush the rows to the disk and close the file."""
         if self._file.closed:
             return
         self._file.flush()
@@ -88,7 +88,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that JsonLines wrote."""
+    """Yield the rows of a file that JsonLines wrote."""
     with path.open("rb") as file:
         for line in file:
             yield msgspec.json.decode(line)

@@ -1,6 +1,6 @@
-"""The formats, and one export from the store to a file or directory.
+"""Export formats, and one export from the store to a file or directory.
 
-In: a format's name, what is wanted, where it goes. Out: the file or directory, whole, and a `Tally`. Invariant: nothing appears under the
+In: a format's name, the request, the path. Out: the file or directory, complete, and a `Tally`. Invariant: nothing appears under the
 name before all of it is written and every call is accounted for.
 """
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One form of export."""
+    """Export format."""
 
     write: Callable[[Reader, Path], None]
     is_directory: bool = False
     takes_dropped: bool = False
-    """Whether calls without ids have a place in it."""
+    """True if the format can hold calls without token ids."""
 
 
 FORMATS = {
@@ -51,17 +51,17 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export did."""
+    """Result of an export."""
 
     dataset: Dataset
     tally: Tally
 
 
 def require_place(name: str, dropped: Collection[DropReason]) -> None:
-    """Raise unless a format of FORMATS takes calls that were dropped, or none are asked for.
+    """Raise if dropped calls are requested and the format of FORMATS takes none.
 
     Raises:
-        BuilderError: it takes none.
+        BuilderError: the format takes none.
     """
     if dropped and not FORMATS[name].takes_dropped:
         able = ", ".join(other for other, about in FORMATS.items() if about.takes_dropped)
@@ -72,7 +72,7 @@ def export(
     client: Client,
     url: str,
     name: str,
-    wanted: Wanted,
+    request: Wanted,
     out: Path,
     *,
     force: bool = False,
@@ -85,21 +85,21 @@ def export(
         client: of the store.
         url: of the store, for messages.
         name: of the format.
-        wanted: which rollouts and calls.
+        request: the rollouts and calls to export.
         out: the file, or for huggingface the directory.
-        force: replace what is there.
+        force: replace an existing file or directory.
         min_margin: of `preferences`: returns that differ by no more are a tie.
-        progress: told how many rollouts are done, and of how many.
+        progress: called with the number of rollouts done and of all.
 
     Raises:
-        BuilderError: something stands at `out`, or the format does not take what is wanted.
+        BuilderError: something exists at `out`, or the format does not take the requested calls.
         StoreError: the store failed, or has no such dataset.
     """
-    require_place(name, wanted.dropped)
+    require_place(name, request.dropped)
     chosen = FORMATS[name]
     write = partial(write_preferences, min_margin=min_margin) if name == "preferences" else chosen.write
     with made_whole(out, force=force, directory=chosen.is_directory) as path:
-        reader = Reader(client, url, wanted, progress)
+        reader = Reader(client, url, request, progress)
         write(reader, path)
         reader.tally.check()
     return Exported(reader.dataset, reader.tally)

@@ -1,7 +1,7 @@
-"""A call's conversation in one form, whichever interface it was asked through.
+"""Conversation of a call in one form, for every interface.
 
-In: the JSON of a request and of its answer, in the forms of /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages. Out:
-`Dialogue`: OpenAI's chat messages. Invariant: texts are those of the call, letter by letter; what cannot be told is an error and never a
+In: the JSON of a request and of its response, in the forms of /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages. Out:
+`Dialogue`: OpenAI's chat messages. Invariant: texts are those of the call, letter by letter; an unclear form is an error and never a
 guess.
 
 A message has role and content, and where there are any name, tool_calls, tool_call_id and reasoning_content. Content is a text, but for
@@ -19,44 +19,44 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 _CUT = frozenset({"length", "max_tokens", "max_output_tokens", "incomplete"})
-"""Finish reasons of an answer that its limit ended."""
+"""Finish reasons of a response that its token limit ended."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
 
 
 class UnreadableError(ValueError):
-    """What should be a request or an answer is none that is known here; the message says what it lacks."""
+    """A request or a response has no known form; the message names what it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What was asked in one call, and what was answered."""
+    """Prompt, reply and tools of one call."""
 
     prompt: list[Message] | str
-    """Messages; the text itself where there were none (/v1/completions)."""
+    """Prompt as messages; the text itself where there were none (/v1/completions)."""
     reply: Message | str
     tools: list[Tool]
-    """As OpenAI's chat wants them: {"type": "function", "function": {...}}."""
+    """Tools in the form of OpenAI's chat: {"type": "function", "function": {...}}."""
     cut: bool = False
-    """Whether the answer ended at its token limit."""
+    """True if the response ended at its token limit."""
 
     @property
     def is_text(self) -> bool:
-        """Whether every content is a text."""
+        """True if every content is a text."""
         if isinstance(self.prompt, str) or isinstance(self.reply, str):
             return True
         return all(isinstance(message["content"], str) for message in (*self.prompt, self.reply))
 
 
 def dialogue(request: Mapping[str, Any], answer: Mapping[str, Any], choice: int) -> Dialogue:
-    """Read a call, told by the shapes of its request and answer.
+    """Read a call, by the shapes of its request and response.
 
     Args:
         request: the body that was sent.
-        answer: the body that came.
-        choice: which of the answer's choices.
+        answer: the body that was received.
+        choice: index of the response's choice.
 
     Raises:
-        UnreadableError: it is none of the four interfaces', or not whole.
+        UnreadableError: the bodies are of none of the four interfaces, or incomplete.
     """
     if "choices" in answer and "messages" in request:
         return _chat(request, answer, choice)
@@ -70,70 +70,70 @@ def dialogue(request: Mapping[str, Any], answer: Mapping[str, Any], choice: int)
 
 
 def text(content: object) -> str | list[dict[str, Any]]:
-    """Content in one form: a text, or parts where not all of them are texts."""
+    """Return content in one form: a text, or parts where not all of them are texts."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise UnreadableError(f"a content is {type(content).__name__}")
-    parts = [{"type": "text", "text": one} if isinstance(one, str) else _dict(one) for one in cast("list[object]", content)]
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else _dict(part) for part in cast("list[object]", content)]
     if all(part.get("type") in _TEXT_PARTS for part in parts):
         return "\n".join(str(part.get("text", "")) for part in parts)
     return parts
 
 
 def message(role: str, content: object, calls: Iterable[Mapping[str, Any]] = (), **more: object) -> Message:
-    """A message; `more` holds what is left away where it is empty: name, tool_call_id, reasoning_content."""
-    made: Message = {"role": "system" if role == "developer" else role, "content": text(content)}
-    if asked := [tool_call(one) for one in calls]:
-        made["tool_calls"] = asked
-    return made | {name: value for name, value in more.items() if value not in (None, "")}
+    """Make a message; `more` holds fields that are omitted where empty: name, tool_call_id, reasoning_content."""
+    result: Message = {"role": "system" if role == "developer" else role, "content": text(content)}
+    if tool_calls := [tool_call(call) for call in calls]:
+        result["tool_calls"] = tool_calls
+    return result | {name: value for name, value in more.items() if value not in (None, "")}
 
 
 def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call as OpenAI's chat has it: its arguments are JSON in a text."""
+    """Return a tool call in the form of OpenAI's chat: its arguments are JSON in a text."""
     function = _dict(call.get("function") or call)
     arguments = function.get("arguments", function.get("args"))
     written = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {}, ensure_ascii=False)
-    made = {"type": "function", "function": {"name": str(function.get("name") or ""), "arguments": written}}
-    return ({"id": str(call["id"])} if call.get("id") else {}) | made
+    result = {"type": "function", "function": {"name": str(function.get("name") or ""), "arguments": written}}
+    return ({"id": str(call["id"])} if call.get("id") else {}) | result
 
 
 def tool(given: object) -> Tool:
-    """A tool as OpenAI's chat has it, from any of the three forms."""
-    one = _dict(given)
-    if "function" in one:
-        function = _dict(one["function"])
-    elif "input_schema" in one:
-        function = {"name": one.get("name"), "description": one.get("description"), "parameters": one["input_schema"]}
+    """Return a tool in the form of OpenAI's chat, from any of the three forms."""
+    fields = _dict(given)
+    if "function" in fields:
+        function = _dict(fields["function"])
+    elif "input_schema" in fields:
+        function = {"name": fields.get("name"), "description": fields.get("description"), "parameters": fields["input_schema"]}
     else:
-        function = {name: one.get(name) for name in ("name", "description", "parameters", "strict")}
+        function = {name: fields.get(name) for name in ("name", "description", "parameters", "strict")}
     if not function.get("name"):
         raise UnreadableError("a tool has no name")
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def chat_message(given: object) -> Message:
-    """A message of OpenAI's chat, without what says nothing."""
-    one = _dict(given)
-    if "role" not in one:
+    """Return a message of OpenAI's chat, without empty fields."""
+    fields = _dict(given)
+    if "role" not in fields:
         raise UnreadableError("a message has no role")
-    calls = one.get("tool_calls") or ([{"function": one["function_call"]}] if one.get("function_call") else [])
+    calls = fields.get("tool_calls") or ([{"function": fields["function_call"]}] if fields.get("function_call") else [])
     return message(
-        str(one["role"]),
-        one.get("content") or one.get("refusal"),
+        str(fields["role"]),
+        fields.get("content") or fields.get("refusal"),
         [_dict(call) for call in calls],
-        name=one.get("name"),
-        tool_call_id=one.get("tool_call_id"),
-        reasoning_content=one.get("reasoning_content") or one.get("reasoning"),
+        name=fields.get("name"),
+        tool_call_id=fields.get("tool_call_id"),
+        reasoning_content=fields.get("reasoning_content") or fields.get("reasoning"),
     )
 
 
 def anthropic_messages(given: object) -> list[Message]:
-    """One message of Anthropic's, which is several of OpenAI's when it answers tool calls."""
-    one = _dict(given)
-    role, content = str(one.get("role", "assistant")), one.get("content")
+    """Convert one message of Anthropic's, which is several of OpenAI's when it answers tool calls."""
+    fields = _dict(given)
+    role, content = str(fields.get("role", "assistant")), fields.get("content")
     if not isinstance(content, list):
         return [message(role, content)]
     blocks = [_dict(block) for block in cast("list[object]", content)]
@@ -155,89 +155,92 @@ def anthropic_messages(given: object) -> list[Message]:
 
 
 def response_messages(items: Iterable[object]) -> list[Message]:
-    """Items of OpenAI's responses; what a model says in one turn is one message."""
-    made: list[Message] = []
+    """Convert items of OpenAI's responses; the output of a model in one turn is one message."""
+    messages: list[Message] = []
     thoughts = ""
     for item in items:
-        one = _dict(item)
-        match one.get("type", "message"):
+        fields = _dict(item)
+        match fields.get("type", "message"):
             case "message":
-                _say(made, message(str(one.get("role", "assistant")), one.get("content"), reasoning_content=thoughts))
+                _append(messages, message(str(fields.get("role", "assistant")), fields.get("content"), reasoning_content=thoughts))
             case "function_call":
-                call = {"id": one.get("call_id") or one.get("id"), "function": {"name": one.get("name"), "arguments": one.get("arguments")}}
-                _say(made, message("assistant", "", [call], reasoning_content=thoughts))
+                call = {
+                    "id": fields.get("call_id") or fields.get("id"),
+                    "function": {"name": fields.get("name"), "arguments": fields.get("arguments")},
+                }
+                _append(messages, message("assistant", "", [call], reasoning_content=thoughts))
             case "function_call_output":
-                made.append(message("tool", one.get("output"), tool_call_id=one.get("call_id")))
+                messages.append(message("tool", fields.get("output"), tool_call_id=fields.get("call_id")))
             case "reasoning":
-                told = text(one.get("content") or one.get("summary") or "")
-                thoughts = told if isinstance(told, str) else ""
+                thought = text(fields.get("content") or fields.get("summary") or "")
+                thoughts = thought if isinstance(thought, str) else ""
                 continue
             case kind:
                 raise UnreadableError(f"an item is of type {kind}")
         thoughts = ""
-    return made
+    return messages
 
 
-def _say(made: list[Message], said: Message) -> None:
-    """Add a message; to the model's last one, when that goes on."""
-    last = made[-1] if made else None
-    if said["role"] != "assistant" or last is None or last["role"] != "assistant" or (last["content"] and said["content"]):
-        made.append(said)
+def _append(messages: list[Message], addition: Message) -> None:
+    """Append a message, or merge it into the model's last one where it continues that."""
+    last = messages[-1] if messages else None
+    if addition["role"] != "assistant" or last is None or last["role"] != "assistant" or (last["content"] and addition["content"]):
+        messages.append(addition)
         return
-    last["content"] = last["content"] or said["content"]
-    last["tool_calls"] = [*last.get("tool_calls", ()), *said.get("tool_calls", ())]
+    last["content"] = last["content"] or addition["content"]
+    last["tool_calls"] = [*last.get("tool_calls", ()), *addition.get("tool_calls", ())]
     if not last["tool_calls"]:
         del last["tool_calls"]
 
 
 def _chat(request: Mapping[str, Any], answer: Mapping[str, Any], choice: int) -> Dialogue:
-    said = _choice(answer, choice)
-    reply = chat_message({"role": "assistant"} | _dict(said.get("message")))
-    prompt = [chat_message(one) for one in _list(request["messages"])]
-    return Dialogue(prompt, reply, _tools(request), said.get("finish_reason") in _CUT)
+    chosen = _choice(answer, choice)
+    reply = chat_message({"role": "assistant"} | _dict(chosen.get("message")))
+    prompt = [chat_message(item) for item in _list(request["messages"])]
+    return Dialogue(prompt, reply, _tools(request), chosen.get("finish_reason") in _CUT)
 
 
 def _completion(request: Mapping[str, Any], answer: Mapping[str, Any], choice: int) -> Dialogue:
-    said, prompts = _choice(answer, choice), request["prompt"]
+    chosen, prompts = _choice(answer, choice), request["prompt"]
     if isinstance(prompts, list):
         each = len(_list(answer["choices"])) // max(len(cast("list[Any]", prompts)), 1) or 1
         prompts = cast("list[Any]", prompts)[choice // each] if choice // each < len(cast("list[Any]", prompts)) else None
     if not isinstance(prompts, str):
         raise UnreadableError("the prompt is token ids")
-    return Dialogue(prompts, str(said.get("text") or ""), [], said.get("finish_reason") in _CUT)
+    return Dialogue(prompts, str(chosen.get("text") or ""), [], chosen.get("finish_reason") in _CUT)
 
 
 def _response(request: Mapping[str, Any], answer: Mapping[str, Any]) -> Dialogue:
     if request.get("previous_response_id") or request.get("conversation"):
         raise UnreadableError("earlier turns stand in another call")
-    asked = request["input"]
-    prompt = [message("user", asked)] if isinstance(asked, str) else response_messages(_list(asked))
+    inputs = request["input"]
+    prompt = [message("user", inputs)] if isinstance(inputs, str) else response_messages(_list(inputs))
     if request.get("instructions"):
         prompt = [message("system", request["instructions"]), *prompt]
-    said = response_messages(_list(answer["output"]))
-    if len(said) != 1:
-        raise UnreadableError(f"the answer has {len(said)} messages")
-    return Dialogue(prompt, said[0], _tools(request), answer.get("status") in _CUT)
+    replies = response_messages(_list(answer["output"]))
+    if len(replies) != 1:
+        raise UnreadableError(f"the answer has {len(replies)} messages")
+    return Dialogue(prompt, replies[0], _tools(request), answer.get("status") in _CUT)
 
 
 def _message(request: Mapping[str, Any], answer: Mapping[str, Any]) -> Dialogue:
-    prompt = [one for given in _list(request["messages"]) for one in anthropic_messages(given)]
+    prompt = [item for given in _list(request["messages"]) for item in anthropic_messages(given)]
     if request.get("system"):
         prompt = [message("system", request["system"]), *prompt]
-    said = anthropic_messages({"role": "assistant", "content": answer["content"]})
-    return Dialogue(prompt, said[-1], _tools(request), answer.get("stop_reason") in _CUT)
+    replies = anthropic_messages({"role": "assistant", "content": answer["content"]})
+    return Dialogue(prompt, replies[-1], _tools(request), answer.get("stop_reason") in _CUT)
 
 
 def _tools(request: Mapping[str, Any]) -> list[Tool]:
-    return [tool(one) for one in _list(request.get("tools") or [])]
+    return [tool(item) for item in _list(request.get("tools") or [])]
 
 
 def _choice(answer: Mapping[str, Any], choice: int) -> dict[str, Any]:
-    choices = [_dict(one) for one in _list(answer["choices"])]
-    found = [one for place, one in enumerate(choices) if one.get("index", place) == choice]
-    if not found:
+    choices = [_dict(item) for item in _list(answer["choices"])]
+    matches = [item for place, item in enumerate(choices) if item.get("index", place) == choice]
+    if not matches:
         raise UnreadableError(f"the answer has no choice {choice}")
-    return found[0]
+    return matches[0]
 
 
 def _dict(value: object) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A dataset's rollouts, part by part: their transitions, and the drops that are wanted all the same.
+"""Rollouts of a dataset, part by part: their transitions, and the requested drops.
 
-In: a client of the store and what is wanted. Out: `Part`s of whole groups, in the order of run, mode, group and rollout. Invariants: only
-the revision that was a rollout's newest at the time that is asked for; every call of every rollout that is asked for is in a part, or
+In: a client of the store and a request. Out: `Part`s of whole groups, in the order of run, mode, group and rollout. Invariants: only
+the revision that was a rollout's newest at the requested time; every call of every requested rollout is in a part, or
 counted as left out; what is in memory is one part, and a row of numbers and names for each rollout.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 PART_CALLS = 500
-"""Calls of a part; a group that has more is a part of its own."""
+"""Calls in a part, at most; a group that has more is a part of its own."""
 PART_ROLLOUTS = 500
 SPOKEN = (
     DropReason.NO_TOKEN_IDS,
@@ -43,7 +43,7 @@ SPOKEN = (
     DropReason.UNKNOWN_SAMPLING,
     DropReason.OVER_LENGTH,
 )
-"""Reasons of calls whose text is a whole answer that the agent used: they may be exported as text."""
+"""Drop reasons of calls whose text is a whole response that the agent used: they may be exported as text."""
 
 ROLLOUT = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
 _GROUP = ("RunId", "Mode", "Alone")
@@ -58,104 +58,104 @@ _KEYS = {
     "drops": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
     "rewards": (("RunId", "Mode", "RolloutId"), _REWARD),
 }
-"""Of each table: the columns of its key that find a rollout, and those that tell the rows of an attempt apart."""
+"""Key columns of each table that find a rollout, and the columns that identify the rows of an attempt."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an export asks for."""
+    """Request of an export: its dataset, rollouts and calls."""
 
     dataset: str
-    """NAME or NAME@REVISION."""
+    """Dataset, as NAME or NAME@REVISION."""
     as_of: datetime | None = None
-    """The store as it was then. None: as it is."""
+    """Time of the state of the store that is read; None: now."""
     runs: tuple[str, ...] = ()
-    """None named: all."""
+    """Runs to read; empty: all."""
     modes: tuple[str, ...] = ()
-    """None named: all."""
+    """Modes to read; empty: all."""
     since: datetime | None = None
-    """Rollouts that were first built at this time or later."""
+    """Time at or after which rollouts were first built; None: any."""
     selection: Selection = field(default_factory=Selection)
     min_return: float | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What rewards of a name are multiplied by; of others, 1."""
+    """Factor of the rewards of each name; 1 for other names."""
     dropped: tuple[DropReason, ...] = ()
-    """Calls that were dropped for these reasons are taken all the same, for their text."""
+    """Drop reasons of calls that are exported nevertheless, for their text."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some whole groups."""
+    """Part of a dataset: some whole groups."""
 
     rollouts: pl.DataFrame
-    """A row a rollout: ROLLOUT, TaskId, GroupSize, and Return, the weighted sum of its rewards (null: it has none)."""
+    """Rollouts, a row each: ROLLOUT, TaskId, GroupSize, and Return, the weighted sum of its rewards (null: it has none)."""
     calls: pl.DataFrame
-    """TRANSITIONS, Return and Reason, a row a call, by rollout and turn. Reason is empty, or that of a drop, which has neither ids nor
+    """Calls, a row each, by rollout and turn: TRANSITIONS, Return and Reason. Reason is empty, or that of a drop, which has neither ids nor
     rewards."""
 
     def by_rollout(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Each rollout and its calls; one without any is left out."""
+        """Yield each rollout with its calls; rollouts without calls are left out."""
         key = list(_BUILD[:2])
         parts = self.calls.partition_by(key, as_dict=True, maintain_order=True)
         for row in self.rollouts.iter_rows(named=True):
-            found = parts.get((row["RunId"], row["RolloutId"]))
-            if found is not None:
-                yield row, list(found.iter_rows(named=True))
+            calls = parts.get((row["RunId"], row["RolloutId"]))
+            if calls is not None:
+                yield row, list(calls.iter_rows(named=True))
 
 
 class Reader:
-    """Reads what is wanted, once; `tally` counts."""
+    """Reads the requested rollouts, once; `tally` counts."""
 
-    def __init__(self, client: Client, url: str, wanted: Wanted, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def __init__(self, client: Client, url: str, request: Wanted, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Look the dataset up and list its rollouts.
 
         Args:
             client: of the store.
             url: of the store, for messages.
-            wanted: what to read.
-            progress: told how many rollouts are done, and of how many.
+            request: the rollouts and calls to read.
+            progress: called with the number of rollouts done and of all.
 
         Raises:
             StoreError: the store failed, or has no such dataset.
-            BuilderError: drops are wanted that are no whole answers, or a selection is no regular expression.
+            BuilderError: requested drops are no whole responses, or a selection is no regular expression.
         """
         self._client = client
         self._url = url
-        self.wanted = wanted
+        self.request = request
         self.tally = Tally()
         self._progress = progress
-        for reason in wanted.dropped:
+        for reason in request.dropped:
             if reason not in SPOKEN:
                 raise BuilderError(f"calls dropped as {reason} cannot be exported: take {', '.join(SPOKEN)}.")
-        self.dataset = datasets.resolve(client, url, wanted.dataset, wanted.as_of)
+        self.dataset = datasets.resolve(client, url, request.dataset, request.as_of)
         self.rollouts = self._rollouts()
 
     @property
     def client(self) -> Client:
-        """Of the store."""
+        """Client of the store."""
         return self._client
 
     @property
     def url(self) -> str:
-        """Of the store, for messages."""
+        """URL of the store, for messages."""
         return self._url
 
     def parts(self) -> Iterator[Part]:
-        """The parts, in order; each is counted as it comes."""
+        """Yield the parts, in order; each is counted as it is yielded."""
         done, total = 0, self.rollouts.height
         self._progress(done, total)
-        for some in self._slices():
-            yield self._part(some)
-            done += some.height
+        for rollouts in self._slices():
+            yield self._part(rollouts)
+            done += rollouts.height
             self._progress(done, total)
 
     def _rollouts(self) -> pl.DataFrame:
-        named = [("RunId", self.wanted.runs)]
+        named = [("RunId", self.request.runs)]
         where = [f"BuildSpec = '{self.dataset.build_spec}'"] + [f"{name} IN {constant(values)}" for name, values in named if values]
-        builds = datasets.builds_sql(self.wanted.as_of, " AND ".join(where))
-        after = [f"Mode IN {constant(self.wanted.modes)}"] if self.wanted.modes else []
-        if self.wanted.since is not None:
-            after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.wanted.since)})")
+        builds = datasets.builds_sql(self.request.as_of, " AND ".join(where))
+        after = [f"Mode IN {constant(self.request.modes)}"] if self.request.modes else []
+        if self.request.since is not None:
+            after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.request.since)})")
         sql = (
             f"SELECT {_FACTS} FROM {builds} AS b{' WHERE ' + ' AND '.join(after) if after else ''} ORDER BY RunId, Mode, GroupId, RolloutId"
         )
@@ -180,17 +180,17 @@ class Reader:
         )
         drops = self._rows("drops", _DROPS, rollouts).filter(pl.col("CallId") != "")
         self._count(rollouts, drops)
-        taken = drops.filter(pl.col("Reason").is_in(list(self.wanted.dropped))) if self.wanted.dropped else drops.clear()
+        taken = drops.filter(pl.col("Reason").is_in(list(self.request.dropped))) if self.request.dropped else drops.clear()
         calls = pl.concat([transitions, self._like_transitions(taken, rollouts)], how="diagonal")
         returns = self._returns(transitions, rollouts, taken)
         rollouts = rollouts.join(returns, on=list(_BUILD), how="left", maintain_order="left")
         calls = calls.join(returns, on=list(_BUILD), how="left", maintain_order="left")
-        if self.wanted.min_return is not None:
-            below = pl.col("Return") < self.wanted.min_return
+        if self.request.min_return is not None:
+            below = pl.col("Return") < self.request.min_return
             self.tally.leave(LeftOut.BELOW_RETURN, calls.filter(below).height)
             self.tally.leave(LeftOut.NO_RETURN, calls["Return"].null_count())
             calls = calls.filter(~below)
-        chosen = expression(self.wanted.selection)
+        chosen = expression(self.request.selection)
         kept = calls.filter(chosen)
         self.tally.leave(LeftOut.NOT_SELECTED, calls.height - kept.height)
         ordered = kept.sort("RunId", "Mode", "GroupId", "RolloutId", "Turn", "Timestamp", "CallId", nulls_last=True)
@@ -201,12 +201,12 @@ class Reader:
         self.tally.rollouts += rollouts.height
         self.tally.groups += rollouts["Group"].n_unique()
         self.tally.bare_rollouts += rollouts.filter(pl.col("Calls") == 0).height
-        wanted = list(self.wanted.dropped)
-        for reason, count in drops.filter(~pl.col("Reason").is_in(wanted)).group_by("Reason").len().sort("Reason").iter_rows():
+        exported = list(self.request.dropped)
+        for reason, count in drops.filter(~pl.col("Reason").is_in(exported)).group_by("Reason").len().sort("Reason").iter_rows():
             self.tally.left_out[f"dropped: {reason}"] += count
 
     def _rows(self, table: str, columns: str, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """Rows of the given builds, each once; the table's key finds them."""
+        """Return rows of the given builds, each once; the table's key finds them."""
         names, apart = _KEYS[table]
         where = " AND ".join(f"{name} IN {name}s" for name in names)
         constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in names)
@@ -215,34 +215,34 @@ class Reader:
             f"WITH {constants} SELECT {columns} FROM otel.{table} "
             f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
         )
-        found = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
-        return found.unique(["RunId", "RolloutId", "Attempt", *apart], keep="first", maintain_order=True)
+        rows = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
+        return rows.unique(["RunId", "RolloutId", "Attempt", *apart], keep="first", maintain_order=True)
 
     def _like_transitions(self, drops: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         about = rollouts.select(*_BUILD, "Mode", "GroupId", "GroupSize", "TaskId")
-        told = drops.join(about, on=list(_BUILD), how="left", maintain_order="left")
+        described = drops.join(about, on=list(_BUILD), how="left", maintain_order="left")
         lists = [name for name, dtype in TRANSITIONS.items() if isinstance(dtype, pl.List)]
-        return pl.concat([empty(TRANSITIONS).with_columns(Reason=pl.lit("")), told], how="diagonal_relaxed").with_columns(
+        return pl.concat([empty(TRANSITIONS).with_columns(Reason=pl.lit("")), described], how="diagonal_relaxed").with_columns(
             pl.col("Timestamp").cast(pl.Datetime("ns", "UTC")), pl.col(lists).fill_null([]), BuildSpec=pl.lit(self.dataset.build_spec)
         )
 
     def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
-        """The weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that it was given."""
+        """Return the weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that were given to it."""
         names = [*_BUILD, "Rewards.Name", "Rewards.Value"]
         each = transitions.select(names).explode("Rewards.Name", "Rewards.Value", empty_as_null=True)
         value = self._weighted("Rewards.Name", "Rewards.Value").fill_null(0.0)
-        found = each.group_by(*_BUILD, maintain_order=True).agg(Return=value.sum())
-        bare = rollouts.join(taken, on=list(_BUILD), how="semi").join(found, on=list(_BUILD), how="anti")
-        return pl.concat([found, self._given_returns(bare)]) if bare.height else found
+        returns = each.group_by(*_BUILD, maintain_order=True).agg(Return=value.sum())
+        bare = rollouts.join(taken, on=list(_BUILD), how="semi").join(returns, on=list(_BUILD), how="anti")
+        return pl.concat([returns, self._given_returns(bare)]) if bare.height else returns
 
     def _given_returns(self, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """Returns of rollouts of which no call was kept to carry their rewards."""
+        """Return the returns of rollouts without a kept call to carry their rewards."""
         rewards = self._rows("rewards", ", ".join((*_BUILD, "Attempt", "Value", *_REWARD)), rollouts)
         return rewards.group_by(*_BUILD).agg(Return=self._weighted("Name", "Value").sum())
 
     def _weighted(self, name: str, value: str) -> pl.Expr:
-        """Rewards of a column times the weights of their names."""
-        weights = dict(self.wanted.reward_weights)
+        """Return the rewards of a column times the weights of their names."""
+        weights = dict(self.request.reward_weights)
         return pl.col(value) * pl.col(name).replace_strict(weights, default=1.0, return_dtype=pl.Float64) if weights else pl.col(value)
 
     def _frame(self, sql: str) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""The texts of calls, where their spans lie.
+"""Texts of calls, read from their spans.
 
 In: calls with TraceId, SpanId, Choice, Timestamp. Out: a `Dialogue` for each, or the reason why there is none. Invariant: a span that was
 delivered twice is read once; only attributes and events that may hold a text leave the store.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SPANS_A_QUERY = 100
 _SLACK_NS = 1_000_000_000
 _LOG_SLACK_NS = 3_600_000_000_000
-"""A log record on a span is dated while it lasts."""
+"""Longest time between the start of a span and a log record on it, in nanoseconds."""
 
 _QUERY = """
 WITH {traces} AS traces, {spans} AS spans
@@ -45,12 +45,12 @@ _Key = tuple[str, str]
 
 
 def read_dialogues(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[Dialogue | LeftOut]:
-    """The dialogue of each call, in their order."""
+    """Return the dialogue of each call, in their order."""
     ordered = sorted({(_time(call), call["TraceId"], call["SpanId"]) for call in calls})
-    found: dict[_Key, SpanText] = {}
+    contents: dict[_Key, SpanText] = {}
     for start in range(0, len(ordered), _SPANS_A_QUERY):
-        found |= _read(client, url, ordered[start : start + _SPANS_A_QUERY])
-    return [_dialogue(found.get((call["TraceId"], call["SpanId"])), call["Choice"]) for call in calls]
+        contents |= _read(client, url, ordered[start : start + _SPANS_A_QUERY])
+    return [_dialogue(contents.get((call["TraceId"], call["SpanId"])), call["Choice"]) for call in calls]
 
 
 def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
@@ -65,7 +65,7 @@ def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
     except UnreadableError:
         return LeftOut.UNREADABLE_TEXT
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
-        # Whoever sends spans may put anything into them.
+        # Spans of other senders may hold anything.
         return LeftOut.UNREADABLE_TEXT
 
 
@@ -82,10 +82,12 @@ def _read(client: Client, url: str, spans: Sequence[tuple[int, str, str]]) -> di
 
     with store_errors(url):
         rows = client.query(filled(_QUERY, spans, _SLACK_NS)).result_rows
-    found = {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
-    # What no attribute tells may stand in log records.
+    contents = {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
+    # Texts that no attribute holds may be in log records.
     silent = [
-        one for one in spans if (one[1], one[2]) in found and not found[one[1], one[2]].attributes and not found[one[1], one[2]].events
+        (start, trace, span)
+        for start, trace, span in spans
+        if (trace, span) in contents and not contents[trace, span].attributes and not contents[trace, span].events
     ]
     if silent:
         with store_errors(url):
@@ -93,16 +95,16 @@ def _read(client: Client, url: str, spans: Sequence[tuple[int, str, str]]) -> di
         events: dict[_Key, list[tuple[str, Mapping[str, str]]]] = {}
         for trace, span, name, attributes, body in logs:
             events.setdefault((trace, span), []).append((name, {**attributes, "body": body}))
-        found |= {key: SpanText({}, told) for key, told in events.items() if key in found}
-    return found
+        contents |= {key: SpanText({}, span_events) for key, span_events in events.items() if key in contents}
+    return contents
 
 
 def _time(call: Mapping[str, Any]) -> int:
-    """Of the call's span: nanoseconds since 1970, to a microsecond."""
+    """Return the start of the call's span: nanoseconds since 1970, to a microsecond."""
     time: datetime = call["Timestamp"]
     return int(time.timestamp() * 1_000_000) * 1000
 
 
 def _regular(expression: str) -> str:
-    """A regular expression in SQL."""
+    """Return a regular expression as a SQL literal."""
     return "unhex('" + expression.encode().hex() + "')"

@@ -4,7 +4,7 @@ In: spans of its scopes, or with its attributes. Out: what each is, and the rewa
 of its own, so that its scores belong to the rollout and to no call.
 
 Ids are integer arrays: `prompt_token_ids` and `response_token_ids` (AgentOps, LiteLLM), or those of the answer under
-`agentlightning.operation.output` (its Weave tracer). They are long, so that `answers` reads them where they lie.
+`agentlightning.operation.output` (its Weave tracer). They are long, so that `answers` reads them in the database.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MARKS = (
 _CALL_NAME = r"(?i)(openai|anthropic|litellm)\.(chat|completions?|responses?|messages?)\b"
 _ANSWERS = r"^(chat\.completion|text_completion|response|message)$"
 _OUTPUTS = ("agentops.task.output", "agentops.entity.output")
-"""Where AgentOps keeps what a decorated function returned."""
+"""Attributes in which AgentOps keeps the return value of a decorated function."""
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by their kinds and names."""
-    base = gen_ai.read(said)
-    kind = said(SPAN_KIND).str.to_lowercase()
-    answer = said(f"{OPERATION}output.object").str.contains(_ANSWERS).fill_null(False)
-    ids = said.has("prompt_token_ids", "response_token_ids", f"{OPERATION}output.prompt_token_ids")
+    base = gen_ai.read(attributes)
+    kind = attributes(SPAN_KIND).str.to_lowercase()
+    answer = attributes(f"{OPERATION}output.object").str.contains(_ANSWERS).fill_null(False)
+    ids = attributes.has("prompt_token_ids", "response_token_ids", f"{OPERATION}output.prompt_token_ids")
     named = pl.col("SpanName").str.contains(_CALL_NAME)
     other = kind.is_in(["agent", "tool", "task", "workflow", "session", "operation", "chain", "guardrail"]).fill_null(False)
-    call = ~other & (base.call | (kind == "llm").fill_null(False) | answer | ids | (named & said.has(f"{OPERATION}name")))
+    call = ~other & (base.call | (kind == "llm").fill_null(False) | answer | ids | (named & attributes.has(f"{OPERATION}name")))
     return replace(
         base,
         call=call,
@@ -51,23 +51,23 @@ def read(said: Said) -> Reading:
         chain=kind.is_in(["chain", "workflow"]),
         suspect=pl.lit(False),
         agent=pl.coalesce(
-            said.first("agent.name"),
+            attributes.first("agent.name"),
             base.agent,
-            pl.when(kind == "agent").then(said.first("operation.name", "agentops.entity.name")),
-            pl.when(said("type") == "agent").then(said.first(f"{OPERATION}input.name")),
+            pl.when(kind == "agent").then(attributes.first("operation.name", "agentops.entity.name")),
+            pl.when(attributes("type") == "agent").then(attributes.first(f"{OPERATION}input.name")),
         ),
-        tool_name=said.first("tool.name", "operation.name", *gen_ai.TOOL_NAMES),
-        arguments=said.any_of("tool.parameters", "agentops.tool.input", "agentops.entity.input", *gen_ai.ARGUMENTS),
-        result=said.any_of("tool.result", "agentops.tool.output", "agentops.entity.output", *gen_ai.RESULTS),
-        failed=said("tool.status").str.contains("(?i)fail|error").fill_null(False),
-        model=pl.coalesce(said.first(f"{OPERATION}output.model", f"{OPERATION}input.model"), base.model),
-        response_id=pl.coalesce(base.response_id, said.first(f"{OPERATION}output.id")),
-        finish=pl.coalesce(base.finish, said.first(f"{OPERATION}output.choices.0.finish_reason")),
+        tool_name=attributes.first("tool.name", "operation.name", *gen_ai.TOOL_NAMES),
+        arguments=attributes.any_of("tool.parameters", "agentops.tool.input", "agentops.entity.input", *gen_ai.ARGUMENTS),
+        result=attributes.any_of("tool.result", "agentops.tool.output", "agentops.entity.output", *gen_ai.RESULTS),
+        failed=attributes("tool.status").str.contains("(?i)fail|error").fill_null(False),
+        model=pl.coalesce(attributes.first(f"{OPERATION}output.model", f"{OPERATION}input.model"), base.model),
+        response_id=pl.coalesce(base.response_id, attributes.first(f"{OPERATION}output.id")),
+        finish=pl.coalesce(base.finish, attributes.first(f"{OPERATION}output.choices.0.finish_reason")),
     )
 
 
-def old_reward(said: Said) -> pl.Expr:
-    """The reward that a span of an early version holds: of the decorator `reward`, or of 0.2's annotation; null where there is none."""
-    found = [pl.when(of_json(said(name), "type") == "reward").then(of_json(said(name), "value")) for name in _OUTPUTS]
-    annotation = pl.when(pl.col("SpanName").is_in(["agentlightning.annotation", "agentlightning.reward"])).then(said("reward"))
-    return pl.coalesce(*found, annotation)
+def old_reward(attributes: Said) -> pl.Expr:
+    """Return the reward in a span of an early version: of the decorator `reward`, or of 0.2's annotation; null where there is none."""
+    rewards = [pl.when(of_json(attributes(name), "type") == "reward").then(of_json(attributes(name), "value")) for name in _OUTPUTS]
+    annotation = pl.when(pl.col("SpanName").is_in(["agentlightning.annotation", "agentlightning.reward"])).then(attributes("reward"))
+    return pl.coalesce(*rewards, annotation)

@@ -1,10 +1,10 @@
 """OpenTelemetry's generative AI conventions, from the first `gen_ai.system` to `gen_ai.provider.name` and content in span attributes.
 
-In: spans with `gen_ai.*` attributes, whoever made them. Out: what each is. Invariant: the operation's name decides; a span that names a
+In: spans with `gen_ai.*` attributes, of any scope. Out: their classification. Invariant: the operation's name decides; a span that names a
 model and no operation is a call; one that only counts tokens is a suspect.
 
-Until version 1.36 messages were events of the span (`gen_ai.user.message`, `gen_ai.choice`): they lie in otel.otel_traces, and nothing here
-needs them. No version has a place for token ids.
+Until version 1.36 messages were events of the span (`gen_ai.user.message`, `gen_ai.choice`): they are in otel.otel_traces, and not needed
+here. No version has a place for token ids.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ CALLS = (
 )
 """Operations that call a model, those of earlier versions, of Semantic Kernel and of Mastra among them."""
 OTHERS = r"embed|tool|agent|workflow|retriev|rerank|guard|memory|plan|evaluat|moderat|image|speech|audio|transcri|token|handoff|task"
-"""What the names of all other operations contain. An operation that is in neither list is a call if it names a model."""
+"""Pattern of the names of all other operations. An operation that is in neither list is a call if it names a model."""
 TOOL_NAMES = (semconv.GEN_AI_TOOL_NAME,)
 ARGUMENTS = ("gen_ai.tool.call.arguments", "gcp.vertex.agent.tool_call_args", "gen_ai.tool.args", "gen_ai.tool.arguments", "tool_arguments")
 RESULTS = ("gen_ai.tool.call.result", "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
 
 
-def read(said: Said) -> Reading:
-    """Read spans by `gen_ai.*` attributes alone; other dialects put their own words first."""
-    operation = said(semconv.GEN_AI_OPERATION).str.to_lowercase().replace("", None)
-    model = said.first(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL)
-    named_tool = said(semconv.GEN_AI_TOOL_NAME).is_not_null()
+def read(attributes: Said) -> Reading:
+    """Read spans by `gen_ai.*` attributes alone; other dialects put their own attributes first."""
+    operation = attributes(semconv.GEN_AI_OPERATION).str.to_lowercase().replace("", None)
+    model = attributes.first(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL)
+    named_tool = attributes(semconv.GEN_AI_TOOL_NAME).is_not_null()
     other = operation.str.contains(OTHERS).fill_null(False)
     call = operation.is_in(CALLS).fill_null(False) | (model.is_not_null() & ~other & ~(named_tool & operation.is_null()))
-    output = said.first(semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens")
+    output = attributes.first(semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens")
     invoked = pl.when(operation == "invoke_agent").then(pl.col("SpanName").str.extract(r"^invoke_agent\s+(.+)$"))
     return Reading(
         call=call,
@@ -43,21 +43,21 @@ def read(said: Said) -> Reading:
         suspect=~call
         & operation.is_null()
         & ~named_tool
-        & (output.is_not_null() | said.has("gen_ai.output.messages", "gen_ai.completion")),
-        agent=pl.coalesce(said.first(semconv.GEN_AI_AGENT_NAME), invoked),
-        tool_name=pl.coalesce(said.first(*TOOL_NAMES), pl.col("SpanName").str.extract(r"^(?:execute_tool|tools/call)\s+(.+)$")),
-        tool_call_id=said.first(TOOL_CALL_ID),
-        arguments=said.first(*ARGUMENTS),
-        result=said.any_of(*RESULTS),
+        & (output.is_not_null() | attributes.has("gen_ai.output.messages", "gen_ai.completion")),
+        agent=pl.coalesce(attributes.first(semconv.GEN_AI_AGENT_NAME), invoked),
+        tool_name=pl.coalesce(attributes.first(*TOOL_NAMES), pl.col("SpanName").str.extract(r"^(?:execute_tool|tools/call)\s+(.+)$")),
+        tool_call_id=attributes.first(TOOL_CALL_ID),
+        arguments=attributes.first(*ARGUMENTS),
+        result=attributes.any_of(*RESULTS),
         # Strands ends the span of a failed tool as Ok.
-        failed=(said("gen_ai.tool.status").str.to_lowercase() == "error").fill_null(False),
-        error=error_type(said),
+        failed=(attributes("gen_ai.tool.status").str.to_lowercase() == "error").fill_null(False),
+        error=error_type(attributes),
         model=model,
-        response_id=said.first(semconv.GEN_AI_RESPONSE_ID),
-        input_tokens=said.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
+        response_id=attributes.first(semconv.GEN_AI_RESPONSE_ID),
+        input_tokens=attributes.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
         output_tokens=output,
         finish=first_of_list(
-            said.first(
+            attributes.first(
                 semconv.GEN_AI_FINISH_REASONS,
                 "gen_ai.response.finish_reason",
                 "gen_ai.completion.0.finish_reason",

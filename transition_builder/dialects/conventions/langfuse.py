@@ -16,14 +16,14 @@ from transition_builder.dialects.reading import OF_CLIENT, Reading, Said, of_jso
 OBSERVATION_TYPE = "langfuse.observation.type"
 OUTPUT = "langfuse.observation.output"
 _OF_WRAPPER = r"^OpenAI-(generation|embedding)"
-"""Its wrapper of the openai client names its observations so, unless told otherwise."""
+"""Span names of its wrapper of the openai client, unless configured otherwise."""
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by the types of their observations."""
-    base = gen_ai.read(said)
-    kind = unquoted(said(OBSERVATION_TYPE)).str.to_lowercase()
-    usage = said("langfuse.observation.usage_details")
+    base = gen_ai.read(attributes)
+    kind = unquoted(attributes(OBSERVATION_TYPE)).str.to_lowercase()
+    usage = attributes("langfuse.observation.usage_details")
     return replace(
         base,
         call=(kind == "generation") | ((kind == "span") & base.call),
@@ -32,10 +32,10 @@ def read(said: Said) -> Reading:
         chain=kind == "chain",
         suspect=pl.lit(False),
         agent=pl.coalesce(base.agent, pl.when(kind == "agent").then("SpanName")),
-        arguments=said.any_of("langfuse.observation.input", *gen_ai.ARGUMENTS),
-        result=said.any_of(OUTPUT, *gen_ai.RESULTS),
-        failed=(said("langfuse.observation.level") == "ERROR").fill_null(False),
-        model=pl.coalesce(said.first("langfuse.observation.model.name"), base.model),
+        arguments=attributes.any_of("langfuse.observation.input", *gen_ai.ARGUMENTS),
+        result=attributes.any_of(OUTPUT, *gen_ai.RESULTS),
+        failed=(attributes("langfuse.observation.level") == "ERROR").fill_null(False),
+        model=pl.coalesce(attributes.first("langfuse.observation.model.name"), base.model),
         input_tokens=pl.coalesce(of_json(usage, "input", "prompt_tokens", "input_tokens"), base.input_tokens),
         output_tokens=pl.coalesce(of_json(usage, "output", "completion_tokens", "output_tokens"), base.output_tokens),
     )

@@ -22,23 +22,23 @@ _CLIENTS = ("openai", "anthropic", "gemini", "groq", "mistral", "bedrock", "lite
 _ID = r'^\s*\{\s*"id"\s*:\s*"([^"]+)"'
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by their types."""
-    base = gen_ai.read(said)
-    kind = unquoted(said(SPAN_TYPE)).str.to_uppercase()
-    inputs, outputs = said(INPUTS), said(OUTPUTS)
-    usage = said("mlflow.chat.tokenUsage")
+    base = gen_ai.read(attributes)
+    kind = unquoted(attributes(SPAN_TYPE)).str.to_uppercase()
+    inputs, outputs = attributes(INPUTS), attributes(OUTPUTS)
+    usage = attributes("mlflow.chat.tokenUsage")
     return replace(
         base,
         call=kind.is_in(CALLS),
-        client=unquoted(said("mlflow.message.format")).is_in(_CLIENTS),
+        client=unquoted(attributes("mlflow.message.format")).is_in(_CLIENTS),
         tool=kind == "TOOL",
         chain=kind.is_in(["CHAIN", "WORKFLOW"]),
         suspect=pl.lit(False),
         agent=pl.coalesce(pl.when(kind == "AGENT").then("SpanName"), base.agent),
-        arguments=said.any_of(INPUTS, *gen_ai.ARGUMENTS),
-        result=said.any_of(OUTPUTS, *gen_ai.RESULTS),
-        model=pl.coalesce(of_json(outputs, "model"), unquoted(said.first("mlflow.llm.model")), of_json(inputs, "model"), base.model),
+        arguments=attributes.any_of(INPUTS, *gen_ai.ARGUMENTS),
+        result=attributes.any_of(OUTPUTS, *gen_ai.RESULTS),
+        model=pl.coalesce(of_json(outputs, "model"), unquoted(attributes.first("mlflow.llm.model")), of_json(inputs, "model"), base.model),
         response_id=pl.coalesce(pl.when(kind.is_in(CALLS)).then(outputs.str.extract(_ID)), base.response_id),
         input_tokens=pl.coalesce(of_json(usage, "input_tokens"), base.input_tokens),
         output_tokens=pl.coalesce(of_json(usage, "output_tokens"), base.output_tokens),

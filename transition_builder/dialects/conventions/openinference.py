@@ -20,7 +20,7 @@ from transition_builder.dialects.reading import Reading, Said, of_json
 OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
 TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", gen_ai.TOOL_CALL_ID)
-"""Where a tool's span may say which tool call it answers."""
+"""Attributes in which a tool's span may name the tool call that it answers."""
 _MODELS = (
     *("llm.response.model_name", "llm.model_name", "llm.request.model_name"),
     *(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL),
@@ -31,15 +31,15 @@ _TOOL_MESSAGE_FAILED = r'"tool_call_id".*"status"\s*:\s*"error"'
 """LangChain's ToolMessage, which a tool's span holds whole."""
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by their kinds."""
-    base = gen_ai.read(said)
-    kind = said.once("=kind", said(semconv.OPENINFERENCE_KIND).str.to_uppercase())
-    output = said(semconv.OPENINFERENCE_OUTPUT)
+    base = gen_ai.read(attributes)
+    kind = attributes.once("=kind", attributes(semconv.OPENINFERENCE_KIND).str.to_uppercase())
+    output = attributes(semconv.OPENINFERENCE_OUTPUT)
     # Long texts: each pattern is sought in those alone that may have it.
     message = pl.when((kind == "TOOL") & output.str.contains('"tool_call_id"', literal=True)).then(output)
-    node = pl.when(~pl.col("ScopeName").str.contains("langchain", literal=True)).then(said.first(semconv.OPENINFERENCE_GRAPH_NODE))
-    asked, model = said(INVOCATION_PARAMETERS), said.first(*_MODELS)
+    node = pl.when(~pl.col("ScopeName").str.contains("langchain", literal=True)).then(attributes.first(semconv.OPENINFERENCE_GRAPH_NODE))
+    asked, model = attributes(INVOCATION_PARAMETERS), attributes.first(*_MODELS)
     return replace(
         base,
         call=kind == "LLM",
@@ -47,18 +47,18 @@ def read(said: Said) -> Reading:
         chain=kind == "CHAIN",
         suspect=pl.lit(False),
         agent=pl.coalesce(
-            said.first(semconv.OPENINFERENCE_AGENT_NAME, semconv.GEN_AI_AGENT_NAME, "agent_name"),
+            attributes.first(semconv.OPENINFERENCE_AGENT_NAME, semconv.GEN_AI_AGENT_NAME, "agent_name"),
             node,
             pl.when(kind == "AGENT").then("SpanName"),
         ),
-        tool_name=said.first(semconv.OPENINFERENCE_TOOL_NAME, semconv.GEN_AI_TOOL_NAME),
-        tool_call_id=pl.coalesce(said.first(*TOOL_CALL_ID_NAMES), message.str.extract(_TOOL_MESSAGE_ID)),
-        arguments=said.any_of(semconv.OPENINFERENCE_INPUT, "tool_call.function.arguments", "tool.parameters", *gen_ai.ARGUMENTS),
-        result=said.any_of(semconv.OPENINFERENCE_OUTPUT, *gen_ai.RESULTS),
+        tool_name=attributes.first(semconv.OPENINFERENCE_TOOL_NAME, semconv.GEN_AI_TOOL_NAME),
+        tool_call_id=pl.coalesce(attributes.first(*TOOL_CALL_ID_NAMES), message.str.extract(_TOOL_MESSAGE_ID)),
+        arguments=attributes.any_of(semconv.OPENINFERENCE_INPUT, "tool_call.function.arguments", "tool.parameters", *gen_ai.ARGUMENTS),
+        result=attributes.any_of(semconv.OPENINFERENCE_OUTPUT, *gen_ai.RESULTS),
         failed=message.str.contains(_TOOL_MESSAGE_FAILED).fill_null(False),
         model=pl.coalesce(model, of_json(pl.when(model.is_null()).then(asked), "model")),
-        response_id=pl.coalesce(said.first(semconv.GEN_AI_RESPONSE_ID), pl.when(kind == "LLM").then(output).str.extract(_ID)),
-        input_tokens=pl.coalesce(said.first("llm.token_count.prompt"), base.input_tokens),
-        output_tokens=pl.coalesce(said.first("llm.token_count.completion"), base.output_tokens),
-        finish=pl.coalesce(said.first("llm.finish_reason"), base.finish),
+        response_id=pl.coalesce(attributes.first(semconv.GEN_AI_RESPONSE_ID), pl.when(kind == "LLM").then(output).str.extract(_ID)),
+        input_tokens=pl.coalesce(attributes.first("llm.token_count.prompt"), base.input_tokens),
+        output_tokens=pl.coalesce(attributes.first("llm.token_count.completion"), base.output_tokens),
+        finish=pl.coalesce(attributes.first("llm.finish_reason"), base.finish),
     )

@@ -1,7 +1,7 @@
-"""Conventions that say a span's kind in one attribute of their own, and the rest in `gen_ai.*` or in words that a table holds.
+"""Conventions with one attribute of their own for a span's kind, and `gen_ai.*` or the attributes of a table for the rest.
 
-In: spans with one of those attributes. Out: what each is. Invariant: a row of the table is a convention; a kind that the table does not
-know is neither call, tool, agent nor chain, unless `gen_ai.*` says what it is.
+In: spans with one of those attributes. Out: their classification. Invariant: a row of the table is a convention; a kind that the table
+lacks is neither call, tool, agent nor chain, unless `gen_ai.*` gives its kind.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transition_builder.dialects.reading import Reading, Said, unquoted
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A convention's words."""
+    """Vocabulary of a convention."""
 
     mark: str
-    """The attribute that marks its spans."""
+    """Attribute that marks its spans."""
     kind: tuple[str, ...]
-    """The attributes that say a span's kind: the first that it has."""
+    """Attributes of a span's kind: the first that it has."""
     spans: str = ""
-    """Of spans with these names alone: a pattern."""
+    """Pattern of the span names to which the mark is restricted; empty: any."""
     named: str = ""
-    """Its spans without the mark: a pattern of names, whose group is the kind."""
+    """Pattern of the names of its spans without the mark; the group is the kind."""
     call: str = r"^llm$"
     """Patterns of kinds, in lower case."""
     tool: str = r"^tool$"
@@ -36,7 +36,7 @@ class Vocabulary:
     result: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
     name: tuple[str, ...] = ()
-    """Attributes that name the agent or the tool; its span does where there is none."""
+    """Attributes that name the agent or the tool; default: the name of the span."""
     input_tokens: tuple[str, ...] = ()
     output_tokens: tuple[str, ...] = ()
 
@@ -113,12 +113,12 @@ VOCABULARIES = {
 
 
 def reader(words: Vocabulary) -> Callable[[Said], Reading]:
-    """The dialect of a vocabulary."""
+    """Return the dialect of a vocabulary."""
 
-    def read(said: Said) -> Reading:
-        base = gen_ai.read(said)
+    def read(attributes: Said) -> Reading:
+        base = gen_ai.read(attributes)
         of_name = [pl.col("SpanName").str.extract(words.named)] if words.named else []
-        kind = pl.coalesce(unquoted(said.first(*words.kind)), *of_name).str.to_lowercase().fill_null("")
+        kind = pl.coalesce(unquoted(attributes.first(*words.kind)), *of_name).str.to_lowercase().fill_null("")
         call, tool = kind.str.contains(words.call), kind.str.contains(words.tool)
         named = kind.str.contains(words.agent)
         known = call | tool | named | kind.str.contains(words.chain)
@@ -128,13 +128,13 @@ def reader(words: Vocabulary) -> Callable[[Said], Reading]:
             tool=tool | (~known & base.tool),
             chain=kind.str.contains(words.chain),
             suspect=~known & base.suspect,
-            agent=pl.coalesce(base.agent, pl.when(named).then(pl.coalesce(said.first(*words.name), "SpanName"))),
-            tool_name=pl.coalesce(said.first(*words.name), base.tool_name),
-            arguments=said.any_of(*words.arguments, *gen_ai.ARGUMENTS),
-            result=said.any_of(*words.result, *gen_ai.RESULTS),
-            model=pl.coalesce(base.model, said.first(*words.model)),
-            input_tokens=pl.coalesce(base.input_tokens, said.first(*words.input_tokens)),
-            output_tokens=pl.coalesce(base.output_tokens, said.first(*words.output_tokens)),
+            agent=pl.coalesce(base.agent, pl.when(named).then(pl.coalesce(attributes.first(*words.name), "SpanName"))),
+            tool_name=pl.coalesce(attributes.first(*words.name), base.tool_name),
+            arguments=attributes.any_of(*words.arguments, *gen_ai.ARGUMENTS),
+            result=attributes.any_of(*words.result, *gen_ai.RESULTS),
+            model=pl.coalesce(base.model, attributes.first(*words.model)),
+            input_tokens=pl.coalesce(base.input_tokens, attributes.first(*words.input_tokens)),
+            output_tokens=pl.coalesce(base.output_tokens, attributes.first(*words.output_tokens)),
         )
 
     return read

@@ -17,10 +17,10 @@ from transition_builder.dialects.reading import Reading, Said
 SCOPES = r"^pydantic[-_]ai\b"
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by `gen_ai.*` and by Pydantic AI's own names."""
-    base = gen_ai.read(said)
-    run = said.has("final_result", "all_messages_events", "pydantic_ai.all_messages") | pl.col("SpanName").str.contains(
+    base = gen_ai.read(attributes)
+    run = attributes.has("final_result", "all_messages_events", "pydantic_ai.all_messages") | pl.col("SpanName").str.contains(
         "^(agent run|invoke_agent)"
     )
     return replace(
@@ -28,7 +28,7 @@ def read(said: Said) -> Reading:
         call=base.call & ~run,
         client=pl.lit(False),
         suspect=pl.lit(False),
-        agent=pl.coalesce(said.first("agent_name", semconv.GEN_AI_AGENT_NAME), base.agent),
-        arguments=said.any_of("tool_arguments", *gen_ai.ARGUMENTS),
-        result=said.any_of("tool_response", *gen_ai.RESULTS),
+        agent=pl.coalesce(attributes.first("agent_name", semconv.GEN_AI_AGENT_NAME), base.agent),
+        arguments=attributes.any_of("tool_arguments", *gen_ai.ARGUMENTS),
+        result=attributes.any_of("tool_response", *gen_ai.RESULTS),
     )

@@ -19,10 +19,10 @@ _CLIENT = r"\.do(Generate|Stream)$"
 _FUNCTION = r"^ai\.(generate|stream)(Text|Object)$"
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by their operations."""
-    base = gen_ai.read(said)
-    operation = said(OPERATION)
+    base = gen_ai.read(attributes)
+    operation = attributes(OPERATION)
     client = operation.str.contains(_CLIENT)
     return replace(
         base,
@@ -31,14 +31,14 @@ def read(said: Said) -> Reading:
         tool=operation == "ai.toolCall",
         chain=pl.lit(False),
         suspect=pl.lit(False),
-        agent=pl.coalesce(base.agent, said.first("ai.telemetry.functionId", "ai.telemetry.metadata.agentName")),
-        tool_name=pl.coalesce(said.first("ai.toolCall.name"), base.tool_name),
-        tool_call_id=pl.coalesce(said.first("ai.toolCall.id"), base.tool_call_id),
-        arguments=said.any_of("ai.toolCall.args", "ai.toolCall.input", *gen_ai.ARGUMENTS),
-        result=said.any_of("ai.toolCall.result", "ai.toolCall.output", *gen_ai.RESULTS),
-        model=pl.coalesce(said.first("ai.response.model"), base.model, said.first("ai.model.id")),
-        response_id=pl.coalesce(said.first("ai.response.id"), base.response_id),
-        input_tokens=pl.coalesce(base.input_tokens, said.first("ai.usage.promptTokens", "ai.usage.inputTokens")),
-        output_tokens=pl.coalesce(base.output_tokens, said.first("ai.usage.completionTokens", "ai.usage.outputTokens")),
-        finish=pl.coalesce(said.first("ai.response.finishReason"), base.finish),
+        agent=pl.coalesce(base.agent, attributes.first("ai.telemetry.functionId", "ai.telemetry.metadata.agentName")),
+        tool_name=pl.coalesce(attributes.first("ai.toolCall.name"), base.tool_name),
+        tool_call_id=pl.coalesce(attributes.first("ai.toolCall.id"), base.tool_call_id),
+        arguments=attributes.any_of("ai.toolCall.args", "ai.toolCall.input", *gen_ai.ARGUMENTS),
+        result=attributes.any_of("ai.toolCall.result", "ai.toolCall.output", *gen_ai.RESULTS),
+        model=pl.coalesce(attributes.first("ai.response.model"), base.model, attributes.first("ai.model.id")),
+        response_id=pl.coalesce(attributes.first("ai.response.id"), base.response_id),
+        input_tokens=pl.coalesce(base.input_tokens, attributes.first("ai.usage.promptTokens", "ai.usage.inputTokens")),
+        output_tokens=pl.coalesce(base.output_tokens, attributes.first("ai.usage.completionTokens", "ai.usage.outputTokens")),
+        finish=pl.coalesce(attributes.first("ai.response.finishReason"), base.finish),
     )

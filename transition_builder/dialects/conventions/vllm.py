@@ -1,7 +1,7 @@
-"""vLLM's own spans: the engine tells of each request when it is done.
+"""vLLM's own spans: the engine records each request when it is done.
 
 In: spans of the scope `vllm.llm_engine`. Out: engine calls. Invariant: an engine's span is never a call of its own where a client, a
-framework or the gateway tells of the same one.
+framework or the gateway records the same one.
 
 The request's id is that of the answer, so that the span is joined to the caller's where no parent link leads there.
 """
@@ -18,15 +18,15 @@ from transition_builder.dialects.reading import Reading, Said
 SCOPES = r"^vllm\."
 
 
-def read(said: Said) -> Reading:
+def read(attributes: Said) -> Reading:
     """Read spans by their name: vLLM traces how it loads models in other spans of its scopes."""
-    base = gen_ai.read(said)
+    base = gen_ai.read(attributes)
     return replace(
         base,
         call=pl.lit(False),
-        engine=(pl.col("SpanName") == "llm_request") | said.has("gen_ai.request.id"),
+        engine=(pl.col("SpanName") == "llm_request") | attributes.has("gen_ai.request.id"),
         tool=pl.lit(False),
         suspect=pl.lit(False),
         agent=pl.lit(None, pl.String),
-        response_id=pl.coalesce(said.first("gen_ai.request.id"), base.response_id),
+        response_id=pl.coalesce(attributes.first("gen_ai.request.id"), base.response_id),
     )

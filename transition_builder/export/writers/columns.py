@@ -1,7 +1,7 @@
 """Rows with messages and tools as Parquet, whose columns must have one type.
 
-In: rows, as they come. Out: a Parquet file. Invariant: what is read back is what was written, but that a message also has, as null, the
-keys that only other messages have; a row of which that cannot be said is left out and counted.
+In: rows, as they come. Out: a Parquet file. Invariant: what is read back is what was written, except that a message also has, as null, the
+keys that only other messages have; a row for which that does not hold is left out and counted.
 
 Rows wait in a file until all keys and tools are known: memory holds the tools alone, which are few.
 """
@@ -33,10 +33,10 @@ _MESSAGE = {
 
 
 class MessageRows:
-    """Collects rows that have messages in one column, and perhaps tools."""
+    """Collects rows that have messages in one column, and optionally tools."""
 
     def __init__(self, out: Path, messages: str, others: Mapping[str, Any]) -> None:
-        """Collect.
+        """Start to collect.
 
         Args:
             out: the Parquet file.
@@ -52,7 +52,7 @@ class MessageRows:
         self._tools = Counter[str]()
 
     def add(self, row: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] = (), calls: int = 1) -> None:
-        """Add a row, and how many calls it stands for."""
+        """Add a row, with the number of calls that it represents."""
         for message in row[self._messages]:
             self._keys.update(message)
         offered = json.dumps(list(tools)) if tools else ""
@@ -60,10 +60,10 @@ class MessageRows:
         self._lines.write({"row": row, "tools": offered, "calls": calls})
 
     def finish(self, left_out: Callable[[int], None]) -> Iterator[tuple[dict[str, Any], int]]:
-        """Write the file; gives each row that is in it and its calls.
+        """Write the file; yield each row in it and its number of calls.
 
         Args:
-            left_out: told the calls of each row whose tools do not fit.
+            left_out: called with the number of calls of each row whose tools do not fit.
         """
         self._lines.close()
         fitting, tools_type = fitting_tools(self._tools)
@@ -74,35 +74,40 @@ class MessageRows:
         schema = pa.schema(fields)
         rows = iter(read_lines(self._waiting))
         with pq.ParquetWriter(self._out, schema, compression="zstd") as writer:
-            while some := list(islice(rows, _ROWS_A_GROUP)):
-                kept = [one for one in some if one["tools"] in fitting]
-                for one in some:
-                    if one["tools"] not in fitting:
-                        left_out(one["calls"])
-                made = [one["row"] | ({"tools": json.loads(one["tools"] or "[]")} if tools_type is not None else {}) for one in kept]
-                writer.write_table(pa.Table.from_pylist(made, schema=schema))
-                yield from ((one["row"], one["calls"]) for one in kept)
+            while batch := list(islice(rows, _ROWS_A_GROUP)):
+                kept = [buffered for buffered in batch if buffered["tools"] in fitting]
+                for buffered in batch:
+                    if buffered["tools"] not in fitting:
+                        left_out(buffered["calls"])
+                converted = [
+                    buffered["row"] | ({"tools": json.loads(buffered["tools"] or "[]")} if tools_type is not None else {})
+                    for buffered in kept
+                ]
+                writer.write_table(pa.Table.from_pylist(converted, schema=schema))
+                yield from ((buffered["row"], buffered["calls"]) for buffered in kept)
 
     def close(self) -> None:
-        """Forget the rows that wait."""
+        """Delete the buffered rows."""
         self._lines.close()
         self._waiting.unlink(missing_ok=True)
 
 
 def fitting_tools(counts: Mapping[str, int]) -> tuple[set[str], Any]:
-    """Which lists of tools can share a column without being changed, the frequent ones first, and the column's type.
+    """Return the lists of tools that can share a column unchanged, the frequent ones first, and the column's type.
 
     Args:
-        counts: how many rows have each list, which is written as JSON; empty: none.
+        counts: number of rows with each list, which is written as JSON; empty: none.
     """
-    fitting, chosen, found = {""}, list[Any](), None
-    for written in sorted((one for one in counts if one), key=lambda one: (-counts[one], one)):
+    fitting, chosen, column_type = {""}, list[Any](), None
+    for written in sorted(
+        (written_list for written_list in counts if written_list), key=lambda written_list: (-counts[written_list], written_list)
+    ):
         tried = [*chosen, json.loads(written)]
         try:
             array = pa.array(tried)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
             continue
         if array.to_pylist() == tried:
-            chosen, found = tried, array.type
+            chosen, column_type = tried, array.type
             fitting.add(written)
-    return fitting, found
+    return fitting, column_type

@@ -18,11 +18,11 @@ from transition_builder.export.reading import Reader
 from transition_builder.export.writers.parquet import SCHEMA, metadata, tables
 
 SHARD_BYTES = 256 * 2**20
-"""Of a shard in memory; its file is smaller."""
+"""Size of a shard in memory, in bytes, from which a new one begins; its file is smaller."""
 
 
 class _Split:
-    """The shards of one mode."""
+    """Shards of one mode."""
 
     def __init__(self, directory: Path, name: str, facts: dict[str, str]) -> None:
         self._directory = directory
@@ -56,9 +56,9 @@ def write_hugging_face(reader: Reader, out: Path) -> None:
         for part, table in tables(reader):
             for mode in part.calls["Mode"].unique(maintain_order=True):
                 name = split_name(mode)
-                mine = table.filter(pa.array((part.calls["Mode"] == mode).to_list()))
-                splits.setdefault(name, _Split(data, name, facts)).write(mine)
-                rows[name] += mine.num_rows
+                of_mode = table.filter(pa.array((part.calls["Mode"] == mode).to_list()))
+                splits.setdefault(name, _Split(data, name, facts)).write(of_mode)
+                rows[name] += of_mode.num_rows
     finally:
         for split in splits.values():
             split.close()
@@ -66,12 +66,12 @@ def write_hugging_face(reader: Reader, out: Path) -> None:
 
 
 def split_name(mode: str) -> str:
-    """A mode as the name of a split: letters, digits and underscores."""
+    """Return a mode as the name of a split: letters, digits and underscores."""
     return re.sub(r"\W", "_", mode) or "unnamed"
 
 
 def card(reader: Reader, rows: Counter[str]) -> str:
-    """The dataset's card: its head is YAML that `datasets` reads."""
+    """Return the dataset's card: its head is YAML that `datasets` reads."""
     splits = [line for name in sorted(rows) for line in (f"  - split: {name}", f"    path: data/{name}-*.parquet")]
     features = [line for field in SCHEMA for line in _feature(field.name, field.type, "  ")]
     facts = metadata(reader)
@@ -91,14 +91,14 @@ def card(reader: Reader, rows: Counter[str]) -> str:
 
 
 def _feature(name: str, dtype: Any, indent: str) -> list[str]:
-    """A column's type in the YAML of a card."""
+    """Return a column's type in the YAML of a card."""
     if pa.types.is_list(dtype):
         inner = dtype.value_type
         if pa.types.is_struct(inner):
             return [
                 f"{indent}- name: {name}",
                 f"{indent}  list:",
-                *(line for one in inner for line in _feature(one.name, one.type, indent + "  ")),
+                *(line for field in inner for line in _feature(field.name, field.type, indent + "  ")),
             ]
         return [f"{indent}- name: {name}", f"{indent}  list: {_plain(inner)}"]
     return [f"{indent}- name: {name}", f"{indent}  dtype: {_plain(dtype)}"]

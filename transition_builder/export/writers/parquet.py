@@ -1,4 +1,4 @@
-"""Transitions as Parquet: every fact of them, a row a policy call.
+"""Transitions as Parquet: all their columns, a row a policy call.
 
 In: a `Reader`. Out: one Parquet file, a row group a part. Invariant: values are those of otel.transitions; Return is the weighted sum of
 the rollout's rewards, and the file's metadata names the dataset, its build specification and the time it was read as of.
@@ -19,7 +19,7 @@ from transition_builder.export.reading import Part, Reader
 from transition_builder.schemas import TRANSITIONS
 
 _NOT_WRITTEN = frozenset({"Content"})
-"""Columns that say nothing outside the store."""
+"""Columns without a meaning outside the store."""
 
 
 def _arrow_type(dtype: pl.DataType) -> Any:
@@ -59,7 +59,7 @@ def write_parquet(reader: Reader, out: Path) -> None:
 
 
 def tables(reader: Reader) -> Iterator[tuple[Part, Any]]:
-    """Parts and their transitions as Arrow tables of SCHEMA; they count as written."""
+    """Yield parts and their transitions as Arrow tables of SCHEMA; they count as written."""
     for part in reader.parts():
         if part.calls.height:
             reader.tally.write(part.calls.height, rows=part.calls.height, tokens=int(part.calls["ResponseIds"].list.len().sum()))
@@ -67,7 +67,7 @@ def tables(reader: Reader) -> Iterator[tuple[Part, Any]]:
 
 
 def table(calls: pl.DataFrame) -> Any:
-    """Transitions with their Return as a table of SCHEMA."""
+    """Return transitions with their Return as a table of SCHEMA."""
     arrow = calls.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
     lists = [_list(arrow, f"Rewards.{field.name}") for field in _REWARD]
     fields = [values.values.cast(field.type) for values, field in zip(lists, _REWARD, strict=True)]
@@ -76,18 +76,18 @@ def table(calls: pl.DataFrame) -> Any:
 
 
 def metadata(reader: Reader) -> dict[str, str]:
-    """What a file says of where it is from."""
-    wanted = reader.wanted
+    """Return the metadata of a file: its dataset, build specification, time and reward weights."""
+    request = reader.request
     return {
         "spangrad.dataset": str(reader.dataset),
         "spangrad.build_spec": reader.dataset.build_spec,
-        "spangrad.as_of": wanted.as_of.isoformat() if wanted.as_of else "",
-        "spangrad.reward_weights": json.dumps(dict(wanted.reward_weights), sort_keys=True),
+        "spangrad.as_of": request.as_of.isoformat() if request.as_of else "",
+        "spangrad.reward_weights": json.dumps(dict(request.reward_weights), sort_keys=True),
     }
 
 
 def _list(arrow: Any, name: str) -> Any:
-    """A column as one list array that begins with its first value."""
+    """Return a column as one list array that begins with its first value."""
     column = arrow[name].combine_chunks()
     array = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     return pa.concat_arrays([array])

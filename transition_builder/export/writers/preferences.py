@@ -3,8 +3,8 @@
 In: a `Reader`. Out: a line a pair: `prompt`, `chosen`, `rejected` as messages, and as token ids with masks where every call has them.
 Invariant: a group gives one pair at most, and its two returns differ; a group that gives none is counted with the reason.
 
-`chosen` and `rejected` go on where the prompt ends: replies, and what came between them. Where a rollout made several conversations, the
-first one stands for it.
+`chosen` and `rejected` go on where the prompt ends: replies, and what came between them. Where a rollout has several conversations, the
+first one represents it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transition_builder.export.tally import LeftOut
 class _Candidate:
     rollout: SpokenRollout
     main: Conversation
-    """The conversation that the rollout began with."""
+    """Conversation that the rollout began with."""
 
     @property
     def value(self) -> float:
@@ -43,7 +43,7 @@ class _Candidate:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        return [self.rollout.said[at].call for at in self.main.calls]
+        return [self.rollout.call_texts[at].call for at in self.main.calls]
 
 
 def write_preferences(reader: Reader, out: Path, *, min_margin: float = 0.0) -> None:
@@ -56,53 +56,53 @@ def write_preferences(reader: Reader, out: Path, *, min_margin: float = 0.0) -> 
     """
     with JsonLines(out) as lines:
         for part in reader.parts():
-            for _, group in groupby(spoken(reader, part, keep_cut=True), key=lambda one: one.rollout["Group"]):
-                candidates = [found for one in group if (found := _candidate(reader, one)) is not None]
+            for _, group in groupby(spoken(reader, part, keep_cut=True), key=lambda rollout: rollout.rollout["Group"]):
+                candidates = [candidate for rollout in group if (candidate := _candidate(reader, rollout)) is not None]
                 if not candidates:
                     continue
                 pair = _pair(candidates, min_margin)
                 if isinstance(pair, LeftOut):
                     reader.tally.groups_left_out[pair.value] += 1
-                    reader.tally.leave(pair, sum(len(one.main.calls) for one in candidates))
+                    reader.tally.leave(pair, sum(len(candidate.main.calls) for candidate in candidates))
                     continue
                 lines.write(_row(reader, *pair))
-                reader.tally.write(sum(len(one.main.calls) for one in pair), pairs=1)
-                rest = sum(len(one.main.calls) for one in candidates if one not in pair)
+                reader.tally.write(sum(len(candidate.main.calls) for candidate in pair), pairs=1)
+                rest = sum(len(candidate.main.calls) for candidate in candidates if candidate not in pair)
                 reader.tally.leave(LeftOut.NOT_IN_A_PAIR, rest)
     tally = reader.tally
     without = tally.groups - tally.written["pairs"] - sum(tally.groups_left_out.values())
     tally.groups_left_out.update({"no_usable_rollout": without} if without else {})
 
 
-def _candidate(reader: Reader, one: SpokenRollout) -> _Candidate | None:
-    """The rollout's main conversation, if it can be compared; calls beside it are counted."""
+def _candidate(reader: Reader, rollout: SpokenRollout) -> _Candidate | None:
+    """Return the rollout's main conversation, if it can be compared; calls outside of it are counted."""
     reason = None
-    if one.rollout["Return"] is None:
+    if rollout.rollout["Return"] is None:
         reason = LeftOut.NO_RETURN
-    elif not one.whole:
+    elif not rollout.whole:
         reason = LeftOut.OTHER_BRANCH
-    elif isinstance(one.said[0].dialogue.prompt, str):
+    elif isinstance(rollout.call_texts[0].dialogue.prompt, str):
         reason = LeftOut.NO_MESSAGES
     if reason is not None:
-        reader.tally.leave(reason, len(one.said))
+        reader.tally.leave(reason, len(rollout.call_texts))
         return None
-    main = next(made for made in one.conversations() if 0 in made.calls)
-    reader.tally.leave(LeftOut.OTHER_BRANCH, len(one.said) - len(main.calls))
-    return _Candidate(one, main)
+    main = next(conversation for conversation in rollout.conversations() if 0 in conversation.calls)
+    reader.tally.leave(LeftOut.OTHER_BRANCH, len(rollout.call_texts) - len(main.calls))
+    return _Candidate(rollout, main)
 
 
 def _pair(candidates: list[_Candidate], min_margin: float) -> tuple[_Candidate, _Candidate] | LeftOut:
-    """Best and worst of those that began alike; of several such sets, of the one where they differ most."""
+    """Return the best and worst of those with the same prompt; of several such sets, of the one where they differ most."""
     if len(candidates) == 1:
         return LeftOut.GROUP_OF_ONE
     alike: dict[Hashable, list[_Candidate]] = {}
-    for one in candidates:
-        alike.setdefault(one.key, []).append(one)
-    sets = [some for some in alike.values() if len(some) > 1]
+    for candidate in candidates:
+        alike.setdefault(candidate.key, []).append(candidate)
+    sets = [several for several in alike.values() if len(several) > 1]
     if not sets:
         return LeftOut.PROMPTS_DIFFER
     # max and min take the first of equals, so that the same rollouts always give the same pair.
-    ends = [(max(some, key=lambda one: one.value), min(some, key=lambda one: one.value)) for some in sets]
+    ends = [(max(several, key=lambda candidate: candidate.value), min(several, key=lambda candidate: candidate.value)) for several in sets]
     best, worst = max(ends, key=lambda pair: pair[0].value - pair[1].value)
     return (best, worst) if best.value - worst.value > min_margin else LeftOut.TIE
 
@@ -122,14 +122,16 @@ def _row(reader: Reader, best: _Candidate, worst: _Candidate) -> dict[str, Any]:
         row["prompt_ids"] = ids[0][0]
         row |= {"chosen_ids": ids[0][1], "chosen_mask": ids[0][2], "rejected_ids": ids[1][1], "rejected_mask": ids[1][2]}
         reader.tally.written["pairs_with_ids"] += 1
-    row["meta"] = {name: about(reader, one.rollout.rollout, one.calls) for name, one in (("chosen", best), ("rejected", worst))}
+    row["meta"] = {
+        name: about(reader, candidate.rollout.rollout, candidate.calls) for name, candidate in (("chosen", best), ("rejected", worst))
+    }
     return row
 
 
-def _tokens(one: _Candidate) -> tuple[list[int], list[int], list[int]] | None:
-    """Ids of the prompt, ids after it and their mask; None where they do not make one sequence of exactly these calls."""
-    sequences = of_tokens([(call["PromptIds"], call["ResponseIds"]) for call in one.calls])
-    if len(sequences) != 1 or not all(call["PromptIds"] and call["ResponseIds"] for call in one.calls):
+def _tokens(candidate: _Candidate) -> tuple[list[int], list[int], list[int]] | None:
+    """Return ids of the prompt, ids after it and their mask; None where they do not make one sequence of exactly these calls."""
+    sequences = of_tokens([(call["PromptIds"], call["ResponseIds"]) for call in candidate.calls])
+    if len(sequences) != 1 or not all(call["PromptIds"] and call["ResponseIds"] for call in candidate.calls):
         return None
     only = sequences[0]
     return only.ids[: only.prompt], only.ids[only.prompt :], only.mask[only.prompt :]

@@ -1,4 +1,4 @@
-"""Rows for supervised fine-tuning, as JSON lines: messages that say which of them are trained, or token ids with a mask.
+"""Rows for supervised fine-tuning, as JSON lines: messages with weights, or token ids with a loss mask.
 
 In: a `Reader`. Out: a line a sequence. Invariant: each call's reply is trained in exactly one line, after exactly the prompt that it
 answered.
@@ -24,16 +24,16 @@ def write_sft(reader: Reader, out: Path) -> None:
     """Write conversations to the file `out`."""
     with JsonLines(out) as lines:
         for part in reader.parts():
-            for one in spoken(reader, part):
-                for conversation in one.conversations():
-                    calls = [one.said[at].call for at in conversation.calls]
+            for rollout in spoken(reader, part):
+                for conversation in rollout.conversations():
+                    calls = [rollout.call_texts[at].call for at in conversation.calls]
                     tools = {"tools": conversation.tools} if conversation.tools else {}
-                    lines.write({"messages": weighted(conversation), **tools, "meta": about(reader, one.rollout, calls)})
+                    lines.write({"messages": weighted(conversation), **tools, "meta": about(reader, rollout.rollout, calls)})
                     reader.tally.write(len(calls), rows=1, trained_messages=sum(conversation.trained))
-                for said in one.said:
-                    if isinstance(said.dialogue.prompt, str):
-                        texts = {"prompt": said.dialogue.prompt, "completion": said.dialogue.reply}
-                        lines.write({**texts, "meta": about(reader, one.rollout, [said.call])})
+                for call_text in rollout.call_texts:
+                    if isinstance(call_text.dialogue.prompt, str):
+                        texts = {"prompt": call_text.dialogue.prompt, "completion": call_text.dialogue.reply}
+                        lines.write({**texts, "meta": about(reader, rollout.rollout, [call_text.call])})
                         reader.tally.write(1, rows=1)
 
 
@@ -45,13 +45,13 @@ def write_sft_tokens(reader: Reader, out: Path) -> None:
                 kept = [call for call in calls if call["PromptIds"] and call["ResponseIds"]]
                 reader.tally.leave(LeftOut.NO_IDS, len(calls) - len(kept))
                 for tokens in of_tokens([(call["PromptIds"], call["ResponseIds"]) for call in kept]):
-                    mine = [kept[at] for at in tokens.calls]
-                    lines.write({"input_ids": tokens.ids, "loss_mask": tokens.mask, "meta": about(reader, rollout, mine)})
-                    reader.tally.write(len(mine), rows=1, tokens=len(tokens.ids), trained_tokens=sum(tokens.mask))
+                    merged = [kept[at] for at in tokens.calls]
+                    lines.write({"input_ids": tokens.ids, "loss_mask": tokens.mask, "meta": about(reader, rollout, merged)})
+                    reader.tally.write(len(merged), rows=1, tokens=len(tokens.ids), trained_tokens=sum(tokens.mask))
 
 
 def weighted(conversation: Conversation) -> list[Message]:
-    """Messages with `weight` on those of the assistant."""
+    """Return the messages with `weight` on those of the assistant."""
     pairs = zip(conversation.messages, conversation.trained, strict=True)
     return [_weighted(message, trained) if message["role"] == "assistant" else message for message, trained in pairs]
 

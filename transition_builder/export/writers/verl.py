@@ -1,8 +1,8 @@
-"""The Parquet layouts that verl's datasets read.
+"""Parquet layouts that verl's datasets read.
 
 In: a `Reader`. Out: for `RLHFDataset` (reinforcement learning) a row for each distinct beginning of a rollout, for `MultiTurnSFTDataset` a
-row a conversation. Invariant: what verl reads back are the messages of the calls; what its reader would change or mask otherwise than it
-was is left out, and counted.
+row a conversation. Invariant: verl reads back the messages of the calls; rows that its reader would change or mask differently
+are left out, and counted.
 
 verl's readers, as of 0.9: `RLHFDataset` wants `data_source`, `prompt`, `ability`, `reward_model` {style, ground_truth} and `extra_info`
 {index, ...}; `MultiTurnSFTDataset` wants `messages`, takes `tools`, and trains every assistant message.
@@ -64,8 +64,8 @@ def write_verl(reader: Reader, out: Path) -> None:
 
 def _add_prompts(reader: Reader, part: Part, rows: MessageRows, seen: set[bytes]) -> None:
     rollouts = list(part.by_rollout())
-    found = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
-    for (rollout, calls), dialogue in zip(rollouts, found, strict=True):
+    dialogues = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
+    for (rollout, calls), dialogue in zip(rollouts, dialogues, strict=True):
         reader.tally.leave(LeftOut.LATER_CALL, len(calls) - 1)
         reason = _unfit(dialogue)
         if reason is None:
@@ -112,28 +112,28 @@ def write_verl_sft(reader: Reader, out: Path) -> None:
     rows = MessageRows(out, "messages", {"meta": _META})
     try:
         for part in reader.parts():
-            for one in spoken(reader, part):
-                _add_conversations(reader, one, rows)
+            for rollout in spoken(reader, part):
+                _add_conversations(reader, rollout, rows)
         for row, calls in rows.finish(lambda calls: reader.tally.leave(LeftOut.TOOLS_DIFFER, calls)):
             reader.tally.write(calls, rows=1, trained_messages=sum(message["role"] == "assistant" for message in row["messages"]))
     finally:
         rows.close()
 
 
-def _add_conversations(reader: Reader, one: SpokenRollout, rows: MessageRows) -> None:
-    reader.tally.leave(LeftOut.NO_MESSAGES, sum(isinstance(said.dialogue.prompt, str) for said in one.said))
-    for conversation in one.conversations():
-        calls = [one.said[at].call for at in conversation.calls]
+def _add_conversations(reader: Reader, rollout: SpokenRollout, rows: MessageRows) -> None:
+    reader.tally.leave(LeftOut.NO_MESSAGES, sum(isinstance(call_text.dialogue.prompt, str) for call_text in rollout.call_texts))
+    for conversation in rollout.conversations():
+        calls = [rollout.call_texts[at].call for at in conversation.calls]
         reason = _unfit_conversation(conversation)
         if reason is not None:
             reader.tally.leave(reason, len(calls))
         else:
-            row = {"messages": conversation.messages, "meta": about(reader, one.rollout, calls)}
+            row = {"messages": conversation.messages, "meta": about(reader, rollout.rollout, calls)}
             rows.add(row, tools=conversation.tools, calls=len(calls))
 
 
 def _unfit_conversation(conversation: Conversation) -> LeftOut | None:
     if not all(isinstance(message["content"], str) for message in conversation.messages):
         return LeftOut.NOT_TEXT
-    said = zip(conversation.messages, conversation.trained, strict=True)
-    return LeftOut.FOREIGN_REPLIES if any(message["role"] == "assistant" and not trained for message, trained in said) else None
+    marked = zip(conversation.messages, conversation.trained, strict=True)
+    return LeftOut.FOREIGN_REPLIES if any(message["role"] == "assistant" and not trained for message, trained in marked) else None

@@ -1,6 +1,6 @@
-"""Dataset classes for verl's supervised trainer that read our JSON lines as they are: verl loads this file by `data.custom_cls.path`.
+"""Dataset classes for verl's supervised trainer that read our JSON lines unchanged: verl loads this file by `data.custom_cls.path`.
 
-In: files of `spangrad export sft` (`Conversations`) or `sft-tokens` (`EngineTokens`). Out: what verl's own MultiTurnSFTDataset gives:
+In: files of `spangrad export sft` (`Conversations`) or `sft-tokens` (`EngineTokens`). Out: the fields of verl's own MultiTurnSFTDataset:
 input_ids, loss_mask, position_ids, and attention_mask where rows are padded. Invariant: exactly the replies of weight 1, or the tokens of
 mask 1, are trained; `EngineTokens` never tokenises.
 """
@@ -21,7 +21,7 @@ from spangrad.errors import BuilderError
 
 
 class Conversations(MultiTurnSFTDataset):
-    """Rows of `sft` that have messages; those of /v1/completions have none, and are an error."""
+    """Dataset of rows of `sft` that have messages; those of /v1/completions have none, and are an error."""
 
     def _read_files_and_process(self) -> None:
         rows = _rows(self.parquet_files, self.max_samples, self.shuffle, self.seed, "messages")
@@ -42,10 +42,10 @@ class Conversations(MultiTurnSFTDataset):
 
 
 class EngineTokens(Dataset[dict[str, torch.Tensor]]):
-    """Rows of `sft-tokens`."""
+    """Dataset of rows of `sft-tokens`."""
 
     def __init__(self, parquet_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1) -> None:
-        """Read the files; named and called as verl does it."""
+        """Read the files; the parameters are those that verl passes."""
         files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
         self._rows = _rows(files, max_samples, config.get("shuffle", False), config.get("seed"), "input_ids")
         self._max_length: int = config.get("max_length", 1024)
@@ -95,7 +95,7 @@ def _rows(files: list[str], most: int, shuffled: bool, seed: int | None, key: st
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of tool calls as objects, which is how vLLM gives them to chat templates."""
+    """Return a message with the arguments of tool calls as objects, as vLLM passes them to chat templates."""
     if "tool_calls" not in message:
         return message
     return {**message, "tool_calls": [_parsed(call) for call in message["tool_calls"]]}
