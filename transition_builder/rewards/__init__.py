@@ -1,10 +1,10 @@
-"""What a rollout and its calls are worth, from every source, each reward once and with its source.
+"""Rewards of rollouts and calls from every source, each reward once and with its source.
 
 In: evaluations, spans' own scores, SQL rewards, placed calls with the tools that they caused. Out: rows of otel.rewards, and the rollouts
 whose rewards cannot be trusted. Invariant: a missing or non-finite reward is never read as 0.
 
-`evaluations` says what each source says and of which call it speaks, `sql` asks the store what files define, `air` finds what rules find,
-`precedence` decides who is believed, and `spread` gives every reward to a kept call.
+`evaluations` reads evaluators' scores and finds the calls that they are of, `sql` queries the store with reward files, `air` applies rules,
+`precedence` chooses among sources, and `spread` gives every reward to a kept call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spangrad.settings import BuilderSettings
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import air, evaluations, precedence
 from transition_builder.rewards.air import check, rule_hash
-from transition_builder.rewards.precedence import SAID
+from transition_builder.rewards.precedence import REPORTED
 from transition_builder.rewards.rules import columns
 from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.spread import SPREAD, spread
@@ -30,12 +30,12 @@ _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The rewards of some rollouts."""
+    """Rewards of some rollouts."""
 
     rewards: pl.DataFrame
-    """GIVEN, in order."""
+    """GIVEN rows, in order."""
     faults: pl.DataFrame
-    """Rollouts that must not be trained for want of a reward: RunId, RolloutId, fault."""
+    """Rollouts that must not be trained because they lack a reward: RunId, RolloutId, fault."""
 
 
 def gather(
@@ -50,7 +50,7 @@ def gather(
     """Gather rewards.
 
     Args:
-        frames: SQL_REWARDS, RESPONSES, TOOL_EVENTS and TOOL_LOGS are taken from here.
+        frames: source of SQL_REWARDS, RESPONSES, TOOL_EVENTS and TOOL_LOGS.
         rows: resolved evaluation rows of the attempts of `rollouts`.
         nodes: described, resolved spans, of any attempts.
         calls: placed canonical calls of final attempts, with Order, ParentCallId, Retried and DuplicateOf.
@@ -59,13 +59,13 @@ def gather(
         spec: the rules, and the names of SQL rewards.
     """
     by_sql = evaluations.aim(evaluations.of_sql(frames.sql_rewards, nodes, rollouts), calls, nodes, caused)
-    said = concat([evaluations.events(rows, rollouts), evaluations.scores(nodes, rollouts)], SAID)
-    found = [evaluations.aim(said, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
+    reported = concat([evaluations.events(rows, rollouts), evaluations.scores(nodes, rollouts)], REPORTED)
+    sources = [evaluations.aim(reported, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
     if spec.rules:
         rewarded = calls.join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT, maintain_order="left")
         seen = Seen(rewarded, caused, frames.responses, by_sql, nodes, columns.used(spec), frames.tool_events, frames.tool_logs)
-        found.append(air.earned(spec, seen))
-    winning = precedence.winners(concat(found, SAID))
+        sources.append(air.earned(spec, seen))
+    winning = precedence.winners(concat(sources, REPORTED))
     rewards = conform(winning.filter(pl.col("Value").is_not_null()), GIVEN)
     return Gathered(
         rewards.sort(*_ATTEMPT, "CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId"),

@@ -1,7 +1,7 @@
-"""AIR, automatic intermediate rewards: what is seen of calls and of their tools is worth something (docs/rewards.md).
+"""AIR, automatic intermediate rewards: rewards by rules over calls and their tools (docs/rewards.md).
 
-In: the rules of a specification, and what is seen. Out: rewards of calls, as SAID. Invariant: a rule gives the calls of the agents and the
-tools that it names, and nobody else; each reward says by which rule, as its hash, and on which span it was seen.
+In: the rules of a specification, and `Seen`. Out: rewards of calls, as REPORTED. Invariant: a rule rewards only calls of the agents and the
+tools that it names; each reward names its rule, by hash, and the span that shows the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spangrad.errors import BuilderError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.types import RewardSource
 from transition_builder.frames import concat
-from transition_builder.rewards.precedence import NOT_FINITE, SAID
+from transition_builder.rewards.precedence import NOT_FINITE, REPORTED
 from transition_builder.rewards.rules import asked, calls, functions, tools
 from transition_builder.rewards.rules.columns import COLUMNS
 from transition_builder.rewards.rules.seen import Seen
@@ -35,20 +35,20 @@ RULES: Mapping[str, Callable[[AirRule, Seen], pl.DataFrame]] = {
     "sql": calls.sql,
     "python": functions.python,
 }
-"""Kinds of rules -> what they find."""
+"""Functions of the kinds of rules."""
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 
 
 def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
-    """What the rules of a specification give, as SAID."""
-    whose = seen.placed.select("RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName")
-    found = list[pl.DataFrame]()
+    """Return the rewards that the rules of a specification give, as REPORTED."""
+    calls_with_agent = seen.placed.select("RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName")
+    earnings = list[pl.DataFrame]()
     for rule in spec.rules:
-        rows = RULES[rule.kind](rule, seen).join(whose, on="CallId", maintain_order="left")
+        rows = RULES[rule.kind](rule, seen).join(calls_with_agent, on="CallId", maintain_order="left")
         if rule.agents is not None:
             rows = rows.filter(pl.col("AgentName").str.contains(whole(rule.agents)))
         if rows.height:
-            found.append(
+            earnings.append(
                 rows.with_columns(
                     Value=pl.when(pl.col("Value").is_finite()).then("Value"),
                     Name=pl.lit(rule.name),
@@ -57,14 +57,14 @@ def earned(spec: BuilderSettings, seen: Seen) -> pl.DataFrame:
                     RuleHash=pl.lit(rule_hash(rule, spec)),
                     ResponseId=pl.lit(None, pl.String),
                     Fault=pl.lit(NOT_FINITE),
-                    **{name: pl.lit(None, SAID[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
+                    **{name: pl.lit(None, REPORTED[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
                 )
             )
-    return concat(found, SAID)
+    return concat(earnings, REPORTED)
 
 
 def rule_hash(rule: AirRule, spec: BuilderSettings) -> str:
-    """Hash of a rule, and of the file that it names: the first 16 hex digits of SHA-256 of its canonical JSON."""
+    """Return the hash of a rule, and of the file that it names: the first 16 hex digits of SHA-256 of its canonical JSON."""
     decides = rule.model_dump(mode="json")
     if rule.kind in ("sql", "python") and rule.where:
         decides["file"] = spec.sql_hash(rule.where) if rule.kind == "sql" else spec.source_hash(rule.where)
@@ -72,11 +72,11 @@ def rule_hash(rule: AirRule, spec: BuilderSettings) -> str:
 
 
 def check(spec: BuilderSettings) -> None:
-    """See, before anything is built, that every rule can be evaluated.
+    """Check, before anything is built, that every rule can be evaluated.
 
     Raises:
         BuilderError: a pattern is no regular expression, an expression is not one over the columns of a call, a function cannot be
-            imported, or a column is none.
+            imported, or a column does not exist.
     """
     for rule in spec.rules:
         form = rule.form if rule.form != calls.JSON else None
@@ -94,8 +94,8 @@ def _check_pattern(rule: AirRule, name: str, pattern: str) -> None:
     try:
         pl.select(pl.lit("").str.contains(whole(pattern)))
     except pl.exceptions.ComputeError as error:
-        said = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
-        reason = said[0] if said else "Polars refuses it"
+        messages = [line.removeprefix("error: ") for line in str(error).splitlines() if line.startswith("error: ")]
+        reason = messages[0] if messages else "Polars refuses it"
         raise BuilderError(f"the rule {rule.name!r} has {name} = {pattern!r}, which is no regular expression: {reason}. Fix it.") from None
 
 

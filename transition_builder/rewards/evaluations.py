@@ -1,6 +1,6 @@
-"""Final rewards, and those of single calls, as evaluators give them.
+"""Final rewards and rewards of single calls, as evaluators give them.
 
-In: events and logs `gen_ai.evaluation.result`, scores in spans' own attributes, placed calls. Out: what they say (SAID), and of which
+In: events and logs `gen_ai.evaluation.result`, scores in spans' own attributes, placed calls. Out: their scores (REPORTED), with the
 call. Invariant: a score that is missing or no finite number is never read as 0.
 
 Targets. An evaluation on a call's own span (the gateway's, or the client's span of the same call: then the last call below it, its first
@@ -8,7 +8,7 @@ choice), or one that names a response id, is that call's. Any other is the rollo
 the reward of the call that caused the tool.
 
 Sources. `runner`: an event on the attempt's root. `evaluation_event`: an event on any other span. `evaluation_log`: a log record.
-`span_attribute`: a score among a span's attributes, in a convention that knows one.
+`span_attribute`: a score among a span's attributes, in a convention that defines one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spangrad import semconv
 from spangrad.types import RewardSource
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import concat, conform, empty
-from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, SAID
+from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, REPORTED
 
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
@@ -27,16 +27,16 @@ _ROLE = attribute(semconv.REWARD_ROLE).fill_null("")
 
 
 def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """What events and logs say, as SAID.
+    """Return the scores of events and logs, as REPORTED.
 
     Args:
         rows: resolved evaluation rows of final attempts.
         rollouts: ROLLOUTS.
     """
     if rows.is_empty():
-        return empty(SAID)
+        return empty(REPORTED)
     root = rollouts.select("RunId", "RolloutId", *_SPAN).with_columns(is_root=pl.lit(True))
-    said = (
+    scored = (
         rows.join(root, on=["RunId", "RolloutId", *_SPAN], how="left")
         .drop("Mode")
         .join(rollouts.select("RunId", "RolloutId", "Mode"), on=["RunId", "RolloutId"])
@@ -55,31 +55,31 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         .filter(pl.col("score").is_not_null())
         .with_columns(Value=pl.col("score").cast(pl.Float64, strict=False))
     )
-    return _as_said(said)
+    return _as_reported(scored)
 
 
 def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """What spans' own attributes say, as SAID.
+    """Return the scores in spans' own attributes, as REPORTED.
 
     Args:
         nodes: described spans; `Scores` holds names and values.
-        rollouts: ROLLOUTS; other attempts' spans count for nothing.
+        rollouts: ROLLOUTS; spans of other attempts are ignored.
     """
     having = nodes.filter(pl.col("Scores").list.len() > 0)
     if having.is_empty():
-        return empty(SAID)
-    said = (
+        return empty(REPORTED)
+    scored = (
         having.select(*_ATTEMPT, *_SPAN, "Timestamp", "Choice", pl.col("Scores").alias("score"), Role=_ROLE)
         .join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
         .explode("score")
         .unnest("score")
         .with_columns(Source=pl.lit(RewardSource.SPAN_ATTRIBUTE.value))
     )
-    return _as_said(said)
+    return _as_reported(scored)
 
 
 def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """What SQL files say, as SAID; a row of a call without a value says nothing, nor does one of a span of another attempt.
+    """Return the values of SQL files, as REPORTED; rows of calls without a value, and of spans of other attempts, are ignored.
 
     Args:
         rows: SQL_REWARDS.
@@ -87,33 +87,33 @@ def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> p
         rollouts: ROLLOUTS.
     """
     if rows.is_empty():
-        return empty(SAID)
-    said = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
-    of_span = said.filter(pl.col("SpanId") != "")
+        return empty(REPORTED)
+    valued = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts.select(*_ATTEMPT, "Mode"), on=_ATTEMPT)
+    of_span = valued.filter(pl.col("SpanId") != "")
     if of_span.height:
         spans = nodes.select(*_ATTEMPT, *_SPAN).rename({"TraceId": "trace"})
-        found = of_span.join(spans, on=[*_ATTEMPT, "SpanId"]).filter((pl.col("TraceId") == "") | (pl.col("TraceId") == pl.col("trace")))
-        said = pl.concat([said.filter(pl.col("SpanId") == ""), found.with_columns(TraceId="trace").select(said.columns)])
+        resolved = of_span.join(spans, on=[*_ATTEMPT, "SpanId"]).filter((pl.col("TraceId") == "") | (pl.col("TraceId") == pl.col("trace")))
+        valued = pl.concat([valued.filter(pl.col("SpanId") == ""), resolved.with_columns(TraceId="trace").select(valued.columns)])
     fault = pl.when(pl.col("Value").is_null()).then(pl.lit(f"{NO_VALUE} by SQL")).otherwise(pl.lit(f"{NOT_FINITE}, by SQL"))
-    named = said.with_columns(Source=pl.lit(RewardSource.SQL.value), Fault=fault, CallId=pl.col("CallId").replace("", None))
-    return _as_said(named)
+    named = valued.with_columns(Source=pl.lit(RewardSource.SQL.value), Fault=fault, CallId=pl.col("CallId").replace("", None))
+    return _as_reported(named)
 
 
-def aim(said: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
+def aim(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
     """Fill in CallId: empty where the reward is the rollout's. Rows that name another attempt's call are left out.
 
     Args:
-        said: SAID.
+        reported: REPORTED.
         calls: placed canonical calls (Order) of final attempts.
         nodes: the spans that `calls` refer to by Node and ClientNode.
         caused: tools and the calls that caused them (`causes`).
     """
     of_sql = pl.col("Source") == RewardSource.SQL.value
-    # Usually all of them stand on roots, and nothing has to be looked up.
+    # Usually all of them are on roots, and no lookup is needed.
     on_root = (pl.col("Source") == RewardSource.RUNNER.value) & pl.col("ResponseId").is_null()
-    elsewhere = said.filter(~on_root)
+    elsewhere = reported.filter(~on_root)
     if elsewhere.is_empty():
-        return said.with_columns(CallId=pl.lit(""))
+        return reported.with_columns(CallId=pl.lit(""))
     by_span, by_response = _targets(calls, nodes)
     by_tool = caused.filter(pl.col("CallId") != "").select(*_ATTEMPT, *_SPAN, pl.col("CallId").alias("by_tool"))
     known = calls.select(*_ATTEMPT, "CallId", known=pl.lit(True))
@@ -125,25 +125,25 @@ def aim(said: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl
         .join(by_tool, on=[*_ATTEMPT, *_SPAN], how="left")
         .with_columns(CallId=pl.coalesce("CallId", "by_span", "by_response", pl.when(of_sql).then("by_tool"), pl.lit("")))
     )
-    return concat([said.filter(on_root).with_columns(CallId=pl.lit("")), aimed], SAID)
+    return concat([reported.filter(on_root).with_columns(CallId=pl.lit("")), aimed], REPORTED)
 
 
-def _as_said(rows: pl.DataFrame) -> pl.DataFrame:
-    """SAID rows of rows with Value: no longer a value where it is not finite."""
+def _as_reported(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return REPORTED rows of rows with Value, which becomes null where it is not finite."""
     lacking = {
         "RuleHash": pl.lit(""),
         "Role": pl.lit(""),
         "ResponseId": pl.lit(None, pl.String),
         "CallId": pl.lit(None, pl.String),
         "Fault": pl.lit(NOT_FINITE),
-        **{name: pl.lit(None, SAID[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
+        **{name: pl.lit(None, REPORTED[name]) for name in ("Speaker", "Seq", "Timestamp", "Choice")},
     }
     whole = rows.with_columns(value.alias(name) for name, value in lacking.items() if name not in rows.columns)
-    return conform(whole.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value")), SAID)
+    return conform(whole.with_columns(Value=pl.when(pl.col("Value").is_finite()).then("Value")), REPORTED)
 
 
 def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Calls by the spans that are theirs, and by their response ids: the latest call, its first choice."""
+    """Return calls by their spans, and by their response ids: the latest call, its first choice."""
     slim = calls.select(*_ATTEMPT, *_SPAN, "Order", "Choice", "CallId", "ResponseId", "ClientNode")
     latest = slim.sort("Order", "Choice", descending=[True, False])
     client = nodes.select(*_SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))

@@ -1,11 +1,11 @@
-"""Which of several sources is believed.
+"""Precedence among several reward sources.
 
-In: what all sources say, each of a call or of a rollout. Out: what counts. Invariant: for one target, name and role the first source in
-RewardSource's order wins; the others' rows are no rewards, and what is wrong with them does no harm.
+In: the rewards of all sources, each of a call or of a rollout. Out: the rewards that count. Invariant: for one target, name and role the
+first source in RewardSource's order wins; the others' rows are no rewards, and their faults are ignored.
 
-Within the winning source a span that repeats itself is believed the last time. Different spans add up, and so do different rules.
-Where several processes speak of one span, each is believed the last time by its own count and clock; these tell nothing of the others,
-so that the lowest of what they say counts, and below all what is no number.
+Within the winning source the last of repeated reports on a span counts. Different spans add up, and so do different rules.
+Where several processes report on one span, the last report of each counts, by its own sequence and clock; clocks of different processes
+are not comparable, so that the lowest of these values counts, and a value that is no number comes below all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _TARGET = [*_ATTEMPT, "CallId", "Name", "Role"]
 
-SAID: Schema = {
+REPORTED: Schema = {
     **GIVEN,
     "ResponseId": pl.String(),
     "Fault": pl.String(),
@@ -28,19 +28,19 @@ SAID: Schema = {
     "Timestamp": NANOSECONDS,
     "Choice": pl.UInt64(),
 }
-"""What a source says. CallId: null where the span or the response id has still to be looked up. Value: null where there is no finite
-number, and then Fault says what there is. Speaker: the process that says it, else its service, whose own Seq and Timestamp are."""
+"""Reward that a source reports. CallId: null where the span or the response id has still to be looked up. Value: null where there is no
+finite number; Fault then describes it. Speaker: the process that reports it, else its service; Seq and Timestamp are the speaker's."""
 
 NOT_FINITE = "not a finite number"
 NO_VALUE = "no value"
 
 
-def winners(said: pl.DataFrame) -> pl.DataFrame:
-    """The rows of SAID (CallId filled in) that count."""
+def winners(reported: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of REPORTED (CallId filled in) that count."""
     rank = pl.col("Source").replace_strict(RANK, return_dtype=pl.Int64)
     span = [*_TARGET, "RuleHash", "TraceId", "SpanId"]
     return (
-        said.filter(rank == rank.min().over(_TARGET))
+        reported.filter(rank == rank.min().over(_TARGET))
         .sort("Seq", "Timestamp", "Choice", nulls_last=True, maintain_order=True)
         .unique([*span, "Speaker"], keep="last", maintain_order=True)
         .sort("Value", nulls_last=False, maintain_order=True)
@@ -49,12 +49,12 @@ def winners(said: pl.DataFrame) -> pl.DataFrame:
 
 
 def faults(rollouts: pl.DataFrame, winning: pl.DataFrame, *, by_rules: bool = False) -> pl.DataFrame:
-    """Rollouts whose calls must not be trained for want of a reward: RunId, RolloutId, fault.
+    """Return rollouts whose calls must not be trained because they lack a reward: RunId, RolloutId, fault.
 
     Args:
         rollouts: RunId and RolloutId of those that may have rewards.
-        winning: of `winners`. What AIR gives is no final reward: a rollout that has nothing else has none.
-        by_rules: whether rules alone may reward a rollout; one for which none found anything has no reward and no fault: its return is 0.
+        winning: of `winners`. Rewards of AIR are no final rewards: a rollout that has nothing else has none.
+        by_rules: rules alone may reward a rollout; one for which no rule found anything has no reward and no fault: its return is 0.
     """
     rollout = ["RunId", "RolloutId"]
     bad = (

@@ -1,8 +1,8 @@
-"""What calls answered, as text: read where it lies, and only when a rule asks for it.
+"""Responses of calls, as text: read from their spans, and only when a rule needs them.
 
-In: the answers of the calls' spans as they were recorded: `spangrad.response.json` of the gateway's spans, `output.value` or
-`gen_ai.output.messages` of a client's. Out: RESPONSES. Invariant: an answer that nobody recorded, or that is of no known form, has no row;
-it is never taken for an empty one. Reasoning is no part of the text.
+In: the recorded responses of the calls' spans: `spangrad.response.json` of the gateway's spans, `output.value` or
+`gen_ai.output.messages` of a client's. Out: RESPONSES. Invariant: a response that is not recorded, or that is of no known form, has no row;
+it is never read as an empty one. Reasoning is no part of the text.
 
 Forms: OpenAI's chat, completions and responses, Anthropic's messages, and OpenTelemetry's output messages.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SPANS_A_QUERY = 500
 _SPAN = ["TraceId", "SpanId"]
 _PLACES = (semconv.RESPONSE_JSON, semconv.OPENINFERENCE_OUTPUT, "gen_ai.output.messages")
-"""Attributes that may hold a whole answer."""
+"""Attributes that may hold a whole response."""
 _SQL = f"""
 SELECT TraceId, SpanId, {", ".join(f"SpanAttributes['{place}'] AS place_{at}" for at, place in enumerate(_PLACES))}
 FROM otel.otel_traces
@@ -40,18 +40,18 @@ LIMIT 1 BY TraceId, SpanId
 """
 
 ToolCall = tuple[str, str]
-"""Name and arguments of a tool call that an answer asked for."""
+"""Name and arguments of a tool call that a response requested."""
 Response = tuple[int, str, list[ToolCall]]
-"""A choice: its number, its text, and the tool calls that it asked for."""
+"""Choice of a response: its number, its text, and the tool calls that it requested."""
 
 
 def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-    """Read what the calls among some spans answered.
+    """Read the responses of the calls among some spans.
 
     Args:
         client: of the store.
         url: the store's, for errors.
-        spec: nothing is read where none of its rules asks for it.
+        spec: nothing is read where none of its rules needs it.
         spans: SPANS.
         answers: ANSWERS: the spans of calls that the gateway did not record.
 
@@ -63,22 +63,22 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
     """
     if columns.ANSWERS.isdisjoint(columns.used(spec)):
         return empty(RESPONSES)
-    wanted = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(_SPAN, maintain_order=True)
+    call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(_SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()
-    for some in wanted.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
+    for batch in call_spans.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
         with store_errors(url):
-            found = client.query(_SQL.format(**span_constants(some)), settings=LONG).result_rows
-        for trace, span, *texts in found:
+            rows_read = client.query(_SQL.format(**span_constants(batch)), settings=LONG).result_rows
+        for trace, span, *texts in rows_read:
             response = next(filter(None, (parse(text) for text in texts if text)), [])
-            rows += ({"TraceId": trace, "SpanId": span, **_row(one)} for one in response)
+            rows += ({"TraceId": trace, "SpanId": span, **_row(choice)} for choice in response)
     return pl.DataFrame(rows, schema=dict(RESPONSES))
 
 
 def parse(text: str) -> list[Response]:
-    """Take a recorded answer apart: a row a choice. Empty where it is of no known form.
+    """Parse a recorded response: a row a choice. Empty where it is of no known form.
 
     Args:
-        text: an answer's JSON.
+        text: a response's JSON.
     """
     try:
         answer: Any = msgspec.json.decode(text)
@@ -87,7 +87,7 @@ def parse(text: str) -> list[Response]:
     try:
         return list(_choices(answer))
     except (TypeError, AttributeError, ValueError, KeyError):
-        return []  # whoever wrote it meant something else
+        return []  # its fields have other types than those of the form
 
 
 def _choices(answer: Any) -> Iterator[Response]:
@@ -95,15 +95,17 @@ def _choices(answer: Any) -> Iterator[Response]:
         case {"choices": [*choices]}:
             for at, choice in enumerate(choices):
                 message = choice.get("message") or {"content": choice.get("text")}
-                calls = [one["function"] for one in message.get("tool_calls") or ()]
+                calls = [call["function"] for call in message.get("tool_calls") or ()]
                 calls += [message["function_call"]] if message.get("function_call") else []
-                yield int(choice.get("index", at)), _text(message.get("content")), [_call(one, "arguments") for one in calls]
+                yield int(choice.get("index", at)), _text(message.get("content")), [_call(call, "arguments") for call in calls]
         case {"output": [*items]}:
             texts = [_text(item.get("content")) for item in items if item.get("type") == "message"]
             yield 0, "".join(texts), [_call(item, "arguments") for item in items if item.get("type") == "function_call"]
         case {"content": [*blocks]}:
             # The gateway keeps the unread input of a call that was cut.
-            calls = [_call(one, "partial_json" if "partial_json" in one else "input") for one in blocks if one.get("type") == "tool_use"]
+            calls = [
+                _call(block, "partial_json" if "partial_json" in block else "input") for block in blocks if block.get("type") == "tool_use"
+            ]
             yield 0, _text(blocks), calls
         case [{"parts": [*_]}, *_]:
             for at, message in enumerate(answer):
@@ -114,7 +116,7 @@ def _choices(answer: Any) -> Iterator[Response]:
 
 
 def _text(content: object) -> str:
-    """A message's content: a text, or parts of which some are text."""
+    """Return a message's content as text: a text, or the text among its parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = cast("Sequence[Mapping[str, Any]]", content)

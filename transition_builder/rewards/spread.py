@@ -1,4 +1,4 @@
-"""Which transition carries which reward.
+"""Assignment of rewards to the transitions that carry them.
 
 In: rewards of rollouts and of calls, kept and dropped. Out: the lists of each kept call. Invariant: the rewards of a rollout's transitions
 sum to the rollout's rewards.
@@ -13,19 +13,18 @@ from transition_builder.rewards.precedence import RANK
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
 SPREAD = ("Name", "Value", "Source", "CallId", "Role", "Turn")
-"""Columns of a transition's `Rewards`. CallId: the call that earned the reward, empty where it is the rollout's own. Turn: when it was
-earned, as the turn of that call; of a call that is no turn, the one after it; of the rollout's own, the turn of the transition that carries
-it."""
+"""Columns of a transition's `Rewards`. CallId: the call that earned the reward, empty where it is the rollout's own. Turn: that at
+which it was earned: of the call; for a call that is no turn, the next one; for the rollout's own, that of the transition that has it."""
 _BEYOND = 2**62
-"""A place after every call's."""
+"""Order after every call's."""
 
 
 def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
     """Give every reward to a kept call: CallId and the lists `Rewards.Name` and so on (SPREAD), for calls that got any.
 
     The rollout's own go to its last kept call; those of a dropped call to the nearest earlier kept one, else to the
-    first. Rewards of rollouts that keep no call go nowhere. Who carries a reward has not earned it: credit schemes look at
-    CallId and Turn.
+    first. Rewards of rollouts that keep no call go nowhere. The call that carries a reward has not necessarily earned it: credit schemes
+    use CallId and Turn.
 
     Args:
         rewards: GIVEN rows.
@@ -61,7 +60,7 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
 
 
 def _turns(calls: pl.DataFrame) -> pl.DataFrame:
-    """The turn at which each call earned what it earned: its own, or of a call that is no turn, the one after it."""
+    """Return the turn at which each call earned its rewards: its own, or of a call that is no turn, the next one."""
     orders = calls.group_by(*_ATTEMPT, "Order").agg(pl.col("Turn").max()).sort(*_ATTEMPT, "Order")
     before = pl.col("Turn").forward_fill().over(_ATTEMPT)
     earned = orders.select(*_ATTEMPT, "Order", earned=pl.coalesce("Turn", before + 1, pl.lit(0)))

@@ -1,17 +1,17 @@
-"""Rewards that a SQL file defines, over whatever the span store holds, and after the fact as well.
+"""Rewards defined by SQL files over the span store, also for rollouts that were built before.
 
 In: the files `NAME.sql` that a specification names, and the rollouts to evaluate them for. Out: SQL_REWARDS. Invariant: a file is a
-SELECT and nothing else, its version is the hash of its content, and what it leaves out is never read as 0.
+SELECT and nothing else, its version is the hash of its content, and a missing value is never read as 0.
 
-A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the one that counts), `Role` (left out or empty: the
-reward is everybody's), and, where its rows are of calls, `CallId`, or `SpanId` with or without `TraceId`.
+A file selects `RolloutId` and `Value`, and may select `RunId`, `Attempt` (left out: the final one), `Role` (left out or empty: the
+reward is for every role), and, where its rows are of calls, `CallId`, or `SpanId` with or without `TraceId`.
 It may use these parameters, as ClickHouse writes them:
 
-    {rollouts:Array(String)}   ids of the rollouts that are asked for
+    {rollouts:Array(String)}   ids of the requested rollouts
     {since:DateTime64(6)}      the earliest and the latest start of a span of theirs
     {until:DateTime64(6)}
 
-They are put in as text, as constants: so the index is used, and no list of rollouts is too long for a URL.
+They are inserted as constants, so that the index is used, and no list of rollouts is too long for a URL.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _TEXTS = [*_SPAN_NAMES, "Role"]
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _PARAMETER = re.compile(r"\{\s*(rollouts|since|until)\s*:[^{}]*\}")
 _COMMENT = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
-_NOBODY = (b"",)
-"""In place of rollouts, where nothing depends on them."""
+_NO_ROLLOUTS = (b"",)
+"""Placeholder for rollout ids in statements that do not use them."""
 _NUMBER = re.compile(r"^(Nullable\()?(LowCardinality\()?(U?Int\d+|Float\d+|Decimal|Bool)")
 
 
 def files_of(spec: BuilderSettings) -> tuple[str, ...]:
-    """Names of the files that a specification uses: for rewards of its own, and for rules."""
+    """Return the names of the files that a specification uses: for rewards of its own, and for rules."""
     return tuple(dict.fromkeys((*spec.sql_rewards, *(rule.where for rule in spec.rules if rule.kind == "sql" and rule.where))))
 
 
 def statement(path: Path) -> str:
-    """The SELECT in a file, without its semicolon.
+    """Return the SELECT in a file, without its semicolon.
 
     Raises:
         BuilderError: it is not one SELECT.
@@ -66,7 +66,7 @@ def statement(path: Path) -> str:
 
 
 def check(client: Client, url: str, spec: BuilderSettings) -> None:
-    """See that the store understands every file of a specification, and that its columns are those of a reward.
+    """Check that the store understands every file of a specification, and that its columns are those of a reward.
 
     Raises:
         BuilderError: a file is not a SELECT, the store refuses it, or its columns are wrong.
@@ -77,13 +77,13 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
 
     for name in files_of(spec):
         path = _path(spec, name)
-        sql = f"DESCRIBE (\n{_filled(statement(path), _NOBODY, 0, 0)}\n)"
+        sql = f"DESCRIBE (\n{_filled(statement(path), _NO_ROLLOUTS, 0, 0)}\n)"
         with store_errors(url):
             try:
                 rows = client.query(sql).result_rows
             except DatabaseError as error:
                 reason = str(error).strip().splitlines()[0][:500]
-                raise BuilderError(f"the span store at {url} does not take {path}: {reason}. Mend the file.") from None
+                raise BuilderError(f"the span store at {url} does not take {path}: {reason}. Fix the file.") from None
         _require_columns(path, {str(row[0]): str(row[1]) for row in rows})
 
 
@@ -94,15 +94,15 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         client: of the store.
         url: the store's, for errors.
         spec: names the files.
-        rollouts: RunId, RolloutId and Attempt, of the attempts that count.
-        spans: SPANS of theirs: their times bound what a file looks at.
+        rollouts: RunId, RolloutId and Attempt, of the final attempts.
+        spans: SPANS of theirs: their times bound the rows that a file reads.
         calls: CALLS of theirs.
 
     Returns:
         SQL_REWARDS; of a file without rows of calls, at least one row a rollout: its Value is null where the file gives none.
 
     Raises:
-        BuilderError: a file's columns are wrong, or it gives one thing two values.
+        BuilderError: a file's columns are wrong, or it gives several values to one target.
         StoreError: the store does not answer, or refuses.
     """
     names = files_of(spec)
@@ -110,16 +110,16 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         return empty(SQL_REWARDS)
     times = pl.concat([frame.select(pl.col("Timestamp").dt.epoch("ns")) for frame in (spans, calls)])["Timestamp"]
     first, last = (times.min(), times.max()) if times.len() else (0, 0)
-    asked = rollouts.select(pl.col(name).cast(SQL_REWARDS[name]) for name in _ATTEMPT).unique(maintain_order=True)
-    found = list[pl.DataFrame]()
+    requested = rollouts.select(pl.col(name).cast(SQL_REWARDS[name]) for name in _ATTEMPT).unique(maintain_order=True)
+    rewards = list[pl.DataFrame]()
     for name in names:
         path = _path(spec, name)
         text, version = statement(path), spec.sql_hash(name)
         bounds = int(first) // 1000, -(-int(last) // 1000)  # type: ignore[arg-type]
-        portions = batches(asked["RolloutId"]) if "rollouts" in _PARAMETER.findall(text) else [_NOBODY]
-        said = [_ask(client, url, path, f"SELECT * FROM (\n{_filled(text, some, *bounds)}\n)") for some in portions]
-        found.append(_rows(pl.concat(said, how="vertical_relaxed"), asked, path, version))
-    return concat(found, SQL_REWARDS)
+        portions = batches(requested["RolloutId"]) if "rollouts" in _PARAMETER.findall(text) else [_NO_ROLLOUTS]
+        results = [_query(client, url, path, f"SELECT * FROM (\n{_filled(text, portion, *bounds)}\n)") for portion in portions]
+        rewards.append(_rows(pl.concat(results, how="vertical_relaxed"), requested, path, version))
+    return concat(rewards, SQL_REWARDS)
 
 
 def _path(spec: BuilderSettings, name: str) -> Path:
@@ -128,16 +128,16 @@ def _path(spec: BuilderSettings, name: str) -> Path:
 
 
 def _filled(sql: str, rollouts: Iterable[bytes], since: int, until: int) -> str:
-    """A statement with its parameters put in; times in microseconds."""
+    """Return a statement with its parameters filled in; times in microseconds."""
     values = {
         "rollouts": constant(rollouts),
         "since": f"fromUnixTimestamp64Micro({since})",
         "until": f"fromUnixTimestamp64Micro({until})",
     }
-    return _PARAMETER.sub(lambda found: values[found[1]], sql)
+    return _PARAMETER.sub(lambda match: values[match[1]], sql)
 
 
-def _ask(client: Client, url: str, path: Path, sql: str) -> pl.DataFrame:
+def _query(client: Client, url: str, path: Path, sql: str) -> pl.DataFrame:
     try:
         with store_errors(url):
             table = client.query_arrow(sql, use_strings=True, settings=LONG)
@@ -161,19 +161,19 @@ def _require_columns(path: Path, columns: Mapping[str, str]) -> None:
         raise BuilderError(f"{path} gives Value the type {columns['Value']}, which is no number. Write toFloat64(...).")
 
 
-def _rows(rows: pl.DataFrame, asked: pl.DataFrame, path: Path, version: str) -> pl.DataFrame:
-    """What a file says of the attempts that were asked for, as SQL_REWARDS."""
+def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str) -> pl.DataFrame:
+    """Return the rewards of a file for the requested attempts, as SQL_REWARDS."""
     _require_columns(path, dict.fromkeys(rows.columns, ""))
     if not (rows.schema["Value"].is_numeric() or rows.schema["Value"] in (pl.Boolean(), pl.Null())):
         raise BuilderError(f"{path} gives Value the type {rows.schema['Value']}, which is no number. Write toFloat64(...).")
     on = [name for name in _ATTEMPT if name in rows.columns]
     if "RunId" not in on:
-        _require_one_run(rows, asked, path)
-    said = rows.select(pl.col(name).cast(SQL_REWARDS[name]) for name in rows.columns).join(asked, on=on, maintain_order="left")
-    _require_one_value(said, path)
+        _require_one_run(rows, requested, path)
+    valued = rows.select(pl.col(name).cast(SQL_REWARDS[name]) for name in rows.columns).join(requested, on=on, maintain_order="left")
+    _require_one_value(valued, path)
     of_calls = any(name in rows.columns for name in _OF_CALLS)
-    found = [said] if of_calls else [said, asked.join(said, on=_ATTEMPT, how="anti", maintain_order="left")]
-    named = pl.concat(found, how="diagonal").with_columns(Name=pl.lit(path.stem), RuleHash=pl.lit(version), PerCall=pl.lit(of_calls))
+    parts = [valued] if of_calls else [valued, requested.join(valued, on=_ATTEMPT, how="anti", maintain_order="left")]
+    named = pl.concat(parts, how="diagonal").with_columns(Name=pl.lit(path.stem), RuleHash=pl.lit(version), PerCall=pl.lit(of_calls))
     return conform(named.with_columns(pl.lit("").alias(name) for name in _TEXTS if name not in named.columns), SQL_REWARDS).with_columns(
         pl.col(_TEXTS).fill_null("")
     )
@@ -188,7 +188,7 @@ def _require_one_value(rows: pl.DataFrame, path: Path) -> None:
         raise BuilderError(f"{path} gives {row['len']} values for {what}. Give one: aggregate, with GROUP BY.")
 
 
-def _require_one_run(rows: pl.DataFrame, asked: pl.DataFrame, path: Path) -> None:
-    unclear = asked.filter(pl.col("RolloutId").is_duplicated()).join(rows.select(pl.col("RolloutId").cast(pl.String)), on="RolloutId")
+def _require_one_run(rows: pl.DataFrame, requested: pl.DataFrame, path: Path) -> None:
+    unclear = requested.filter(pl.col("RolloutId").is_duplicated()).join(rows.select(pl.col("RolloutId").cast(pl.String)), on="RolloutId")
     if unclear.height:
         raise BuilderError(f"{path} does not say which run's rollout {unclear['RolloutId'][0]!r} it means: several have one. Select RunId.")

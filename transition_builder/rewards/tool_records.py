@@ -1,10 +1,10 @@
-"""Span events and log records of tools: read where they lie, and only when a rule asks for them.
+"""Span events and log records of tools: read from the store, and only when a rule needs them.
 
 In: the spans of the rollouts that are built. Out: TOOL_EVENTS of otel.otel_traces, TOOL_LOGS of otel.otel_logs. Invariant: a span or a log
-record that was delivered twice counts once; of no other span than a tool's is anything read.
+record that was delivered twice counts once; only records of tools' spans are read.
 
-A log record belongs to a tool when it names one of the tool's spans, and was written at most `_SLACK` before or after any of those that are
-asked for. Nothing waits for log records: what has not arrived when a rollout is built is not seen.
+A log record belongs to a tool when it names one of the tool's spans, and was written at most `_SLACK` before or after any of the
+requested ones. Nothing waits for log records: those that have not arrived when a rollout is built are ignored.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from transition_builder.source.queries import Reader
 
 CHARACTERS = 4096
-"""Characters of a value or a body that are read."""
+"""Characters of a value or a body that are read, at most."""
 RECORDS = 1000
-"""Events, or log records, of a span that are read: the first."""
+"""Events, or log records, of a span that are read, at most: the first ones."""
 _SLACK = timedelta(minutes=5)
 _SPAN = ["TraceId", "SpanId"]
 _CUT = f"substringUTF8(value, 1, {CHARACTERS})"
 _ATTRIBUTES = f"arrayMap((key, value) -> CAST((key, {_CUT}), 'Tuple(Key String, Value String)'), mapKeys({{map}}), mapValues({{map}}))"
 _EVENTS = f"""
-SELECT TraceId, SpanId, toString(name) AS Name, if(Name = 'exception', said['exception.type'], '') AS ExceptionType,
-    {_ATTRIBUTES.format(map="said")} AS Attributes
+SELECT TraceId, SpanId, toString(name) AS Name, if(Name = 'exception', event_map['exception.type'], '') AS ExceptionType,
+    {_ATTRIBUTES.format(map="event_map")} AS Attributes
 FROM (
     SELECT TraceId, SpanId, arraySlice(Events.Name, 1, {RECORDS}) AS names, arraySlice(Events.Attributes, 1, {RECORDS}) AS maps
     FROM otel.otel_traces
@@ -44,7 +44,7 @@ FROM (
         AND Timestamp BETWEEN fromUnixTimestamp64Nano({{first}}) AND fromUnixTimestamp64Nano({{last}}) AND notEmpty(Events.Name)
     LIMIT 1 BY TraceId, SpanId
 )
-ARRAY JOIN names AS name, maps AS said
+ARRAY JOIN names AS name, maps AS event_map
 SETTINGS max_threads = 1
 """
 _LOGS = f"""
@@ -63,11 +63,11 @@ SETTINGS max_threads = 1
 
 
 def read(reader: Reader, spec: BuilderSettings, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Read what the rules of a specification ask for of the tools among some spans.
+    """Read the records that the rules of a specification need, of the tools among some spans.
 
     Args:
-        reader: asks the store.
-        spec: nothing is read where none of its rules asks for it.
+        reader: queries the store.
+        spec: nothing is read where none of its rules needs it.
         spans: SPANS.
 
     Returns:
@@ -82,13 +82,13 @@ def read(reader: Reader, spec: BuilderSettings, spans: pl.DataFrame) -> tuple[pl
         return empty(TOOL_EVENTS), empty(TOOL_LOGS)
     tools = _tools(spans)
     return (
-        concat((reader.frame(_EVENTS.format(**span_constants(some))) for some in _statements(tools)) if events else (), TOOL_EVENTS),
-        concat((reader.frame(_LOGS.format(**_log_constants(some))) for some in _statements(tools)) if logs else (), TOOL_LOGS),
+        concat((reader.frame(_EVENTS.format(**span_constants(batch))) for batch in _statements(tools)) if events else (), TOOL_EVENTS),
+        concat((reader.frame(_LOGS.format(**_log_constants(batch))) for batch in _statements(tools)) if logs else (), TOOL_LOGS),
     )
 
 
 def _tools(spans: pl.DataFrame) -> pl.DataFrame:
-    """The spans of tools, in whatever convention, each once."""
+    """Return the spans of tools, of any convention, each once."""
     once = spans.filter(pl.col("RowKind") == "span").unique(_SPAN, keep="first", maintain_order=True)
     return dialects.describe(once).filter("IsTool").select(*_SPAN, "Timestamp", "Duration", "ServiceName", "SpanName").sort("Timestamp")
 

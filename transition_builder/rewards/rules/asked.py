@@ -1,7 +1,7 @@
-"""Rules about the tool calls that answers ask for: `malformed_arguments`, `repeated_call`.
+"""Rules about the tool calls that responses request: `malformed_arguments`, `repeated_call`.
 
-In: recorded answers; for `repeated_call` also the tools that ran, where no answer was recorded. Out: FOUND: the call whose answer asked. A
-call that asks for several such is worth as many times the reward.
+In: recorded responses; for `repeated_call` also the tools that ran, where no response was recorded. Out: FINDINGS: the call whose response
+requested it. A call that requests several such gets the reward as many times.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _SPAN = ["TraceId", "SpanId"]
 
 
 def malformed_arguments(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Tool calls whose arguments are no JSON object. Only answers show it: what a tool's span holds was parsed, and written by others."""
+    """Find tool calls whose arguments are no JSON object. Only responses show it: a tool's span holds parsed arguments of other code."""
     asked = _asked(rule, seen)
-    return _found(rule, asked.filter(~_mapped(asked["Arguments"], _is_object, pl.Boolean)), pl.len())
+    return _findings(rule, asked.filter(~_mapped(asked["Arguments"], _is_object, pl.Boolean)), pl.len())
 
 
 def repeated_call(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Tool calls that the same agent asked for right before, with the same arguments: in the same answer, or in the call before it.
+    """Find tool calls that the same agent requested right before, with the same arguments: in the same response, or in the call before it.
 
-    The call before is the one that comes before it on its branch, so that two workers who ask alike at the same time repeat nothing.
+    The call before is its parent on its branch, so that two workers with the same request at the same time repeat nothing.
     """
     ran = seen.tools.filter(pl.col("ToolArguments").is_not_null() & named(rule, "ToolName"))
     unrecorded = (
@@ -43,11 +43,11 @@ def repeated_call(rule: AirRule, seen: Seen) -> pl.DataFrame:
     before = counts.select(*tool, "AgentName", ParentCallId="CallId", again=pl.lit(1))
     repeated = counts.join(before, on=[*tool, "AgentName", "ParentCallId"], how="left", maintain_order="left")
     times = (pl.col("len").cast(pl.Int64) - 1 + pl.col("again").fill_null(0)).sum()
-    return _found(rule, repeated, times).filter(pl.col("Value") != 0)
+    return _findings(rule, repeated, times).filter(pl.col("Value") != 0)
 
 
 def _asked(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """A row a tool call that an answer asked for and that the rule names: Name and Arguments beside the call's."""
+    """Return a row for each tool call that a response requested and that the rule names: Name and Arguments beside the call's."""
     return (
         seen.answered.select("CallId", *_SPAN, "AgentName", "ParentCallId", pl.col("ToolCalls").alias("call"))
         .explode("call", empty_as_null=False)
@@ -56,12 +56,12 @@ def _asked(rule: AirRule, seen: Seen) -> pl.DataFrame:
     )
 
 
-def _found(rule: AirRule, rows: pl.DataFrame, times: pl.Expr) -> pl.DataFrame:
+def _findings(rule: AirRule, rows: pl.DataFrame, times: pl.Expr) -> pl.DataFrame:
     return rows.group_by("CallId", *_SPAN, maintain_order=True).agg(Value=times.cast(pl.Float64) * rule.reward)
 
 
 def _mapped(texts: pl.Series, function: Callable[[str], object], dtype: type[pl.DataType]) -> pl.Series:
-    """A function of each text, computed once for those that are alike."""
+    """Apply a function to each text, computed once for equal ones."""
     distinct = texts.unique()
     return texts.replace_strict(distinct, pl.Series([function(text) for text in distinct], dtype=dtype), return_dtype=dtype)
 
@@ -74,7 +74,7 @@ def _is_object(text: str) -> bool:
 
 
 def _canonical(text: str) -> str:
-    """Arguments without what does not matter: the order of keys, and blanks."""
+    """Return arguments without irrelevant differences: the order of keys, and blanks."""
     try:
         return json.dumps(msgspec.json.decode(text), sort_keys=True)
     except msgspec.DecodeError:

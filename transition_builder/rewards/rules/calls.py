@@ -1,6 +1,6 @@
 """Rules about calls themselves: `latency`, `unparsable_output`, `expression`, `sql`.
 
-In: what is seen of calls. Out: FOUND: the call, and its own span.
+In: `Seen`. Out: FINDINGS: the call, and its own span.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from transition_builder.rewards.rules.seen import Seen
 from transition_builder.rewards.rules.tools import whole
 
 JSON = "json"
-"""The form of a text that is JSON."""
+"""Form of a text that is JSON."""
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
 
 
 def latency(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Calls that took longer than rule.seconds; all choices of a call count once."""
+    """Find calls that took longer than rule.seconds; all choices of a call count once."""
     return seen.first.filter(pl.col("Seconds") > rule.seconds).select("CallId", *_SPAN, Value=pl.lit(rule.reward))
 
 
 def unparsable_output(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Calls whose text is not of rule.form. One that only asks for tools is not judged, nor is one whose text nobody recorded."""
+    """Find calls whose text is not of rule.form. Responses with tool calls alone, and unrecorded ones, are not judged."""
     speaks = (pl.col("Text") != "") | (pl.col("ToolCalls").list.len() == 0)
     answered = seen.answered.filter(speaks)
     if rule.form == JSON:
@@ -34,7 +34,7 @@ def unparsable_output(rule: AirRule, seen: Seen) -> pl.DataFrame:
 
 
 def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """The value of rule.where for each call, times the reward; calls for which it is null get nothing.
+    """Return the value of rule.where for each call, times the reward; calls for which it is null get nothing.
 
     Aggregates are over the calls of the attempt, so that nothing depends on what else is built at the same time.
     """
@@ -43,7 +43,7 @@ def expression(rule: AirRule, seen: Seen) -> pl.DataFrame:
 
 
 def sql(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """What the file rule.where says of calls, times the reward."""
+    """Return the values of the file rule.where for calls, times the reward."""
     return seen.sql.filter(pl.col("Name") == rule.where).select("CallId", *_SPAN, Value=pl.col("Value") * rule.reward)
 
 

@@ -1,7 +1,7 @@
-"""Columns of a call that `expression` and `python` rules may use, and which of them a specification asks for.
+"""Columns of a call that `expression` and `python` rules may use, and the subset that a specification uses.
 
-In: the rules of a specification. Out: names of columns. Invariant: what costs a question to the store is read only
-where a rule asks for it.
+In: the rules of a specification. Out: names of columns. Invariant: data that needs a query to the store is read only
+where a rule uses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spangrad.settings import AirRule, BuilderSettings
 from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS, Schema
 
 IDENTITY: Schema = {"RunId": pl.String(), "RolloutId": pl.String(), "Attempt": pl.UInt16(), "CallId": pl.String()}
-"""What identifies a call: a `python` rule's function gets it beside the columns."""
+"""Identity of a call, which a `python` rule's function gets beside the columns."""
 
 COLUMNS: Schema = {
     "AgentName": pl.String(),
@@ -40,15 +40,15 @@ COLUMNS: Schema = {
     ),
 }
 """Columns of a call. Place: among the calls of its attempt, from 0; Calls: how many there are. Text and AskedTools (the names of the tools
-that its answer asked for) are null where nobody recorded the answer. Tools, FailedTools and the rest are of the tools that it caused to
-run: ToolExceptionTypes has each type once a tool call; ToolLogSeverity is the highest, null where there is no log record."""
+that its response requested) are null where the response was not recorded. Tools, FailedTools and the rest are of the tools that it caused
+to run: ToolExceptionTypes has each type once a tool call; ToolLogSeverity is the highest, null where there is no log record."""
 
 ANSWERS = frozenset({"Text", "AskedTools"})
-"""Columns that are made of calls' answers."""
+"""Columns made from calls' responses."""
 EVENTS = frozenset({"ToolExceptionTypes", "ToolEventNames", "ToolEvents"})
-"""Columns that are made of the events of tools' spans."""
+"""Columns made from the events of tools' spans."""
 LOGS = frozenset({"ToolExceptionTypes", "ToolLogSeverity", "ToolLogBodies", "ToolLogs"})
-"""Columns that are made of the log records of tools' spans."""
+"""Columns made from the log records of tools' spans."""
 _OF_KINDS = {
     "malformed_arguments": ANSWERS,
     "repeated_call": ANSWERS,

@@ -1,7 +1,7 @@
 """Rules that are Python functions: `python`.
 
-In: a function, named as `module:function` or `file.py:function`, and the columns of calls. Out: FOUND. Invariant: the function that runs is
-the one whose source file the rule's hash is of; whatever it does wrong ends the build of its rollouts before a row is written.
+In: a function, named as `module:function` or `file.py:function`, and the columns of calls. Out: FINDINGS. Invariant: the function that runs
+is the one whose source file the rule's hash is of; its failure ends the build of its rollouts before a row is written.
 
 A function takes a Polars DataFrame, a row a call, and returns a number a row, in the same order: a Series, a list, a NumPy array, or an
 expression, which is evaluated over the calls of each attempt as an `expression` rule is. Null is no reward.
@@ -29,11 +29,11 @@ from transition_builder.rewards.rules.seen import Seen
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
 _loaded: dict[Path, str] = {}
-"""Source files of the functions that were loaded -> hashes of their content then."""
+"""Source files of the loaded functions -> hashes of their content at that time."""
 
 
 def python(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """The value that the function rule.where gives for each call, times the reward; calls for which it is null get nothing.
+    """Return the value that the function rule.where gives for each call, times the reward; calls for which it is null get nothing.
 
     Raises:
         RuleError: the function raised, or returned something else than a number or null for each call.
@@ -68,11 +68,11 @@ def load(rule: AirRule) -> Callable[[pl.DataFrame], Any]:
 
 
 def _forget(file: Path) -> None:
-    """Have the next import read a source file, not what is known of it."""
+    """Make the next import read a source file again."""
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == str(file):
             del sys.modules[name]
-    # Python takes an edit within a second, of the same length, for the file that it compiled.
+    # Python does not detect an edit within a second that keeps the length of the file.
     Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
@@ -80,14 +80,14 @@ def _returned(rule: AirRule, function: Callable[[pl.DataFrame], Any], calls: pl.
     try:
         result = function(calls)
         return calls.select(result.over(_ATTEMPT).alias("value"))["value"] if isinstance(result, pl.Expr) else result
-    except Exception as error:  # it runs somebody's code
+    except Exception as error:  # it runs the user's code
         frames, file = traceback.extract_tb(error.__traceback__), str(callables.source_file(rule.where or ""))
         at = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
         raise _error(rule, f"raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename})") from error
 
 
 def _numbers(rule: AirRule, result: Any, calls: pl.DataFrame) -> pl.Series:
-    """Return what a function returned, as numbers."""
+    """Return the result of a function as numbers."""
     if not isinstance(result, pl.Series | list | tuple | np.ndarray):
         raise _error(rule, f"returned {type(result).__name__}")
     try:

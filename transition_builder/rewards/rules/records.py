@@ -1,4 +1,4 @@
-"""Records that tools left of what went on inside them: exceptions, events of their spans, log records.
+"""Records of tools: exceptions, events of their spans, log records.
 
 In: tool calls, described spans, TOOL_EVENTS and TOOL_LOGS. Out: the same tool calls with their records. Invariant: a row a tool call, in
 the same order; a record of any of its spans is the tool call's, once.

@@ -1,7 +1,7 @@
-"""What rules see of calls: the columns of a call that an expression may use, the tools that ran, the tool calls that were asked for.
+"""Data of calls that rules see: the columns of a call that an expression may use, the tools that ran, the tool calls that were requested.
 
-In: placed calls, tools with their causes, answers, SQL. Out: `Seen`. Invariant: only calls that the agent used and the engine answered are
-looked at: failed tries, retries and second tellings of a call are not the policy's doing.
+In: placed calls, tools with their causes, responses, SQL. Out: `Seen`. Invariant: only calls that the agent used and the engine answered
+are seen: failed calls, unused retries and duplicate records are not actions of the policy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS, Schema
 _ATTEMPT = ["RunId", "RolloutId", "Attempt"]
 _SPAN = ["TraceId", "SpanId"]
 
-FOUND: Schema = {"CallId": pl.String(), "TraceId": pl.String(), "SpanId": pl.String(), "Value": pl.Float64()}
-"""What a rule found: the call that is rewarded, the span that shows why, and what it is worth."""
+FINDINGS: Schema = {"CallId": pl.String(), "TraceId": pl.String(), "SpanId": pl.String(), "Value": pl.Float64()}
+"""Finding of a rule: the call that is rewarded, the span that shows why, and the reward."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What there is to see, worked out when a rule looks at it."""
+    """Data that rules see, computed when a rule uses it."""
 
     placed: pl.DataFrame
     """Placed canonical calls of final attempts that may have rewards."""
@@ -34,9 +34,9 @@ class Seen:
     answers: pl.DataFrame
     """RESPONSES."""
     sql: pl.DataFrame
-    """SAID rows of SQL files, each of a call."""
+    """REPORTED rows of SQL files, each of a call."""
     nodes: pl.DataFrame
-    """The described spans that `caused` numbers."""
+    """Described spans that `caused` numbers."""
     used_columns: frozenset[str] = frozenset()
     """COLUMNS that some rule uses."""
     tool_events: pl.DataFrame = field(default_factory=lambda: empty(TOOL_EVENTS))
@@ -44,45 +44,45 @@ class Seen:
 
     @cached_property
     def used(self) -> pl.DataFrame:
-        """The calls that are looked at: a row a choice."""
+        """Return the calls that rules see: a row a choice."""
         answered = (pl.col("ErrorType") == "") & (pl.col("HttpStatus") < 400)
-        taken = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
-        return self.placed.filter(answered & taken).select(
+        in_use = ~pl.col("Retried") & (pl.col("DuplicateOf") == "")
+        return self.placed.filter(answered & in_use).select(
             *_ATTEMPT, *_SPAN, "Choice", "CallId", "ParentCallId", "AgentName", "Policy", "Model", "FinishReason", "Temperature", "Order",
             "PromptTokens", "ResponseTokens", Version=pl.col("Versions.Version").list.first(), Seconds=pl.col("Duration") / 1e9,
         )  # fmt: skip
 
     @cached_property
     def first(self) -> pl.DataFrame:
-        """The first choice of each call."""
+        """Return the first choice of each call."""
         return self.used.filter(pl.col("Choice") == pl.col("Choice").min().over(*_ATTEMPT, *_SPAN))
 
     @cached_property
     def tools(self) -> pl.DataFrame:
-        """Tools that a call caused to run: columns of `causes`, CallId of the call's first choice."""
+        """Return tools that a call caused to run: columns of `causes`, CallId of the call's first choice."""
         return self.caused.join(self.placed.select("CallId"), on="CallId", how="semi", maintain_order="left")
 
     @cached_property
     def recorded_tools(self) -> pl.DataFrame:
-        """The same tools with the columns of RECORDS."""
+        """Return the same tools with the columns of RECORDS."""
         return with_records(self.tools, self.nodes, self.tool_events, self.tool_logs)
 
     @cached_property
     def answered(self) -> pl.DataFrame:
-        """Calls whose answers were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
+        """Return calls whose responses were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
         slim = self.used.select(*_SPAN, "Choice", "CallId", "ParentCallId", "AgentName")
         return slim.join(self.answers, on=[*_SPAN, "Choice"], maintain_order="left")
 
     @cached_property
     def columns(self) -> pl.DataFrame:
-        """COLUMNS of each choice of each call, with CallId, its span and its attempt; those of records are empty where no rule uses any."""
+        """Return COLUMNS of each choice of each call, with CallId, span and attempt; record columns are empty where no rule uses them."""
         ran = self.tools.group_by("CallId", maintain_order=True).agg(
             Tools=pl.col("ToolName"), FailedTools=pl.col("ToolFailed").fill_null(False).sum()
         )
-        said = self.answered.select("CallId", "Text", AskedTools=pl.col("ToolCalls").list.eval(pl.element().struct.field("Name")))
+        texts = self.answered.select("CallId", "Text", AskedTools=pl.col("ToolCalls").list.eval(pl.element().struct.field("Name")))
         facts = (
             self.used.join(ran, on="CallId", how="left")
-            .join(said, on="CallId", how="left")
+            .join(texts, on="CallId", how="left")
             .join(self._records(), on="CallId", how="left")
             .with_columns(
                 pl.col("Tools", "ToolExceptionTypes", "ToolEventNames", "ToolEvents", "ToolLogBodies", "ToolLogs").fill_null([]),
@@ -94,7 +94,7 @@ class Seen:
         return facts.select(*_ATTEMPT, *_SPAN, "CallId", *(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
 
     def _records(self) -> pl.DataFrame:
-        """CallId and the columns of EVENTS and LOGS, of calls that caused tools to run."""
+        """Return CallId and the columns of EVENTS and LOGS, of calls that caused tools to run."""
         if self.used_columns.isdisjoint(EVENTS | LOGS):
             return empty({"CallId": COLUMNS["Text"], **{name: dtype for name, dtype in COLUMNS.items() if name in EVENTS | LOGS}})
         named = pl.col("ToolName").fill_null("").alias("Tool")

@@ -1,6 +1,6 @@
 """Rules about tools that ran: `tool_ok`, `tool_error`, `tool_exception`, `empty_result`.
 
-In: tools and the calls that caused them. Out: FOUND: the call that caused the tool, for each tool that the rule names.
+In: tools and the calls that caused them. Out: FINDINGS: the call that caused the tool, for each tool that the rule names.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from transition_builder.rewards.rules.seen import Seen
 
 EVERY = ("*",)
 _EMPTY = ("", "[]", "{}", "()", "null", "None", '""', "''")
-"""Results that hold nothing, as JSON and as Python write them."""
+"""Empty results, as JSON and as Python write them."""
 
 
 def ok(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Tools that ran without an error."""
-    return _found(rule, seen, ~pl.col("ToolFailed"))
+    """Find tools that ran without an error."""
+    return _findings(rule, seen, ~pl.col("ToolFailed"))
 
 
 def error(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Tools that failed."""
-    return _found(rule, seen, pl.col("ToolFailed"))
+    """Find tools that failed."""
+    return _findings(rule, seen, pl.col("ToolFailed"))
 
 
 def exception(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Tools in which an exception of a type was raised that matches rule.types in full; a tool call counts once."""
+    """Find tools in which an exception of a type was raised that matches rule.types in full; a tool call counts once."""
     matches = pl.col("ExceptionTypes").list.eval(pl.element().str.contains(whole(rule.types or ""))).list.any()
-    return _found(rule, seen, matches, seen.recorded_tools)
+    return _findings(rule, seen, matches, seen.recorded_tools)
 
 
 def empty_result(rule: AirRule, seen: Seen) -> pl.DataFrame:
-    """Tools that ran without an error and gave back nothing. One whose span holds no result is not judged."""
-    return _found(rule, seen, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
+    """Find tools that ran without an error and returned nothing. A tool whose span holds no result is not judged."""
+    return _findings(rule, seen, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
 
 
 def named(rule: AirRule, column: str) -> pl.Expr:
-    """Whether a tool is among those that a rule names."""
+    """Return whether a tool is among those that a rule names."""
     return pl.lit(True) if rule.tools == EVERY else pl.col(column).is_in(rule.tools)
 
 
 def whole(pattern: str) -> str:
-    """A regular expression that a text must match from its beginning to its end."""
+    """Return a regular expression that a text must match from its beginning to its end."""
     return rf"\A(?:{pattern})\z"
 
 
-def _found(rule: AirRule, seen: Seen, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
+def _findings(rule: AirRule, seen: Seen, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
     return (
         (seen.tools if tools is None else tools)
         .filter(named(rule, "ToolName") & holds)
