@@ -145,10 +145,10 @@ class Source:
         """Return NAMES of the traces of calls that name no rollout; they may name other rollouts than the requested ones."""
         nameless = spans.select(pl.col("TraceId", "SpanId").filter(~NAMED), gateway=IS_GATEWAY.filter(~NAMED))
         of_calls = pl.concat([nameless.filter("gateway"), nameless.join(answers, on=["TraceId", "SpanId"], how="semi")])["TraceId"]
-        results = (
+        statements = (
             _NAMES.format(traces=constant(trace_batch), arrived=self._reader.arrived("rollout_spans")) for trace_batch in batches(of_calls)
         )
-        return concat(map(self._reader.frame, results), NAMES)
+        return concat(map(self._reader.frame, statements), NAMES)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """Return the answers in openai-level spans without a gateway call below them; `output.value` is too long for the lean table."""
