@@ -52,4 +52,4 @@ def as_json(plan: Plan) -> str:
     facts = asdict(plan)
     facts["groups"] = [asdict(one) for one in plan.groups if one.fate != "trained"]
     counts = Counter(str(one.fate) for one in plan.groups)
-    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.sentence, "wanted": plan.wanted, "counts": counts})
+    return json.dumps({**facts, "batches": plan.batches, "sentence": plan.sentence, "wanted": plan.missing_groups, "counts": counts})

@@ -32,51 +32,51 @@ Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
 Baseline = Literal["rollout", "turn", "transition"]
 
 _NAMED = "Value."
-"""What begins the columns that hold one reward name's part of a value."""
+"""Prefix of the columns that hold one reward name's part of a value."""
 _EQUAL = 1e-9
-"""Values of a group that differ by less than this part of their size are equal: what is left is rounding."""
+"""Relative tolerance: values of a group that differ by less than this fraction of their size are equal; the rest is rounding."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """What is compared: rollouts, or calls, each counting once. Every array has an element a unit."""
+    """Rollouts or calls that are compared, each counting once. Every array has one element per unit."""
 
     values: NDArray[np.float64]
-    """What each is worth."""
+    """Value of each unit: its weighted return or reward."""
     groups: NDArray[np.int64]
-    """Which ones share a baseline."""
+    """Group number of each unit; units of a group share a baseline."""
     lengths: NDArray[np.int64]
-    """Trained tokens of each."""
+    """Number of trained tokens of each unit."""
     named: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
-    """The values' raw parts by reward name, where the rule asks for them (`by_name`): weighted, they add up to `values`."""
+    """Raw parts of the values by reward name, where the rule asks for them (`by_name`): weighted, they add up to `values`."""
     greedy: NDArray[np.float64] | None = None
-    """The return of each one's greedy rollout. None: the rule compares with none."""
+    """Return of the greedy rollout of each unit's group. None: the rule compares with none."""
 
 
 Normalise = Callable[[Units], NDArray[np.float64]]
-"""Units -> an advantage each."""
+"""Function from units to one advantage per unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """How rewards become advantages."""
+    """Rule by which rewards become advantages: the credit scheme, the baseline and their parameters."""
 
     credit: Credit = "identical"
     baseline: Baseline = "rollout"
     gamma: float = 1.0
-    """Discount of a reward for each turn before it."""
+    """Discount factor per turn."""
     step_weight: float = 1.0
-    """GiGPO's omega."""
+    """Weight of the step-level advantage (omega of GiGPO)."""
     reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What rewards of a name are multiplied by; 1 for a name that is not here."""
+    """Factor of the rewards of each name; 1 for a name that is not listed."""
     scope: Scope = "group"
-    """What the estimator compares: how much of the batch it must see."""
+    """Part of the batch that the estimator must see to compare values."""
     by_name: bool = False
-    """Whether the estimator wants the rewards of each name apart (GDPO)."""
+    """True if the estimator needs the rewards of each name separately (GDPO)."""
 
     @classmethod
     def of(cls, settings: TrainerSettings) -> CreditRule:
-        """The trainer's."""
+        """Return the rule of the trainer's settings."""
         return cls(
             settings.credit,
             settings.baseline,
@@ -88,7 +88,7 @@ class CreditRule:
         )
 
     def check(self) -> None:
-        """Refuse what has no meaning.
+        """Refuse a rule that has no meaning.
 
         Raises:
             SettingsError: credit and baseline do not go together, or a weight is not finite.
@@ -101,7 +101,7 @@ class CreditRule:
 
 
 def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise) -> pl.Series:
-    """Advantage of each of a policy's own calls, by the rule's scheme.
+    """Return the advantage of each of a policy's own calls, by the rule's scheme.
 
     Args:
         transitions: all calls of whole rollouts, other policies' too: their rewards count in the values. With `Greedy` (`with_greedy`)
@@ -126,7 +126,7 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
 
 
 def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """Every call has its rollout's return: V_t = R = sum_k r_k.
+    """Give every call its rollout's return: V_t = R = sum_k r_k.
 
     With baseline `rollout` A_t = (R - mean(R)) / (std(R) + 1e-6) over the group's rollouts, each of which counts once however many calls
     it has; with `turn` over the calls at the same turn; with `transition` over all calls of all rollouts of the group, so that a rollout
@@ -142,7 +142,7 @@ def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl
 
 
 def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """Only the last of a rollout's trained calls has the return: V_T = R, V_t = 0 before it; so A_T = A(R) and A_t = 0.
+    """Give the return to the last of a rollout's trained calls only: V_T = R, V_t = 0 before it; so A_T = A(R) and A_t = 0.
 
     A(R) is compared as by `identical` with baseline `rollout`. Calls that share the last turn (choices of one request) all have it.
 
@@ -155,7 +155,7 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
 
 
 def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """What came of a call and after it: V_t = sum_{k >= t} gamma^(k - t) r_k.
+    """Give each call the discounted rewards from it onward: V_t = sum_{k >= t} gamma^(k - t) r_k.
 
     Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
 
@@ -165,7 +165,7 @@ def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) ->
 
 
 def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """A call's own reward and nothing of what followed: V_t = r_t.
+    """Give each call its own reward and nothing of what followed: V_t = r_t.
 
     Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
 
@@ -180,7 +180,7 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
 
     A^E: the return against the returns of the group's rollouts, each of which counts once. A^S: the step's discounted reward-to-go,
     sum_{k >= t} gamma^(k - t) r_k, against those of all steps of the group that were taken in the same state; 0 in a state that came up
-    once. Two calls are in the same state when their prompts' token ids are equal (told by a 64-bit hash, within the group).
+    once. Two calls are in the same state when their prompts' token ids are equal (compared by a 64-bit hash, within the group).
 
     Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.step_weight.
     """
@@ -190,8 +190,8 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
 
 
 Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
-"""Calls (KEY, Turn, CallId, Own, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo; PromptIds for gigpo) -> an
-advantage a row; what it says of rows that are not Own is not used."""
+"""Function from calls (KEY, Turn, CallId, Own, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo; PromptIds for
+gigpo) to one advantage per row; the advantages of rows that are not Own are not used."""
 
 SCHEMES: Mapping[Credit, Scheme] = {
     "identical": identical,
@@ -202,7 +202,7 @@ SCHEMES: Mapping[Credit, Scheme] = {
 }
 
 _BY_CALL = frozenset({"own", "reward_to_go", "gigpo"})
-"""Schemes whose values depend on who earned a reward, and when. To the others only the return matters."""
+"""Schemes whose values depend on the call that earned a reward, and on its turn. To the others only the return matters."""
 
 BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
     "identical": ("rollout", "turn", "transition"),
@@ -211,8 +211,8 @@ BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
     "own": ("turn", "transition"),
     "gigpo": ("rollout",),
 }
-"""Which baselines have a meaning: values that differ from call to call are no one value of a rollout, and where calls of the same turn
-have values of different kinds (final_only), or the scheme compares states (gigpo), turns are nothing to compare by."""
+"""Baselines that have a meaning for each scheme: values that differ from call to call are not a single value of a rollout, and where calls
+of the same turn have values of different kinds (final_only), or the scheme compares states (gigpo), turns cannot be compared."""
 
 
 _COMPARED: Mapping[Baseline, str] = {
@@ -223,14 +223,14 @@ _COMPARED: Mapping[Baseline, str] = {
 
 
 def require_baseline(credit: Credit, baseline: Baseline) -> None:
-    """Refuse the pairs that have no meaning.
+    """Refuse a pair of credit scheme and baseline that has no meaning.
 
     Raises:
         SettingsError: naming the baseline that the scheme takes, and what takes the baseline.
     """
     takes = BASELINES[credit]
     if baseline not in takes:
-        others = ", ".join(repr(one) for one, which in BASELINES.items() if baseline in which)
+        others = ", ".join(repr(scheme) for scheme, baselines in BASELINES.items() if baseline in baselines)
         raise SettingsError(
             f"trainer.credit = {credit!r} does not go with trainer.baseline = {baseline!r}, which compares "
             f"{_COMPARED[baseline]}. Set trainer.baseline = {takes[0]!r}, or "
@@ -239,7 +239,7 @@ def require_baseline(credit: Credit, baseline: Baseline) -> None:
 
 
 def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule, trained: pl.Series | None = None) -> pl.DataFrame:
-    """The groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest has nothing to learn from.
+    """Return the groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest teaches nothing.
 
     Args:
         transitions: all calls of whole rollouts.
@@ -254,7 +254,7 @@ def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule, tra
 
 
 def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.Series:
-    """r_t = sum_n w_n r_{t,n}: the weighted sum of the raw rewards of each call, 0 where a call has none."""
+    """Return r_t = sum_n w_n r_{t,n}: the weighted sum of the raw rewards of each call, 0 where a call has none."""
     if not weights:
         return transitions["Rewards.Value"].list.sum().cast(pl.Float64).alias("Reward")
     names, values = transitions["Rewards.Name"].explode(empty_as_null=False), transitions["Rewards.Value"].explode(empty_as_null=False)
@@ -264,18 +264,18 @@ def call_rewards(transitions: pl.DataFrame, weights: Mapping[str, float] | None 
 
 
 def returns(transitions: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
-    """R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row a rollout, in order of first appearance."""
+    """Return R = sum_t r_t of each rollout: columns of `KEY` and `Return`, one row per rollout, in order of first appearance."""
     return _returns(transitions.select(*KEY).with_columns(call_rewards(transitions, weights)))
 
 
 def with_greedy(transitions: pl.DataFrame, greedy: pl.DataFrame, weights: Mapping[str, float] | None = None) -> pl.DataFrame:
-    """Transitions with the column `Greedy`: the return of their group's greedy rollout, of several the mean, without one null."""
+    """Return the transitions with the column `Greedy`: the return of their group's greedy rollout (mean of several; null: none)."""
     of_group = returns(greedy, weights).group_by("RunId", "GroupId").agg(pl.col("Return").mean().alias("Greedy"))
     return transitions.join(of_group, on=["RunId", "GroupId"], how="left", maintain_order="left")
 
 
 def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
-    """For each reward's name, the mean over rollouts of the sum of its raw values: what the return is made of, before weights."""
+    """Return for each reward name the mean over rollouts of the sum of its raw values: the parts of the return, before weights."""
     rollouts = max(transitions.select(*KEY).unique().height, 1)
     rewards = transitions.select(Name="Rewards.Name", Value="Rewards.Value").explode("Name", "Value", empty_as_null=False)
     sums = rewards.group_by("Name").agg(pl.col("Value").sum()).sort("Name")
@@ -283,9 +283,9 @@ def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
 
 
 def _values_by_call(transitions: pl.DataFrame, rule: CreditRule) -> list[pl.Series]:
-    """What each call earned itself (Earned, with the rollout's own reward where it carries that), and what came of it and after it (ToGo).
+    """Return what each call earned itself (Earned, with the rollout's own reward where it carries that) and its reward-to-go (ToGo).
 
-    The reward of a dropped call is nobody's own: calls before it see it, those after it do not, whichever of them carries it.
+    No call earned the reward of a dropped call: calls before the dropped one see it, those after it do not, whichever of them carries it.
     """
     earned = split(transitions)
     own = call_rewards(earned.calls, rule.reward_weights) + call_rewards(earned.rollouts, rule.reward_weights)
@@ -295,7 +295,7 @@ def _values_by_call(transitions: pl.DataFrame, rule: CreditRule) -> list[pl.Seri
 
 
 def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
-    """Have values compared, each with those of the rows that agree in every column of `groups`.
+    """Compare values, each with those of the rows that agree in every column of `groups`.
 
     By the rule's scope: `group`: groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach
     `normalise`. `batch`: groups of one are 0 and do not reach it; those of equal values count in what it knows of the batch. `all`: every
@@ -332,7 +332,7 @@ def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normali
 
 
 def _by_name(transitions: pl.DataFrame) -> list[pl.Series]:
-    """The raw rewards of each name, a column `Reward.NAME` each."""
+    """Return the raw rewards of each name, one column `Reward.NAME` per name."""
     names = sorted(set(transitions["Rewards.Name"].explode(empty_as_null=False).to_list()))
     alone = ({**dict.fromkeys(names, 0.0), name: 1.0} for name in names)
     return [call_rewards(transitions, weights).alias(f"Reward.{name}") for name, weights in zip(names, alone, strict=True)]
@@ -345,16 +345,16 @@ def _returns(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _rollout_advantages(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.DataFrame:
-    """KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
+    """Return KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
     trained = calls.filter("Own").group_by(*KEY, maintain_order=True).agg(pl.col("Length").sum())
     rollouts = _returns(calls).join(trained, on=KEY, maintain_order="left")
     units = rollouts.drop(*KEY).rename(lambda name: name.replace("Return", "Value", 1))
     return rollouts.select(*KEY).with_columns(compare(rollouts.select(*GROUP), units, rule, normalise))
 
 
-def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, what: str) -> pl.Series:
-    """A number a rollout, at each of its calls."""
-    return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[what]
+def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, column: str) -> pl.Series:
+    """Repeat a number of each rollout at each of its calls."""
+    return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[column]
 
 
 def _among_calls(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
@@ -365,8 +365,8 @@ def _among_calls(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, norma
 
 def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
     """Compare trained calls with trained calls; the others have 0."""
-    mine = calls["Own"]
-    units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(mine)
+    trained = calls["Own"]
+    units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(trained)
     result = np.zeros(len(calls))
-    result[mine.to_numpy()] = compare(groups.filter(mine), units, rule, normalise).to_numpy()
+    result[trained.to_numpy()] = compare(groups.filter(trained), units, rule, normalise).to_numpy()
     return pl.Series("Advantage", result)

@@ -1,4 +1,4 @@
-"""Who earned the rewards that transitions carry, and what follows of each call.
+"""Rewards of transitions by the calls that earned them, and the discounted reward-to-go of each call.
 
 In: transitions with Rewards.Name, .Value, .CallId and .Turn. Out: the same transitions with some of their rewards, and the rewards of
 dropped calls; discounted sums. Invariant: each reward is in exactly one of the parts: a return is the sum over all of them.
@@ -15,13 +15,13 @@ import numpy as np
 import polars as pl
 
 KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
-"""What names a rollout's attempt; its first three name the group."""
+"""Columns that identify a rollout's attempt; the first three identify its group."""
 _LISTS = "Rewards."
 
 
 @dataclass(frozen=True)
 class Earned:
-    """Transitions' rewards by who earned them."""
+    """Rewards of transitions, by what earned them: the call, the whole rollout, or a dropped call."""
 
     calls: pl.DataFrame
     """The transitions with the rewards that their own calls earned."""
@@ -32,7 +32,7 @@ class Earned:
 
 
 def split(transitions: pl.DataFrame) -> Earned:
-    """Part the rewards of transitions by who earned them."""
+    """Split the rewards of transitions by what earned them."""
     names = [name for name in transitions.columns if name.startswith(_LISTS)]
     entries = transitions.select(*KEY, "CallId", *names, Row=pl.int_range(pl.len())).explode(names, empty_as_null=False, keep_nulls=False)
     of_rollout, of_call = pl.col("Rewards.CallId") == "", pl.col("Rewards.CallId") == pl.col("CallId")
@@ -45,7 +45,7 @@ def split(transitions: pl.DataFrame) -> Earned:
 
 
 def _only(transitions: pl.DataFrame, entries: pl.DataFrame, names: list[str]) -> pl.DataFrame:
-    """The transitions with these rewards alone."""
+    """Return the transitions with these rewards alone."""
     lists = entries.group_by("Row").agg(names)
     rows = transitions.select(Row=pl.int_range(pl.len()))
     held = rows.join(lists, on="Row", how="left", maintain_order="left").select(pl.col(name).fill_null([]) for name in names)
@@ -53,13 +53,13 @@ def _only(transitions: pl.DataFrame, entries: pl.DataFrame, names: list[str]) ->
 
 
 def discounted(calls: pl.DataFrame, gamma: float, moved: pl.DataFrame | None = None) -> pl.Series:
-    """G_t = r_t + sum_{k > t} gamma^(k - t) r_k of each call: k and t are turns, so that calls that were dropped count as time.
+    """Return G_t = r_t + sum_{k > t} gamma^(k - t) r_k of each call: k and t are turns, so that dropped calls count as time.
 
     Calls that share a turn (choices of one request) do not see each other's rewards, and what comes after sees both.
 
     Args:
         calls: KEY, Turn and Reward.
-        gamma: discount a turn.
+        gamma: discount factor per turn.
         moved: KEY, Turn and Reward of what calls earned that are not among `calls`: calls of earlier turns see it.
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; summed in log2(turns) passes over whole columns (Hillis and Steele,

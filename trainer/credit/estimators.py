@@ -1,6 +1,6 @@
 """Verl's advantage estimators, called on rollouts or calls.
 
-In: the trainer's settings, then `Units`, or a batch of chains and what a forward pass told of its tokens. Out: one advantage a unit, or
+In: the trainer's settings, then `Units`, or a batch of chains and what a forward pass gave for its tokens. Out: one advantage a unit, or
 a token. Invariant: the numbers are those that verl's own function of the estimator's name gives for the units as rows, each with its
 value on its last token, or for the chains as rows, each call's rewards on its last token; a rollout is one row however many calls it
 has, so that the number of turns does not bias its baseline.
@@ -21,7 +21,7 @@ from trainer.optim.process import prepare_process, quiet
 
 
 def estimator(settings: TrainerSettings) -> Normalise:
-    """The comparison that `trainer.estimator` names, with verl's parameters as the settings have them."""
+    """Return the comparison that `trainer.estimator` names, with verl's parameters as the settings have them."""
 
     def compare(units: Units) -> NDArray[np.float64]:
         with quiet():
@@ -54,7 +54,7 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
         "config": AlgoConfig(
             norm_adv_by_std_in_grpo=settings.norm_by_std,
             gdpo_reward_keys=names or None,
-            gdpo_reward_weights=[settings.reward_weights.get(one, 1.0) for one in names] or None,
+            gdpo_reward_weights=[settings.reward_weights.get(reward, 1.0) for reward in names] or None,
         ),
     }
     if units.greedy is not None:
@@ -62,18 +62,20 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
     if names:
         attention = torch.from_numpy(np.pad(mask, ((0, 0), (1, 0)), constant_values=True).astype(np.int64))
         facts |= {"non_tensor_batch": dict(units.named), "batch": {"prompts": attention[:, :1], "attention_mask": attention}}
-    found, _ = get_adv_estimator_fn(name)(**_accepted(name, facts))
+    result, _ = get_adv_estimator_fn(name)(**_accepted(name, facts))
     # One number a unit: rewards lie on last tokens and verl's discount is 1, so that all of a row's tokens have the same.
-    return found[:, 0].double().numpy()
+    return result[:, 0].double().numpy()
 
 
-def over_tokens(settings: TrainerSettings, batch: Batch, **told: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Advantage and return of each sampled token, by an estimator that looks at each.
+def over_tokens(
+    settings: TrainerSettings, batch: Batch, **token_values: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the advantage and the return of each sampled token, by an estimator that looks at each token.
 
     Args:
-        settings: its name, `gamma` (a token) and `gae_lambda`.
+        settings: the estimator, `gamma` (per token) and `gae_lambda`.
         batch: with `chains`.
-        told: what it needs to know of the batch's tokens, by verl's names; shaped as `logprobs`.
+        token_values: values of the batch's tokens that the estimator needs, by verl's names; shaped as `logprobs`.
     """
     with quiet():
         prepare_process()
@@ -100,24 +102,24 @@ def over_tokens(settings: TrainerSettings, batch: Batch, **told: NDArray[np.floa
         "gamma": settings.gamma,
         "lam": settings.gae_lambda,
         "config": AlgoConfig(),
-        **{name: laid(values[row, column]) for name, values in told.items()},
+        **{name: laid(values[row, column]) for name, values in token_values.items()},
     }
-    found = get_adv_estimator_fn(settings.estimator)(**_accepted(settings.estimator, facts))
+    outputs = get_adv_estimator_fn(settings.estimator)(**_accepted(settings.estimator, facts))
     results: list[NDArray[np.float32]] = []
-    for one in found:
+    for output in outputs:
         spread = np.zeros(batch.logprobs.shape, np.float32)
-        spread[row, column] = one.numpy()[chain, place]
+        spread[row, column] = output.numpy()[chain, place]
         results.append(spread)
     return results[0], results[1]
 
 
 def _accepted(name: str, facts: dict[str, object]) -> dict[str, object]:
-    """Some of verl's estimators take no `**kwargs`, and no scaling by the standard deviation."""
+    """Return the facts that the estimator accepts: some of verl's take no `**kwargs`, and no scaling by the standard deviation."""
     import inspect
 
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     parameters = inspect.signature(get_adv_estimator_fn(name)).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return facts
     return {key: value for key, value in facts.items() if key in parameters}

@@ -1,4 +1,4 @@
-"""What each of verl's estimators and losses needs, and which settings go together.
+"""Facts of verl's estimators and losses: what each needs, and which settings go together.
 
 In: the trainer's settings. Out: nothing, or a `SettingsError` that names the setting and what to do. Invariant: everything that a name
 needs is known here, so that what is not there is refused before a model is loaded; names are verl's own, and
@@ -19,12 +19,12 @@ from spangrad.settings.trainer import Estimator, Loss
 from spangrad.weights.adapters import adapter_facts
 
 Scope = Literal["group", "batch", "all", "greedy"]
-"""What an advantage depends on: the values of its group; those, and numbers of the whole batch; the batch without any group; the return of
-its group's greedy rollout."""
+"""Values that an advantage depends on: those of its group; those, and statistics of the whole batch; the batch without groups; the return
+of its group's greedy rollout."""
 
 
 class Need(StrEnum):
-    """What an estimator asks for beside values and groups."""
+    """Requirement of an estimator beside values and groups."""
 
     CRITIC = "a critic"
     """A value model, which is trained beside the policy."""
@@ -36,16 +36,16 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class EstimatorFacts:
-    """What is known of an estimator."""
+    """Properties of an estimator."""
 
     scope: Scope
     needs: Need | None = None
     tokens: bool = False
-    """Whether a value counts by its number of trained tokens."""
+    """True if the estimator weighs a value by its number of trained tokens."""
 
     @property
     def by_token(self) -> bool:
-        """Whether it gives each token an advantage of its own, from the rewards where they were paid: credit schemes have no part in it."""
+        """True if each token gets its own advantage, from the rewards where they were paid: credit schemes have no part in it."""
         return self.needs in {Need.CRITIC, Need.FORWARD_PASS}
 
 
@@ -69,12 +69,12 @@ ESTIMATORS: Mapping[Estimator, EstimatorFacts] = {
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What is known of a loss."""
+    """Properties of a loss."""
 
     options: tuple[str, ...] = ()
-    """Which `trainer.loss_options` it reads."""
+    """Names of the `trainer.loss_options` that the loss reads."""
     by_rollout: bool = False
-    """Whether it looks at a whole response: all that the policy said in a rollout (`trainer.optim.losses.rollout_losses`)."""
+    """True if the loss looks at all responses of the policy in a rollout as a whole (`trainer.optim.losses.rollout_losses`)."""
 
 
 LOSSES: Mapping[Loss, LossFacts] = {
@@ -101,7 +101,7 @@ _RANGES = {
     "tau_neg": (0.0, inf),
     "tau_pos": (0.0, inf),
 }
-"""What an option must lie above, and must not exceed; any number where it is not here."""
+"""Bounds of each option: it must be above the first number and at most the second; any number is allowed for options not listed."""
 SCALE = "loss_scale_factor"
 """Divisor of each rollout's sum, in tokens: the option that the aggregation `seq-mean-token-sum-norm` needs (Dr. GRPO)."""
 REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")) - {
@@ -111,7 +111,7 @@ REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_
 
 
 def check(settings: TrainerSettings) -> None:
-    """Refuse what cannot be done, and what has no meaning.
+    """Refuse settings that cannot be carried out or have no meaning.
 
     Raises:
         SettingsError: naming the setting, and what to set instead.
@@ -142,7 +142,7 @@ def _check_overlong(settings: TrainerSettings) -> None:
 
 
 def by_token(settings: TrainerSettings) -> bool:
-    """Whether each token has an advantage of its own."""
+    """Return whether each token has an advantage of its own."""
     return ESTIMATORS[settings.estimator].by_token
 
 
@@ -177,10 +177,10 @@ def _check_loss(settings: TrainerSettings) -> None:
     takes = {*LOSSES[settings.loss].options, *([SCALE] if settings.loss_aggregation == "seq-mean-token-sum-norm" else [])}
     unknown = sorted(set(settings.loss_options) - takes)
     if unknown:
-        told = f"takes {', '.join(sorted(takes))}" if takes else "takes none"
+        accepted = f"takes {', '.join(sorted(takes))}" if takes else "takes none"
         raise SettingsError(
             f"trainer.loss_options.{unknown[0]}: trainer.loss = {settings.loss!r} with trainer.loss_aggregation = "
-            f"{settings.loss_aggregation!r} {told}. Take it out."
+            f"{settings.loss_aggregation!r} {accepted}. Take it out."
         )
     if settings.loss_aggregation == "seq-mean-token-sum-norm" and SCALE not in settings.loss_options:
         raise SettingsError(
@@ -241,7 +241,7 @@ def _check_merge(settings: TrainerSettings) -> None:
 
 
 def bounds(spec: str, where: str) -> tuple[float | None, float]:
-    """The lower bound, None if there is none, and the upper one of `UPPER` or `LOWER_UPPER`.
+    """Return the lower bound (None if there is none) and the upper one of `UPPER` or `LOWER_UPPER`.
 
     Raises:
         SettingsError: they are no positive numbers in order.
@@ -251,6 +251,6 @@ def bounds(spec: str, where: str) -> tuple[float | None, float]:
         numbers = [float(part) for part in parts]
     except ValueError:
         numbers = []
-    if len(numbers) not in {1, 2} or not all(0 < one < float("inf") for one in numbers) or numbers != sorted(numbers):
+    if len(numbers) not in {1, 2} or not all(0 < number < float("inf") for number in numbers) or numbers != sorted(numbers):
         raise SettingsError(f"{where} = {spec!r} is neither UPPER nor LOWER_UPPER. Write positive numbers, such as 2.0 or 0.5_2.0.")
     return (None if len(numbers) == 1 else numbers[0]), numbers[-1]

@@ -1,7 +1,7 @@
-"""Roles that rewards are of: which of them a trainer counts, and returns in which those of several players cancel.
+"""Roles of rewards: which roles a trainer counts, and returns in which the rewards of several players cancel.
 
 In: transitions with `Rewards.Name`, `.Value` and `.Role`. Out: transitions with the rewards that count; metrics; words of a warning.
-Invariant: pure functions of whole columns; a reward without a role is everybody's, and always counts.
+Invariant: pure functions of whole columns; a reward without a role is shared by all roles, and always counts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from trainer.credit.assignment import GROUP, KEY
 
 _LISTS = "Rewards."
 _FEWEST = 4
-"""Rollouts whose roles differ, below which equal returns say nothing."""
+"""Fewest rollouts with differing roles from which equal returns mean that the roles cancel."""
 _EQUAL = 1e-9
 
 
 def counts(role: str, roles: Sequence[str]) -> bool:
-    """Whether a reward of this role counts for a trainer of these (`trainer.reward_roles`; empty: every reward counts)."""
+    """Return whether a reward of this role counts for a trainer of these roles (`trainer.reward_roles`; empty: every reward counts)."""
     return not roles or role == "" or role in roles
 
 
 def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame:
-    """Return the transitions with those rewards alone that a trainer counts: of the named roles, and everybody's.
+    """Return the transitions with only those rewards that a trainer counts: of the named roles, and of no role.
 
     Args:
         transitions: rows with lists whose names begin with `Rewards.`, of one length a row, `Rewards.Role` among them.
@@ -61,10 +61,10 @@ def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dic
         (pl.col("Return").max() - pl.col("Return").min()).alias("spread"),
         pl.max_horizontal(pl.col(f"of {role}").max() - pl.col(f"of {role}").min() for role in roles).alias("differ"),
     )
-    told = groups.filter(pl.col("differ") > _EQUAL)
-    if told["len"].sum() < _FEWEST:
+    differing = groups.filter(pl.col("differ") > _EQUAL)
+    if differing["len"].sum() < _FEWEST:
         return {}
-    return {"roles_cancel": float((told["spread"] <= _EQUAL).all())}
+    return {"roles_cancel": float((differing["spread"] <= _EQUAL).all())}
 
 
 def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) -> str:

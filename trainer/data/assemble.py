@@ -1,6 +1,6 @@
-"""From whole groups of rollouts to one training step: credit, lengths, merging, layout.
+"""Assembly of one training step from whole groups of rollouts: credit, lengths, merging, layout.
 
-In: what the store holds of the groups, and the trainer's settings. Out: the arrays of the step and the metrics that tell of them.
+In: what the store holds of the groups, and the trainer's settings. Out: the arrays of the step and the metrics that describe them.
 Invariant: a pure function but for its warnings; every call of the policy that is selected is in the batch, or counted as masked.
 """
 
@@ -33,9 +33,9 @@ _BOUNDS = {SkipReason.STALE: "max_staleness", SkipReason.TOO_LONG: "max_tokens_p
 def assemble(
     loaded: Loaded, settings: TrainerSettings, normalise: Normalise, *, lineage: Sequence[int], divisor: int, tokenizer_hash: str = ""
 ) -> tuple[Batch, dict[str, float]]:
-    """The arrays of a step, and its metrics.
+    """Return the arrays of a step and its metrics.
 
-    Masked calls (`trainer.data.masks`) are left out after the comparison, so that their rollouts count in their group's baseline as ever.
+    Masked calls (`trainer.data.masks`) are left out after the comparison, so that their rollouts still count in their group's baseline.
 
     Args:
         loaded: whole groups, other policies' calls and calls that are not selected among them: their rewards count.
@@ -78,8 +78,8 @@ def assemble(
         "tokens": sequences.tokens,
         "trained_tokens": sequences.trained_tokens,
         "merge_ratio": sequences.merge_ratio,
-        "rollouts": len({(one.group, one.rollout_id) for one in loaded.rollouts}),
-        "groups": len({one.group for one in loaded.rollouts}),
+        "rollouts": len({(rollout.group, rollout.rollout_id) for rollout in loaded.rollouts}),
+        "groups": len({rollout.group for rollout in loaded.rollouts}),
         "mean_return": worth.mean(),
         "return_std": worth.std(),
         **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
@@ -96,7 +96,7 @@ def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence
 
 
 def _count_masked(names: pl.Series, masked: pl.Series, settings: TrainerSettings) -> dict[str, float]:
-    """Metrics: the number of calls that are masked, by reason; a warning for those that are."""
+    """Return metrics: the number of masked calls, by reason; log a warning for each reason that occurs."""
     counts = {reason: int((masked == reason.value).sum()) for reason in MASKS}
     for reason, count in counts.items():
         if count:

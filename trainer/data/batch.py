@@ -1,4 +1,4 @@
-"""From token sequences to the arrays of one training step, and to the parts that several optimiser steps take.
+"""Layout of token sequences as the arrays of one training step, and its parts for several optimizer steps.
 
 In: `Sequences`, one a call or merged. Out: a `Batch` of padded NumPy arrays in verl's layout (prompts to the left,
 responses to the right of one seam). Invariant: token ids and logprobs are the engine's, value by value, and a token has mask 1 exactly
@@ -24,7 +24,7 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimiser step's rows; every array has a row a sequence, no-op rows last."""
+    """Rows of one optimizer step; every array has one row per sequence, no-op rows last."""
 
     prompts: NDArray[np.int64]
     """Token ids, padded on the left with 0."""
@@ -35,62 +35,62 @@ class Batch:
     response_mask: NDArray[np.int64]
     """1 on the tokens that the policy sampled."""
     logprobs: NDArray[np.float32]
-    """Of the sampled tokens, as the engine gave them (nats)."""
+    """Logprobs of the sampled tokens, as the engine gave them (nats)."""
     advantages: NDArray[np.float32]
-    """On each sampled token, its call's advantage."""
+    """Advantage of each sampled token: that of its call."""
     temperature: NDArray[np.float32]
-    """The row's sampling temperature: the logprobs are those of logits divided by it."""
+    """Sampling temperature of each row: the logprobs are those of logits divided by it."""
     versions: NDArray[np.int64]
-    """Of each response token: the policy version that sampled it; -1 where none did."""
+    """Policy version that sampled each response token; -1 where none did."""
     staleness: NDArray[np.int16]
-    """Of each response token: how many committed versions lie between its version and the one that is trained; -1 where none sampled it,
-    or a version that is not known."""
+    """Staleness of each response token: number of committed versions between its version and the one that is trained; -1 where no version
+    sampled it, or one that is not known."""
     reshaped: NDArray[np.bool_]
-    """Of each row: whether its logprobs are of a distribution that more than a temperature shaped (`trainer.optim.losses.reshaped`)."""
+    """True for rows whose logprobs are of a distribution that more than a temperature shaped (`trainer.optim.losses.reshaped`)."""
     rollout: NDArray[np.int64]
-    """Of each row: the number of its rollout within the batch, from 0; -1 for no-op rows."""
+    """Number of each row's rollout within the batch, from 0; -1 for no-op rows."""
     group: NDArray[np.int64]
-    """Of each row: the number of its group within the batch, from 0; -1 for no-op rows."""
+    """Number of each row's group within the batch, from 0; -1 for no-op rows."""
     real_rows: int
-    """Rows that are sequences; the rest are no-op rows."""
+    """Number of rows that are sequences; the rest are no-op rows."""
     old_logprobs: NDArray[np.float32] | None = None
-    """Of the sampled tokens, under the weights at the step's start: what ratios are taken against. None: `logprobs`."""
+    """Logprobs (nats) of the sampled tokens under the weights at the step's start: denominators of the ratios. None: `logprobs`."""
     reference_logprobs: NDArray[np.float32] | None = None
-    """Of the sampled tokens, under the weights that the policy is held to. None: it is held to none."""
+    """Logprobs (nats) of the sampled tokens under the reference weights. None: the loss has no KL term against a reference."""
     chains: Chains | None = None
-    """How rows follow each other, where the estimator looks at each token. None: advantages are known."""
+    """Order of the rows within their rollouts, where the estimator looks at each token. None: advantages are known."""
     values: NDArray[np.float32] | None = None
-    """Of the sampled tokens, by the critic at the step's start. None: there is no critic."""
+    """Values of the sampled tokens, by the critic at the step's start. None: there is no critic."""
     returns: NDArray[np.float32] | None = None
-    """Of the sampled tokens: what the critic is trained to say. None: there is no critic."""
+    """Targets of the critic for the sampled tokens. None: there is no critic."""
     weights: NDArray[np.float32] | None = None
     """Factor of each sampled token's loss. None: 1."""
     row_share: NDArray[np.float32] | None = None
-    """Of each row: its share of its rollout's trained tokens, where entropy and KL are means over a rollout's tokens. None: 1."""
+    """Share of each row in its rollout's trained tokens, where entropy and KL are means over a rollout's tokens. None: 1."""
     rollout_log_ratio: NDArray[np.float32] | None = None
-    """Of each row: mean of log(pi / pi_old) over its rollout's trained tokens. None: the row is all of its rollout, or the loss looks at
+    """Mean of log(pi / pi_old) over the trained tokens of each row's rollout. None: the row is all of its rollout, or the loss looks at
     tokens."""
 
     @property
     def trainable(self) -> bool:
-        """Whether any advantage of a token in the loss differs from 0; without one the policy's gradient is 0."""
+        """Return whether any advantage of a token in the loss differs from 0; without one the policy's gradient is 0."""
         return bool(np.any(self.advantages[self.response_mask.astype(bool)]))
 
     @property
     def advantage_spread(self) -> dict[str, float]:
-        """Metrics: mean and standard deviation of the advantages of the tokens in the loss."""
+        """Return metrics: mean and standard deviation of the advantages of the tokens in the loss."""
         advantages = self.advantages[self.response_mask.astype(bool)].astype(np.float64)
         mean, deviation = (advantages.mean(), advantages.std()) if len(advantages) else (0.0, 0.0)
         return {"advantage_mean": float(mean), "advantage_std": float(deviation)}
 
     @property
     def token_counts(self) -> list[int]:
-        """Tokens of each row, prompt and response."""
+        """Return the number of tokens of each row, prompt and response."""
         return self.attention_mask.sum(axis=1).tolist()
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts that have a row."""
+        """Return the number of rollouts that have a row."""
         return len(np.unique(self.rollout[: self.real_rows]))
 
 
@@ -142,7 +142,7 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
 
 
 def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -> list[Batch]:
-    """Share a batch's rollouts out among `count` optimiser steps, as evenly as their number allows; fewer where there are fewer rollouts.
+    """Divide a batch's rollouts among `count` optimizer steps, as evenly as their number allows; fewer where there are fewer rollouts.
 
     Args:
         batch: the whole.
@@ -155,7 +155,7 @@ def parts(batch: Batch, order: Sequence[int], count: int, *, divisor: int = 1) -
 
 
 def split(batch: Batch, order: Sequence[int], count: int) -> list[NDArray[np.int64]]:
-    """Return the rows of each of `count` optimizer steps, as `parts` shares them out."""
+    """Return the rows of each of `count` optimizer steps, as `parts` divides them."""
     number = np.unique(batch.rollout[: batch.real_rows], return_inverse=True)[1]
     rows_of = np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1])
     return [np.concatenate([rows_of[at] for at in chosen]) for chosen in np.array_split(np.asarray(order, np.int64), count) if len(chosen)]
@@ -165,36 +165,36 @@ def take(batch: Batch, rows: NDArray[np.int64], *, divisor: int = 1) -> Batch:
     """Return some rows of a batch, in the order given, and no-op rows up to a multiple of a divisor."""
     count = -(-len(rows) // divisor) * divisor
 
-    def of(whole: NDArray[_T], fill: float = 0) -> NDArray[_T]:
+    def rows_of(whole: NDArray[_T], fill: float = 0) -> NDArray[_T]:
         result = np.full((count, *whole.shape[1:]), fill, whole.dtype)
         result[: len(rows)] = whole[rows]
         return result
 
-    def maybe(whole: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
-        return None if whole is None else of(whole)
+    def optional_rows_of(whole: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        return None if whole is None else rows_of(whole)
 
-    attention = of(batch.attention_mask)
+    attention = rows_of(batch.attention_mask)
     attention[len(rows) :, batch.prompts.shape[1] - 1] = 1
     return replace(
         batch,
-        prompts=of(batch.prompts),
-        responses=of(batch.responses),
+        prompts=rows_of(batch.prompts),
+        responses=rows_of(batch.responses),
         attention_mask=attention,
-        response_mask=of(batch.response_mask),
-        logprobs=of(batch.logprobs),
-        advantages=of(batch.advantages),
-        temperature=of(batch.temperature, 1),
-        versions=of(batch.versions, UNKNOWN),
-        staleness=of(batch.staleness, UNKNOWN),
-        reshaped=of(batch.reshaped),
-        rollout=of(batch.rollout, -1),
-        group=of(batch.group, -1),
+        response_mask=rows_of(batch.response_mask),
+        logprobs=rows_of(batch.logprobs),
+        advantages=rows_of(batch.advantages),
+        temperature=rows_of(batch.temperature, 1),
+        versions=rows_of(batch.versions, UNKNOWN),
+        staleness=rows_of(batch.staleness, UNKNOWN),
+        reshaped=rows_of(batch.reshaped),
+        rollout=rows_of(batch.rollout, -1),
+        group=rows_of(batch.group, -1),
         real_rows=len(rows),
-        old_logprobs=maybe(batch.old_logprobs),
-        reference_logprobs=maybe(batch.reference_logprobs),
-        values=maybe(batch.values),
-        returns=maybe(batch.returns),
-        weights=maybe(batch.weights),
-        row_share=maybe(batch.row_share),
-        rollout_log_ratio=maybe(batch.rollout_log_ratio),
+        old_logprobs=optional_rows_of(batch.old_logprobs),
+        reference_logprobs=optional_rows_of(batch.reference_logprobs),
+        values=optional_rows_of(batch.values),
+        returns=optional_rows_of(batch.returns),
+        weights=optional_rows_of(batch.weights),
+        row_share=optional_rows_of(batch.row_share),
+        rollout_log_ratio=optional_rows_of(batch.rollout_log_ratio),
     )

@@ -29,30 +29,30 @@ from trainer.monitor.watching import Clock
 logger = logging.getLogger(__name__)
 
 _BATCHES = 4
-"""Fewest batches in the window of failures: a batch that fails as a whole is no more than a quarter of it."""
+"""Smallest window of failures, in batches: a batch that fails as a whole is at most a quarter of it."""
 _SOON_SECONDS = 2.0
-"""After which a group with missing rows is loaded again; each time twice as long, up to _LATE_SECONDS."""
+"""First delay before a group with missing rows is loaded again, in seconds; it doubles each time, up to `_LATE_SECONDS`."""
 _LATE_SECONDS = 300.0
 _NAMED = 8
 """Largest number of groups that a warning names."""
 
 
 class GroupSource(WholeGroups, Protocol):
-    """Where groups, and what they are made of, come from."""
+    """Source of ready groups, and of their rollouts and transitions."""
 
     def load(self, groups: Sequence[Group]) -> Loaded:
-        """Their rollouts and transitions."""
+        """Load the groups' rollouts and transitions."""
         ...
 
 
 @dataclass
 class _Incomplete:
-    """A group of which the store lacks rows."""
+    """State of a group of which the store lacks rows."""
 
     detail: str
     delay: float
     again: float
-    """When it is loaded again, by the monotonic clock."""
+    """Time of the next load, in seconds of the monotonic clock."""
 
 
 class BatchQueue:
@@ -65,7 +65,7 @@ class BatchQueue:
             settings: of the trainer.
             ledger: of its branch.
             clock: times the loading.
-            on_stale: called before groups are skipped as stale, which an engine that serves old weights would make of every group.
+            on_stale: called before groups are skipped as stale, since an engine that serves old weights would make every group stale.
         """
         self._settings = settings
         self._ledger = ledger
@@ -74,10 +74,10 @@ class BatchQueue:
         self._groups = ReadyGroups(ledger, settings)
         self._held: Loaded | None = None
         self._head: LedgerVersion | None = None
-        """The version that skips were last compared with."""
+        """Version that skips were last compared with."""
         self._incomplete: dict[Group, _Incomplete] = {}
         self.ready: list[Group] = []
-        """Groups that were ready, and not spent yet, when a batch was last asked for."""
+        """Groups that were ready, and not used yet, when a batch was last requested."""
 
     def take(self, source: GroupSource, head: LedgerVersion) -> Loaded | None:
         """Return the oldest sound groups that make a whole batch, once those that may not be trained are skipped.
@@ -112,7 +112,7 @@ class BatchQueue:
         return None
 
     def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
-        """Skip the groups of the rows that failed in a step; where none is named, all of the batch, as `not_finite`.
+        """Skip the groups of the rows that failed in a step; where no row is named, all groups of the batch, as `not_finite`.
 
         Args:
             error: names the rows, and why.
@@ -143,7 +143,7 @@ class BatchQueue:
         self._held = None
 
     def figures(self) -> dict[str, float]:
-        """Metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
+        """Return metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
         failures = self._ledger.skips.failures(self._settings.run_id, self._window)
         return {"groups_incomplete": float(len(self._incomplete)), "groups_failed": float(failures.count)}
 
@@ -173,7 +173,7 @@ class BatchQueue:
         return self._held
 
     def _checked(self, chosen: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
-        """The groups that may not be trained now; ids are compared last, so that of two groups with one id a sound one is trained."""
+        """Return the groups that may not be trained now; ids are compared last, so that a sound group of two with one id is trained."""
         lineage = self._ledger.lineage()
         skips = find_skips(chosen, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
         if skips:
@@ -195,12 +195,12 @@ class BatchQueue:
             self._stop_if_too_many_failed()
 
     def _waiting(self) -> set[Group]:
-        """Groups with missing rows whose time to be loaded again has not come."""
+        """Return the groups with missing rows whose next load is not due yet."""
         now = time.monotonic()
         return {group for group, incomplete in self._incomplete.items() if incomplete.again > now}
 
     def _wait(self, incomplete: Mapping[Group, str]) -> None:
-        """Leave groups with missing rows for later; each is told of once for each state that it is seen in."""
+        """Defer groups with missing rows; log each group once per state that it is seen in."""
         for group, detail in incomplete.items():
             before = self._incomplete.get(group)
             delay = min(2 * before.delay, _LATE_SECONDS) if before and before.detail == detail else _SOON_SECONDS
@@ -212,7 +212,7 @@ class BatchQueue:
             self._held = self._held.only({rollout.group for rollout in self._held.rollouts} - set(incomplete))
 
     def _stop_if_too_many_failed(self) -> None:
-        """End the run where failed groups are no exception any more.
+        """End the run where too many groups failed.
 
         Raises:
             TrainerError: more than trainer.max_failed_share of the newest groups failed.

@@ -1,11 +1,11 @@
-"""Whole groups of a run, kept up to date by what was built since the last look.
+"""Whole groups of a run, updated by the rollouts that were built since the last look.
 
 In: the rows of `otel.builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
-look reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. Whoever is done with a
-group releases it, so that memory holds what waits to be trained.
+look reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. The caller releases the
+groups that it has trained or skipped, so that memory holds only those that wait to be trained.
 
-A row is dated when its insert begins and is seen when that ends. So each look reads again a little of what the last one read, and one now
-and then as much as the longest insert takes; rows that were seen already change nothing.
+A row is dated when its insert begins and is seen when that ends. So each look reads again a few seconds before the last one, and every
+30 seconds as much as the longest insert takes; rows that were seen already change nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from spangrad.store.datasets import builds_sql, until_sql
 from spangrad.types import Mode
 
 Rows = Callable[[str], Sequence[tuple[Any, ...]]]
-"""Runs a query of the run's and the specification's rows; %(run)s, %(spec)s, %(modes)s and %(read)s are known in it."""
+"""Function that runs a query of the run's and the specification's rows, with the parameters %(run)s, %(spec)s, %(modes)s and %(read)s."""
 Key = tuple[str, str]
 """Mode and id of a group."""
 
 _OVERLAP = 10_000_000
-"""Microseconds: longer than nearly every insert takes to become visible after its rows were dated."""
+"""Overlap of two looks, in microseconds: longer than nearly every insert takes to become visible after its rows were dated."""
 _SWEEP_OVERLAP = 120_000_000
-"""Longer than any insert takes."""
+"""Overlap of two sweeps, in microseconds: longer than any insert takes."""
 _SECONDS_BETWEEN_SWEEPS = 30.0
 
-MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
+THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _NOW = "SELECT toUnixTimestamp64Micro(now64(6))"
 _WHOLE = """
 SELECT Mode, GroupId, toUnixTimestamp64Micro(max(FirstBuiltAt))
@@ -40,17 +40,17 @@ GROUP BY Mode, GroupId
 HAVING uniqExact(RolloutId) >= max(GroupSize)
 """
 _COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
-_NEWS = f"""
+_ARRIVED = f"""
 SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt)))
 FROM otel.builds AS b
-WHERE {MINE} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
+WHERE {THIS_RUN} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
 """
-_GROUPS = f"SELECT DISTINCT GroupId FROM otel.builds WHERE {MINE} AND RolloutId IN {{rollouts}}"
-_OF_GROUPS = f"{MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {MINE} AND GroupId IN {{groups}})"
+_GROUPS = f"SELECT DISTINCT GroupId FROM otel.builds WHERE {THIS_RUN} AND RolloutId IN {{rollouts}}"
+_OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {THIS_RUN} AND GroupId IN {{groups}})"
 
 
 class BuiltGroups:
-    """The whole groups of one run and build specification that nobody has released."""
+    """Whole groups of one run and build specification that were not released."""
 
     def __init__(self, rows: Rows, as_of: Any = None, *, greedy: bool = False) -> None:
         """Read nothing yet.
@@ -64,13 +64,13 @@ class BuiltGroups:
         self._as_of = as_of
         self._greedy = greedy
         self._whole: dict[Key, int] | None = None
-        """When each group became whole, in microseconds since 1970. None: nothing was read yet."""
+        """Time at which each group became whole, in microseconds since 1970. None: nothing was read yet."""
         self._sorted: list[Key] | None = None
         self._looked = 0
-        """When the last look began, by the store's clock."""
+        """Start of the last look, in microseconds of the store's clock."""
         self._swept = 0
         self._next_sweep = 0.0
-        """By the monotonic clock."""
+        """Time of the next sweep, in seconds of the monotonic clock."""
         self._seen: set[tuple[str, int, int]] = set()
 
     def look(self) -> list[Key]:
@@ -78,7 +78,7 @@ class BuiltGroups:
         if self._whole is None:
             self._scan()
         else:
-            self._read_news(self._whole)
+            self._read_arrived(self._whole)
         if self._sorted is None:
             whole = self._whole or {}
             self._sorted = sorted(whole, key=lambda key: (whole[key], key))
@@ -98,23 +98,23 @@ class BuiltGroups:
         ((now,),) = self._rows(_NOW)
         # Before they are counted: what becomes visible in between is read again.
         _, seen = self._arrived(int(now) - _SWEEP_OVERLAP)
-        self._whole, self._sorted = self._count(MINE), None
+        self._whole, self._sorted = self._count(THIS_RUN), None
         self._looked = self._swept = int(now)
         self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
 
     def _arrived(self, since: int) -> tuple[int, set[tuple[str, int, int]]]:
-        """The time by the store's clock, and rollout, revision and time of the rows that are dated since a time."""
+        """Return the store's time, and rollout, revision and time of the rows dated since `since` (microseconds since 1970)."""
         until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
-        ((now, rows),) = self._rows(_NEWS.format(since=since, until=until))
+        ((now, rows),) = self._rows(_ARRIVED.format(since=since, until=until))
         return int(now), {(str(rollout), int(revision), int(ingested)) for rollout, revision, ingested in rows}
 
-    def _read_news(self, whole: dict[Key, int]) -> None:
+    def _read_arrived(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
         now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._looked - _OVERLAP)
         for rollouts in batches_of_keys(rollout for rollout, *_ in arrived - self._seen):
             groups = [group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))]
-            for some in batches_of_keys(groups):
-                self._count_again(whole, {key.decode() for key in some}, _OF_GROUPS.format(groups=constant(some)))
+            for ids in batches_of_keys(groups):
+                self._count_again(whole, {key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
         self._seen = {row for row in self._seen | arrived if row[2] >= self._looked - _SWEEP_OVERLAP}
         self._looked = now
         if sweeps:

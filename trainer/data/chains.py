@@ -20,17 +20,18 @@ from trainer.credit.earned import split
 
 @dataclass(frozen=True)
 class Chains:
-    """The rollouts that a batch's rows are the turns of. Arrays have an element a real row; rows of a rollout lie together, in order."""
+    """Rollouts whose turns are a batch's rows. Arrays have one element per real row; rows of a rollout are adjacent, in order."""
 
     rollout: NDArray[np.int64]
-    """Numbered from 0, in order."""
+    """Number of each row's rollout, from 0, in order."""
     group: NDArray[np.int64]
+    """Number of each row's group, from 0, in order."""
     rewards: NDArray[np.float64]
-    """What was paid for the call, and for what came after it and is not trained."""
+    """Reward of each row's call, with the rewards of later calls that are not trained."""
 
 
 def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, float]) -> tuple[pl.DataFrame, Chains]:
-    """The trained transitions by rollout and turn, and how they follow each other.
+    """Return the trained transitions by rollout and turn, and their order as chains.
 
     A trained call has what it earned. What a call earned that is not trained (dropped, another policy's, not selected, masked) goes to
     the trained call before it, of which it is a consequence as any later reward is; where none came before it, no chain has it. The
@@ -39,7 +40,7 @@ def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, 
     Args:
         transitions: all calls of whole rollouts.
         trained: which of them are trained.
-        weights: what rewards of a name are multiplied by; 1 for a name that is not here.
+        weights: factor of the rewards of each name; 1 for a name that is not listed.
     """
     earned = split(transitions)
     own, of_rollout = (call_rewards(part, weights) for part in (earned.calls, earned.rollouts))
@@ -61,7 +62,7 @@ def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, 
     return transitions[kept["Row"].to_list()], links
 
 
-def _held(payments: pl.DataFrame, kept: pl.DataFrame) -> pl.DataFrame:
-    """Payments, with the Row of the last trained call of their rollout at a turn up to Until; null where there is none."""
+def _held(rewards: pl.DataFrame, kept: pl.DataFrame) -> pl.DataFrame:
+    """Return rewards with the Row of the last trained call of their rollout at a turn up to Until; null where there is none."""
     holders = kept.sort("Turn", "CallId").select(*KEY, "Row", Until="Turn")
-    return payments.sort("Until").join_asof(holders, on="Until", by=KEY, strategy="backward", check_sortedness=False)
+    return rewards.sort("Until").join_asof(holders, on="Until", by=KEY, strategy="backward", check_sortedness=False)

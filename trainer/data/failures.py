@@ -1,7 +1,7 @@
-"""How many rollouts of a batch failed, of what, and under which versions of the policy.
+"""Failed rollouts of a batch: their share, by reason and by staleness of the policy version.
 
 In: the rollouts of whole groups with the failures of their attempts, their transitions, and the committed versions. Out: metrics, an alarm
-and its words. Invariant: pure functions; an alarm stops nothing.
+and its text. Invariant: pure functions; an alarm stops nothing.
 
 Failures that the policy caused have a reward and are trained as other rollouts are (docs/runner.md). Many of them mean that a time limit,
 the context or the number of turns decides what is learnt, or that the policy found a way to fail that pays.
@@ -30,7 +30,7 @@ def failed_shares(loaded: Loaded, policy: str, lineage: Sequence[int], alarm: fl
         alarm: `trainer.failed_share_alarm`.
 
     Returns:
-        failed_share: share of the rollouts whose attempt failed. failed_share_REASON: of each reason, for those that occur.
+        failed_share: share of the rollouts whose attempt failed. failed_share_REASON: the share of each reason that occurs.
         failed_share_staleness_N: share among the rollouts whose newest call of the policy was sampled N committed versions before the one
         about to be trained, which tells it version by version; a rollout without such a call is in none. failed_alarm: 1 where failed_share
         is more than `alarm`, else 0.
@@ -49,7 +49,7 @@ def failed_shares(loaded: Loaded, policy: str, lineage: Sequence[int], alarm: fl
 
 
 def describe(version: int, metrics: Mapping[str, float], alarm: float) -> str:
-    """Return the alarm in words."""
+    """Return the text of the alarm."""
     known = {name.removeprefix(f"{SHARE}_"): share for name, share in metrics.items() if name.startswith(f"{SHARE}_")}
     reasons = {name: share for name, share in known.items() if not name.startswith("staleness_")}
     named = ", ".join(f"{share:.0%} {reason}" for reason, share in sorted(reasons.items(), key=lambda item: -item[1]))

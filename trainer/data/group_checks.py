@@ -67,7 +67,7 @@ def same_ids(rollouts: Sequence[BatchRollout], groups: Sequence[Group]) -> dict[
 
 
 def _contradictions(trained: pl.DataFrame) -> dict[Group, Skip]:
-    """Groups with a call whose columns do not go together; the first such call is named."""
+    """Return the groups with a call whose columns contradict each other; the first such call is named."""
     prompt, response, logprobs = (pl.col(name).list.len().fill_null(0) for name in _IDS)
     starts = pl.col("Versions.Start")
     ordered = (
@@ -94,21 +94,21 @@ def _contradiction(row: dict[str, object]) -> str:
 
 
 def _not_finite(loaded: Loaded, trained: pl.Series) -> dict[Group, Skip]:
-    """Groups with a logprob that would be trained, or a reward of any call, that is not finite; the first one is named."""
+    """Return the groups with a trained logprob, or a reward of any call, that is not finite; the first one is named."""
     skips = dict[Group, Skip]()
-    for what, column, rows in (
+    for kind, column, rows in (
         ("reward", "Rewards.Value", loaded.transitions),
         ("logprob", "Logprobs", loaded.transitions.filter(trained)),
     ):
         values = rows.select(*GROUP_COLUMNS, "TransitionId", Value=pl.col(column)).explode("Value").filter(~pl.col("Value").is_finite())
         for row in values.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True):
-            detail = f"transition {row['TransitionId']} has a {what} of {row['Value']}."
+            detail = f"transition {row['TransitionId']} has a {kind} of {row['Value']}."
             skips[Group(*(row[name] for name in GROUP_COLUMNS))] = Skip(SkipReason.NOT_FINITE, detail)
     return skips
 
 
 def _facts(groups: Sequence[Group], calls: pl.DataFrame, masked: pl.Series) -> Iterator[tuple[Group, dict[str, int]]]:
-    """Of each group the number of rollouts with calls of the policy, of such calls, and of those that are masked, by reason."""
+    """Yield for each group its numbers of rollouts with calls of the policy, of such calls, and of masked calls by reason."""
     counts = (
         calls.select(*GROUP_COLUMNS, "RolloutId", Version=versions_of_calls().list.min())
         .with_columns(masked)
@@ -126,7 +126,7 @@ def _facts(groups: Sequence[Group], calls: pl.DataFrame, masked: pl.Series) -> I
 
 
 def _of_calls(facts: dict[str, int], settings: TrainerSettings, lineage: Sequence[int], *, alone: bool) -> Skip | None:
-    """The skip of a group by its policy's calls: there are none, of one rollout only, or all are masked."""
+    """Return the skip of a group that has no calls of the policy, calls of one rollout only, or only masked calls. None: it is sound."""
     if not facts:
         return Skip(SkipReason.NO_TRANSITIONS)
     if facts["rollouts"] < 2 and not alone:
@@ -145,7 +145,7 @@ def _of_calls(facts: dict[str, int], settings: TrainerSettings, lineage: Sequenc
 
 
 def _with_baseline(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int], groups: Sequence[Group]) -> list[Group]:
-    """The groups that have something to be compared with: where the estimator needs greedy rollouts, those with a sound one."""
+    """Return the groups that have a baseline: where the estimator needs greedy rollouts, those with a sound one."""
     if loaded.greedy is None:
         return list(groups)
     fresh = lineage[-1 - settings.max_staleness :]
@@ -157,7 +157,7 @@ def _with_baseline(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[
 
 
 def _live(loaded: Loaded, own: pl.Series, trained: pl.Series, settings: TrainerSettings, groups: Sequence[Group]) -> set[Group]:
-    """Those of the groups that have something to learn from: a call that is trained, with a value unlike what it is compared with."""
+    """Return the groups with something to learn from: a trained call whose value differs from the values that it is compared with."""
     if not groups:
         return set()
     names = pl.DataFrame([(group.run_id, group.mode, group.group_id) for group in groups], schema=list(GROUP), orient="row")

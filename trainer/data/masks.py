@@ -18,11 +18,11 @@ from trainer.data.token_versions import versions_of_calls
 from trainer.ledger.skips import SkipReason
 
 _CUT = ("length", "max_tokens", "max_output_tokens")
-"""Finish reasons of a response that was cut, in the words of chat completions, messages and responses."""
+"""Finish reasons of a truncated response in the APIs of chat completions, messages and responses."""
 
 
 def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> pl.Series:
-    """Return why each call is masked: the first reason in the order of `SkipReason` that holds.
+    """Return the reason for which each call is masked: the first that holds, in the order of `SkipReason`.
 
     A call is as old as its oldest token.
 
@@ -72,12 +72,12 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
 
 
 def is_truncated() -> pl.Expr:
-    """Whether a call's response was cut at its limit of tokens."""
+    """Return an expression: True where a call's response was cut at its limit of tokens."""
     return pl.col("FinishReason").is_in(_CUT)
 
 
 def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Series:
-    """Whether trainer.truncated leaves a call out of the loss (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
+    """Return the calls that trainer.truncated masks (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
     if settings.truncated == "train":
         return pl.repeat(value=False, n=len(transitions), eager=True).alias("Truncated")
     cut = is_truncated()
@@ -87,5 +87,5 @@ def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Serie
 
 
 def _fits(max_tokens: int) -> pl.Expr:
-    """Whether a call's prompt and response fit a device together."""
+    """Return an expression: True where a call's prompt and response fit on a device together."""
     return pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len() <= max_tokens

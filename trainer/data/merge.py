@@ -1,13 +1,13 @@
-"""From transitions to the token sequences that are trained: one a call, or one for calls whose prompts extend each other.
+"""Token sequences to train on, made of transitions: one per call, or one for calls whose prompts extend each other.
 
 In: transitions with an advantage each. Out: `Sequences`, flat arrays with offsets. Invariants: every token and every logprob is the
 engine's, value by value; a token is trained exactly when it was sampled, once, with its own call's advantage; its context in the
 sequence is its call's prompt, token by token. So loss and gradient of a token-mean are those of the calls one by one.
 
 A call continues a sequence when its prompt begins with all of that sequence's ids, prompt and responses as they were sampled; what its
-prompt adds to them (tool results, user turns) is context, not trained. A prompt that begins with no sequence's end is a break: history
-was rewritten, cut or retokenised, or a sub-agent has a context of its own. It begins a sequence, and nothing is mended. A merged sequence
-is never longer than its last call.
+prompt adds to them (tool results, user turns) is context, not trained. A prompt that continues no sequence is a break: history was
+rewritten, cut or retokenised, or a sub-agent has a context of its own. It begins a new sequence; no history is repaired. A merged
+sequence is never longer than its last call.
 
 Prefixes are compared as bytes of flat buffers; no token becomes a Python object.
 """
@@ -26,10 +26,10 @@ from trainer.credit.assignment import GROUP, KEY
 from trainer.data.token_versions import UNKNOWN, token_versions
 
 _ALIKE = ("Policy", "TokenizerHash", "Temperature", "Reshaping")
-"""What calls must share, beside their rollout's attempt, to be one sequence: it has one temperature, and its logprobs are of one kind of
-distribution. Policy versions are the tokens' own: a sequence may hold several."""
+"""Columns that calls of a merged sequence share, beside those of their rollout's attempt: a sequence has one temperature, and its logprobs
+are of one kind of distribution. Policy versions are kept per token: a sequence may hold several."""
 _TAIL = 64
-"""Bytes at the end of a sequence that are compared before the rest: prompts of a rollout begin alike, and differ there."""
+"""Number of bytes at the end of a sequence that are compared first: prompts of a rollout begin alike, and differ there."""
 
 
 @dataclass(frozen=True)
@@ -37,59 +37,59 @@ class Sequences:
     """Token sequences to train on, one after the other."""
 
     ids: NDArray[np.uint32]
-    """Tokens of all sequences."""
+    """Token ids of all sequences."""
     offsets: NDArray[np.int64]
-    """Where each begins in `ids`, and where the last ends: one more than there are sequences."""
+    """Index in `ids` at which each sequence begins, and the end of the last: one element more than there are sequences."""
     prompts: NDArray[np.int64]
-    """Tokens of each sequence's first prompt."""
+    """Number of tokens of each sequence's first prompt."""
     mask: NDArray[np.bool_]
-    """Of each token: whether it was sampled, and is trained."""
+    """True for tokens that were sampled, and are trained."""
     logprobs: NDArray[np.float32]
-    """Of each token, as the engine sampled it (nats); 0 where the mask is off."""
+    """Logprob of each token, as the engine sampled it (nats); 0 where the mask is off."""
     advantages: NDArray[np.float32]
-    """Of each token: its call's; 0 where the mask is off."""
+    """Advantage of each token's call; 0 where the mask is off."""
     temperature: NDArray[np.float32]
-    """Of each sequence."""
+    """Sampling temperature of each sequence."""
     versions: NDArray[np.int64]
-    """Of each token: the policy version that sampled it; -1 where the mask is off."""
+    """Policy version that sampled each token; -1 where the mask is off."""
     reshaped: NDArray[np.bool_]
-    """Of each sequence: whether more than a temperature shaped the distribution that its logprobs are of."""
+    """True for sequences whose logprobs are of a distribution that more than a temperature shaped."""
     rollout: NDArray[np.int64]
-    """Of each sequence: the number of its rollout's attempt among those of the rows, from 0."""
+    """Number of each sequence's rollout attempt among those of the rows, from 0."""
     group: NDArray[np.int64]
-    """Of each sequence: the number of its group among those of the rows, from 0."""
+    """Number of each sequence's group among those of the rows, from 0."""
     calls: pl.Series
-    """Of each sequence: the CallIds that it holds, in order (lists)."""
+    """CallIds of each sequence's calls, in order (lists)."""
     separate_tokens: int
-    """Tokens of all calls, prompt and response, if each were a sequence of its own."""
+    """Number of tokens of all calls, prompt and response, if each were a sequence of its own."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of sequences."""
         return len(self.prompts)
 
     @property
     def tokens(self) -> int:
-        """Tokens to be processed."""
+        """Return the number of tokens to process."""
         return len(self.ids)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that were sampled."""
+        """Return the number of sampled tokens."""
         return int(self.mask.sum())
 
     @property
     def merge_ratio(self) -> float:
-        """How many times fewer tokens are processed than without merging; 1 when nothing was merged."""
+        """Return the factor by which merging reduces the tokens to process; 1 when nothing was merged."""
         return self.separate_tokens / max(self.tokens, 1)
 
 
 def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
-    """One sequence a call, in their order.
+    """Make one sequence per call, in their order.
 
     Args:
         transitions: rows with the columns of `credit.KEY`, TransitionId, CallId, PromptIds, ResponseIds, Logprobs, Temperature, Reshaping,
             Version, `Versions.Start` and `Versions.Version`.
-        advantages: one a row.
+        advantages: one per row.
 
     Raises:
         TrainerError: a row is empty or contradicts itself.
@@ -99,14 +99,14 @@ def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
 
 
 def merge(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
-    """As few sequences as exact prefixes give, ordered by rollout and first turn; the order of rows does not matter.
+    """Make as few sequences as exact prefixes allow, ordered by rollout and first turn; the order of rows does not matter.
 
     Calls are taken in the order of their turns. Each continues the longest sequence of its rollout's attempt, policy, version, tokenizer,
     temperature and reshaping that its prompt begins with; of several calls that begin with the same one, the first continues it.
 
     Args:
         transitions: as for `separate`, with Turn, Policy and TokenizerHash.
-        advantages: one a row.
+        advantages: one per row.
 
     Raises:
         TrainerError: a row is empty or contradicts itself.
@@ -117,10 +117,10 @@ def merge(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
 
 
 def _predecessors(rows: pl.DataFrame, partition: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """The row that each row continues, -1 where it begins a sequence; rows of a partition lie together, in order."""
+    """Return the row that each row continues, -1 where it begins a sequence; rows of a partition are adjacent, in order."""
     prompts, prompt_at = _bytes(rows["PromptIds"])
     responses, response_at = _bytes(rows["ResponseIds"])
-    found = np.full(len(rows), -1, np.int64)
+    predecessors = np.full(len(rows), -1, np.int64)
     open_ends: list[tuple[int, int]] = []  # bytes, row: by length
     current = -1
     for row, group in enumerate(partition.tolist()):
@@ -138,15 +138,15 @@ def _predecessors(rows: pl.DataFrame, partition: NDArray[np.uint32]) -> NDArray[
                 and prompts.startswith(responses[response], seam)
                 and prompts.startswith(prompts[prompt], start)
             ):
-                found[row] = end
+                predecessors[row] = end
                 del open_ends[place]
                 break
         bisect.insort(open_ends, (stop - start + response_at[row + 1] - response_at[row], row))
-    return found
+    return predecessors
 
 
 def _bytes(ids: pl.Series) -> tuple[bytes, list[int]]:
-    """All token ids as bytes, and where each row's begin; a byte position is four times a token's, so prefixes fall on tokens."""
+    """Return all token ids as bytes, and the offset of each row's; a byte offset is four times a token's, so prefixes fall on tokens."""
     lengths = ids.list.len().to_numpy().astype(np.int64)
     return _flat(ids, pl.UInt32()).tobytes(), [0, *(4 * np.cumsum(lengths)).tolist()]
 
@@ -191,12 +191,12 @@ def _assemble(rows: pl.DataFrame, advantages: pl.Series, predecessors: NDArray[n
 
 
 def _numbers(rows: pl.DataFrame, key: tuple[str, ...]) -> NDArray[np.int64]:
-    """Number what the rows are of by their keys, in the order of keys, so that the order of rows does not matter."""
+    """Number the rows by their keys, in the order of keys, so that the order of rows does not matter."""
     return rows.select(pl.struct(key).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
 
 
 def ragged(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The indices start, start + 1, ... of each run of a length, one run after the other."""
+    """Return the indices start, start + 1, ... of each run of a length, one run after the other."""
     begins = np.cumsum(lengths) - lengths
     return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))
 
@@ -211,7 +211,7 @@ def _flat(lists: pl.Series, dtype: pl.DataType) -> NDArray[np.generic]:
 
 
 def _lengths(rows: pl.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of each prompt and response.
+    """Return the number of tokens of each prompt and response.
 
     Raises:
         TrainerError: one is empty, or has not as many logprobs as response tokens.

@@ -1,4 +1,4 @@
-"""What a run would train, batch by batch, and why not the rest: without a lease, an expiry or a line of PyTorch.
+"""Plan of the batches that a run would train, and the reasons for groups left out: without a lease, a skip or PyTorch.
 
 In: every group that the store has built of the run, the ledger's conclusions, the trainer's settings. Out: a `Plan`. Invariant: nothing is
 changed, in the ledger or in the store, so a plan can be asked for while a trainer is at work; the groups of its batches are those that
@@ -20,14 +20,14 @@ from trainer.ledger.skips import SkipReason
 
 
 class Fate(StrEnum):
-    """What a run makes of a group."""
+    """Outcome of a group in a run."""
 
     BATCH = "batch"
     """It is trained."""
     LEFT = "left"
     """It is ready, and too few others are for a batch (trainer.groups_per_batch)."""
     SKIPPED = "skipped"
-    """It may not be trained, now or later: the reason says why."""
+    """It may not be trained, now or later: `PlannedGroup.reason` names the reason."""
     INCOMPLETE = "incomplete"
     """The store does not show all of its rows yet."""
     WAITING = "waiting"
@@ -35,9 +35,9 @@ class Fate(StrEnum):
     NO_GROUP = "no_group"
     """Rollouts that name no group of a known size: there is nothing to compare them with."""
     OTHER_MODE = "other_mode"
-    """Of a mode that trainer.modes leaves out: held out, probes, production."""
+    """Its mode is not in trainer.modes: held out, probes, production."""
     UNDER_WAY = "under_way"
-    """Another trainer is at it, or one was when it died."""
+    """Another trainer is training it, or one was when it died."""
     TRAINED = "trained"
     """A committed batch has used it."""
 
@@ -50,128 +50,128 @@ class PlannedGroup:
     group_id: str
     """Empty: all rollouts of the mode that name no group."""
     rollouts: int
-    """That are built."""
+    """Number of its rollouts that are built."""
     size: int
-    """That it has when it is whole; 0: nobody said."""
+    """Number of rollouts of the whole group; 0: unknown."""
     fate: Fate
     batch: int | None = None
-    """1 for the next batch. None: it is in none."""
+    """Number of its batch, 1 for the next. None: it is in none."""
     reason: SkipReason | None = None
-    """Why it is skipped. None: it is not."""
+    """Reason for which it is skipped. None: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the ledger says."""
+    """State of a branch in the ledger."""
 
     lineage: Sequence[int]
-    """Committed versions that led to the one about to be trained, which is last."""
+    """Committed versions, oldest first, that led to the one about to be trained, which is last."""
     tokenizer_hash: str
     finished: frozenset[tuple[str, str]]
-    """Mode and id of groups that must not be taken."""
+    """Mode and id of groups that a batch must not take."""
     leased: frozenset[tuple[str, str]]
-    """Those of them whose step is under way."""
+    """Mode and id of finished groups whose step is under way."""
     skipped: dict[Group, SkipReason]
     claimed: Callable[[Sequence[BatchRollout]], Mapping[Group, str]] = lambda _: {}
-    """The groups of which a rollout is in a committed batch."""
+    """Function that returns the groups of which a rollout is in a committed batch, with a sentence about each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would do now."""
+    """Plan of a run: the outcome of each group, now."""
 
     policy: str
     branch: str
     run_id: str
     build_spec: str
     version: int
-    """That the next step trains."""
+    """Policy version that the next step trains."""
     groups_per_batch: int
     in_flight: int
-    """Groups of mode train that are wanted beyond those that are trained, skipped or in a batch above (`demand.in_flight`)."""
+    """Number of groups of mode train needed beyond those that are trained, skipped or in a batch above (`demand.in_flight`)."""
     groups: tuple[PlannedGroup, ...]
-    """All that the store knows of the run; the ready ones first, in the order in which they are taken."""
+    """All groups of the run in the store; the ready ones first, in the order in which batches take them."""
     unbuilt: int
-    """Rollouts that have ended and are not built."""
+    """Number of rollouts that have ended and are not built."""
     elsewhere: tuple[str, ...]
-    """What is built of other runs, or by other specifications, in words, when nothing is of this run."""
+    """Descriptions of rollouts built of other runs or by other specifications; empty where this run has groups."""
     best: str = ""
-    """A few words about the best version on held-out rollouts; empty: none has been measured."""
+    """Description of the best version on held-out rollouts; empty: none has been evaluated."""
 
     @property
     def batches(self) -> int:
-        """How many batches a run would train now."""
-        return max((one.batch or 0 for one in self.groups), default=0)
+        """Return the number of batches that a run would train now."""
+        return max((group.batch or 0 for group in self.groups), default=0)
 
     def having(self, *fates: Fate) -> list[PlannedGroup]:
-        """The groups with one of these fates."""
-        return [one for one in self.groups if one.fate in fates]
+        """Return the groups with one of these fates."""
+        return [group for group in self.groups if group.fate in fates]
 
     @property
-    def wanted(self) -> int:
-        """How many groups more are wanted than the store knows of; those that no rollout was built of are not known."""
+    def missing_groups(self) -> int:
+        """Return the number of groups needed beyond those in the store, which knows no group before a rollout of it is built."""
         return max(self.in_flight - self._there, 0)
 
     @property
     def demand(self) -> str:
-        """How many groups more are wanted, and what became of others, in one sentence; empty: none are."""
-        if not self.wanted:
+        """Return a sentence about the groups that are still needed, and the skipped ones; empty: none are needed."""
+        if not self.missing_groups:
             return ""
-        told = f"{_count(self.wanted, 'more group')} {'is' if self.wanted == 1 else 'are'} wanted: {self.in_flight} shall be in flight"
+        text = f"{_are(self.missing_groups, 'more group')} wanted: {self.in_flight} shall be in flight"
         skips = self._skips()
-        return f"{told}, {self._there} {'is' if self._there == 1 else 'are'} there{f'; {skips}' if skips else ''}."
+        return f"{text}, {self._there} {'is' if self._there == 1 else 'are'} there{f'; {skips}' if skips else ''}."
 
     @property
     def _there(self) -> int:
-        return sum(one.mode == Mode.TRAIN for one in self.having(Fate.LEFT, Fate.WAITING, Fate.INCOMPLETE, Fate.UNDER_WAY))
+        return sum(group.mode == Mode.TRAIN for group in self.having(Fate.LEFT, Fate.WAITING, Fate.INCOMPLETE, Fate.UNDER_WAY))
 
     def _skips(self) -> str:
-        skips = Counter(one.reason.value for one in self.having(Fate.SKIPPED) if one.reason)
+        skips = Counter(group.reason.value for group in self.having(Fate.SKIPPED) if group.reason)
         return f"{_are(skips.total(), 'group')} skipped ({', '.join(f'{n} {why}' for why, n in sorted(skips.items()))})" if skips else ""
 
     @property
     def sentence(self) -> str:
-        """What would be trained, or why nothing, in one sentence."""
+        """Return a sentence about what would be trained, or the reasons for which nothing would be."""
         if self.batches:
-            told = f"{_count(self.batches, 'batch', 'batches')} of {_count(self.groups_per_batch, 'group')} would be trained"
+            text = f"{_count(self.batches, 'batch', 'batches')} of {_count(self.groups_per_batch, 'group')} would be trained"
         else:
-            told = "there is nothing to train"
-        why = self._whys()
-        return f"{told}: {'; '.join(why)}." if why else f"{told}."
+            text = "there is nothing to train"
+        reasons = self._outcomes()
+        return f"{text}: {'; '.join(reasons)}." if reasons else f"{text}."
 
-    def _whys(self) -> list[str]:
+    def _outcomes(self) -> list[str]:
         left, waiting, loose = (self.having(fate) for fate in (Fate.LEFT, Fate.WAITING, Fate.NO_GROUP))
-        told: list[str] = []
+        reasons: list[str] = []
         if left:
-            told.append(f"{_are(len(left), 'group')} ready and a batch takes {self.groups_per_batch} (trainer.groups_per_batch)")
+            reasons.append(f"{_are(len(left), 'group')} ready and a batch takes {self.groups_per_batch} (trainer.groups_per_batch)")
         if waiting:
-            missing = sum(one.size - one.rollouts for one in waiting)
-            told.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
+            missing = sum(group.size - group.rollouts for group in waiting)
+            reasons.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
         if incomplete := self.having(Fate.INCOMPLETE):
-            told.append(f"{_wait(len(incomplete))} for rows that the store does not show yet")
+            reasons.append(f"{_wait(len(incomplete))} for rows that the store does not show yet")
         if self.unbuilt:
-            told.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
+            reasons.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
         if skips := self._skips():
-            told.append(skips)
+            reasons.append(skips)
         if loose:
-            told.append(f"{_count(sum(one.rollouts for one in loose), 'rollout')} without a group (docs/training.md)")
-        for mode, n in sorted(Counter(one.mode for one in self.having(Fate.OTHER_MODE)).items()):
-            told.append(f"{_are(n, 'group')} of mode {mode}")
+            reasons.append(f"{_count(sum(group.rollouts for group in loose), 'rollout')} without a group (docs/training.md)")
+        for mode, n in sorted(Counter(group.mode for group in self.having(Fate.OTHER_MODE)).items()):
+            reasons.append(f"{_are(n, 'group')} of mode {mode}")
         under_way, trained = len(self.having(Fate.UNDER_WAY)), len(self.having(Fate.TRAINED))
         if under_way:
-            told.append(f"{_are(under_way, 'group')} in a step under way")
+            reasons.append(f"{_are(under_way, 'group')} in a step under way")
         if trained:
-            told.append(f"{_count(trained, 'group')} trained before")
+            reasons.append(f"{_count(trained, 'group')} trained before")
         if not self.groups and not self.unbuilt:
             others = f"; the store has {', '.join(self.elsewhere)}" if self.elsewhere else ""
-            told.append(f"nothing is built of run {self.run_id!r} by specification {self.build_spec}{others}")
-        return told
+            reasons.append(f"nothing is built of run {self.run_id!r} by specification {self.build_spec}{others}")
+        return reasons
 
 
 def planned(
     states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], past: Past, settings: TrainerSettings
 ) -> tuple[PlannedGroup, ...]:
-    """Give every group its fate.
+    """Return every group with its fate.
 
     Args:
         states: what is built of each group, in the order in which groups are taken.
@@ -201,25 +201,25 @@ def planned(
     lineage, batch = list(past.lineage), 0
     while ready:
         chosen = ready[: settings.groups_per_batch]
-        loaded = load([one.group for one in chosen])
+        loaded = load([item.group for item in chosen])
         if loaded.incomplete:
-            fates |= {one.group: _fate(one, Fate.INCOMPLETE) for one in chosen if one.group in loaded.incomplete}
-            ready = [one for one in ready if one.group not in loaded.incomplete]
+            fates |= {item.group: _fate(item, Fate.INCOMPLETE) for item in chosen if item.group in loaded.incomplete}
+            ready = [item for item in ready if item.group not in loaded.incomplete]
             continue
-        reasons = _reasons([one.group for one in chosen], loaded, lineage, past, settings)
+        reasons = _reasons([item.group for item in chosen], loaded, lineage, past, settings)
         if reasons:
-            fates |= {one.group: _fate(one, Fate.SKIPPED, reason=reasons[one.group]) for one in chosen if one.group in reasons}
-            ready = [one for one in ready if one.group not in reasons]
+            fates |= {item.group: _fate(item, Fate.SKIPPED, reason=reasons[item.group]) for item in chosen if item.group in reasons}
+            ready = [item for item in ready if item.group not in reasons]
         elif len(chosen) < settings.groups_per_batch:
-            fates |= {one.group: _fate(one, Fate.LEFT) for one in chosen}
+            fates |= {item.group: _fate(item, Fate.LEFT) for item in chosen}
             break
         else:
             batch += 1
             lineage.append(lineage[-1] + 1)  # the number that it will have, or a smaller one; either way it is the newest
-            fates |= {one.group: _fate(one, Fate.BATCH, batch=batch) for one in chosen}
+            fates |= {item.group: _fate(item, Fate.BATCH, batch=batch) for item in chosen}
             ready = ready[settings.groups_per_batch :]
     order = {fate: place for place, fate in enumerate(Fate)}
-    return tuple(sorted(fates.values(), key=lambda one: (one.batch or 1 << 62, order[one.fate])))
+    return tuple(sorted(fates.values(), key=lambda group: (group.batch or 1 << 62, order[group.fate])))
 
 
 def _reasons(
@@ -235,12 +235,12 @@ def _fate(state: GroupState, fate: Fate, *, batch: int | None = None, reason: Sk
     return PlannedGroup(state.group.mode, state.group.group_id, state.rollouts, state.size, fate, batch, reason)
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _are(number: int, one: str) -> str:
-    return f"{_count(number, one)} {'is' if number == 1 else 'are'}"
+def _are(number: int, noun: str) -> str:
+    return f"{_count(number, noun)} {'is' if number == 1 else 'are'}"
 
 
 def _wait(number: int) -> str:

@@ -1,6 +1,6 @@
 """The plan of a run, from the store and the ledger as they stand.
 
-In: settings. Out: a `Plan`. Invariant: what it opens it opens to read.
+In: settings. Out: a `Plan`. Invariant: store and ledger are only read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(settings: Settings) -> Plan:
-    """What `train --once` would do now.
+    """Return the plan of what `train --once` would do now.
 
     Raises:
         SpangradError: a setting or the store is not as it must be.
@@ -40,13 +40,13 @@ def make_plan(settings: Settings) -> Plan:
 
 
 def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
-    """The plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
+    """Return the plan of a run that reads with `client`. No ledger: nothing has been trained yet."""
     source = Source(client, settings)
     past = past_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, past, trainer)
     steps = spent(ledger, trainer, source.build_spec).steps if ledger else 0
-    steps += max((one.batch or 0 for one in groups), default=0) + bool(past.leased)
+    steps += max((group.batch or 0 for group in groups), default=0) + bool(past.leased)
     champion = best(ledger.versions(), trainer) if ledger else None
     return Plan(
         policy=trainer.policy,
@@ -64,12 +64,12 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> Plan:
 
 
 def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
-    """What the ledger says; of a branch that has not begun, what it will once it has."""
+    """Return the branch's state in the ledger; for a branch that has not begun, the state with which it will begin."""
     newest = ledger.frontier() if ledger else None
     if ledger is None or newest is None:
         return _beginning(settings, ledger)
-    under_way = [one.policy_version.batch_id for one in ledger.versions() if one.status is None]
-    leased = {(one.group.mode, one.group.group_id) for batch in under_way if batch for one in ledger.batch(batch)}
+    under_way = [row.policy_version.batch_id for row in ledger.versions() if row.status is None]
+    leased = {(row.group.mode, row.group.group_id) for batch in under_way if batch for row in ledger.batch(batch)}
     finished = ledger.finished_groups(settings.trainer.run_id, build_spec, tuned=not settings.trainer.retrain_tuned)
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
@@ -80,7 +80,7 @@ def past_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Past:
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> Past:
-    """Of a branch that has no version yet: it begins with trainer.model, which may be another branch's version."""
+    """Return the state of a branch without versions: it begins with trainer.model, which may be another branch's version."""
     model = settings.trainer.model
     tokenizer, lineage = tokenizer_hash(model) if model else "", [0]
     if ledger and model:

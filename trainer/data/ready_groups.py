@@ -1,8 +1,8 @@
 """Groups that are ready to be trained: whole, and neither trained nor skipped.
 
 In: a source of whole groups, and the ledger. Out: those that a batch may take, oldest first. Invariant: a look costs what is new. The
-ledger is asked of groups that were not asked of before, and, when it has changed, of what was written since; a source that is told which
-groups are done forgets them. When somebody restored groups, both begin anew.
+ledger is queried for groups that are new, and, when it has changed, for what was written since; groups that are done are released by the
+source. When the user has restored groups, both are read again from the beginning.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Key = tuple[str, str]
 """Mode and id of a group."""
 _KEYS_A_STATEMENT = 500
 _FEW = 4000
-"""Up to as many groups are looked up by their ids; of more, all that the ledger knows is read at once."""
+"""Largest number of groups that are looked up by their ids; for more, the whole ledger is read at once."""
 
 
 class WholeGroups(Protocol):
-    """Where whole groups come from."""
+    """Source of whole groups."""
 
     @property
     def build_spec(self) -> str:
-        """The build specification of all of them."""
+        """Return the build specification of all groups."""
         ...
 
     def ready(self) -> list[Group]:
-        """Groups whose last rollout was built, oldest first, but those that were released; the same list as long as nothing changes."""
+        """Return the whole groups that were not released, oldest first; the same list as long as nothing changes."""
         ...
 
     def release(self, groups: Iterable[Group]) -> None:
@@ -51,13 +51,13 @@ class _Finished:
     """Groups that may not be taken."""
 
     done: set[Key]
-    """Trained, or skipped."""
+    """Groups that are trained or skipped."""
     leased: set[Key]
-    """Of a step that is under way, which may fail."""
+    """Groups of a step that is under way, which may fail."""
 
 
 class ReadyGroups:
-    """The groups of one branch that a batch may take."""
+    """Groups of one branch that a batch may take."""
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
         """Look at nothing yet."""
@@ -65,11 +65,11 @@ class ReadyGroups:
         self._settings = settings
         self._tables = (BATCH_ROLLOUTS,) if settings.retrain_tuned else (BATCH_ROLLOUTS, TUNED_ROLLOUTS)
         self._changes: tuple[int, int] | None = None
-        """Of the ledger, when it was asked last."""
+        """Change counters of the ledger at the last query."""
         self._newest = 0
-        """The oldest version whose groups, and whose skips, may be news when the ledger is asked next."""
+        """Oldest version whose groups and skips may be new at the next query of the ledger."""
         self._asked: set[Key] = set()
-        """Groups of which the ledger was asked, and that were not done."""
+        """Groups that were looked up in the ledger and are not done."""
         self._leased: set[Key] = set()
         self._whole: list[Group] = []
         self._ready: list[Group] = []
@@ -97,48 +97,52 @@ class ReadyGroups:
         """Return those of the groups that are done, and note those that are leased."""
         new = sorted(keys - self._asked)
         if self._changes is None or len(new) > _FEW:
-            found = self._finished(connection, build_spec, None, None)
-            done, self._leased = found.done, found.leased
+            finished = self._finished(connection, build_spec, None, None)
+            done, self._leased = finished.done, finished.leased
         else:
             done = set[Key]()
             if self._changes != changes:
-                found = self._finished(connection, build_spec, self._newest, None)
-                done, self._leased = found.done, found.leased
+                finished = self._finished(connection, build_spec, self._newest, None)
+                done, self._leased = finished.done, finished.leased
             for start in range(0, len(new), _KEYS_A_STATEMENT):
-                found = self._finished(connection, build_spec, None, [group for _, group in new[start : start + _KEYS_A_STATEMENT]])
-                done |= found.done
-                self._leased |= found.leased
+                finished = self._finished(connection, build_spec, None, [group for _, group in new[start : start + _KEYS_A_STATEMENT]])
+                done |= finished.done
+                self._leased |= finished.leased
         self._newest = self._oldest_open(connection)
         return done & keys
 
     def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, groups: Sequence[str] | None) -> _Finished:
         """Read which groups may not be taken: all, those of versions from `since` on, or those of some ids."""
         run = self._settings.run_id
-        leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*self._mine(LEASES))).scalars())
+        leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*self._of_branch(LEASES))).scalars())
         done, leased = set[Key](), set[Key]()
         for table in self._tables:
             named = table.c.group_id.in_(groups) if groups is not None else sa.true()
             recent = table.c.batch_id.in_(self._batches(since)) if since is not None else sa.true()
             under_way = table.c.batch_id.in_(leases)
-            query = sa.select(table.c.mode, table.c.group_id, under_way).where(*self._mine(table), table.c.run_id == run, named, recent)
+            query = sa.select(table.c.mode, table.c.group_id, under_way).where(
+                *self._of_branch(table), table.c.run_id == run, named, recent
+            )
             for mode, group, is_leased in connection.execute(query.distinct()):
                 (leased if is_leased else done).add((str(mode), str(group)))
         named = SKIPPED.c.group_id.in_(groups) if groups is not None else sa.true()
         recent = SKIPPED.c.version >= since if since is not None else sa.true()
         query = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
-            *self._mine(SKIPPED), SKIPPED.c.run_id == run, SKIPPED.c.build_spec == build_spec, named, recent
+            *self._of_branch(SKIPPED), SKIPPED.c.run_id == run, SKIPPED.c.build_spec == build_spec, named, recent
         )
         done |= {(str(mode), str(group)) for mode, group in connection.execute(query)}
         return _Finished(done, leased)
 
     def _batches(self, since: int) -> sa.Select[tuple[str]]:
-        return sa.select(VERSIONS.c.batch_id).where(*self._mine(VERSIONS), VERSIONS.c.version >= since, VERSIONS.c.batch_id.is_not(None))
+        return sa.select(VERSIONS.c.batch_id).where(
+            *self._of_branch(VERSIONS), VERSIONS.c.version >= since, VERSIONS.c.batch_id.is_not(None)
+        )
 
     def _oldest_open(self, connection: sa.Connection) -> int:
-        """The version of the step that is under way, else the newest that the policy has handed out."""
+        """Return the version of the step that is under way, else the policy's newest."""
         newest = connection.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(VERSIONS.c.policy == self._settings.policy)).scalar()
-        lease = connection.execute(sa.select(LEASES.c.version).where(*self._mine(LEASES))).scalar()
-        return min(one for one in (newest or 0, lease) if one is not None)
+        lease = connection.execute(sa.select(LEASES.c.version).where(*self._of_branch(LEASES))).scalar()
+        return min(version for version in (newest or 0, lease) if version is not None)
 
-    def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
+    def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c.policy == self._settings.policy, table.c.branch == self._settings.branch]

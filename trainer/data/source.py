@@ -1,8 +1,8 @@
-"""Finished groups of rollouts, and their transitions, out of the span store.
+"""Finished groups of rollouts, and their transitions, read from the span store.
 
 In: `otel.builds` and `otel.transitions`, as `spangrad.store.datasets` reads them. Out: `Group`s whose last rollout was built, oldest first,
-and their transitions as Polars frames. Invariant: only the run, modes and dataset that the trainer was told, as of the time that it was
-told; a rollout's newest revision, each row once. What the ledger has used is the caller's to leave out.
+and their transitions as Polars frames. Invariant: only the run, modes and dataset of the trainer's settings, as of the time that they name;
+a rollout's newest revision, each row once. The caller leaves out the groups that the ledger has used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spangrad.types import AttemptFailure, Mode
 from trainer.credit.learning import ESTIMATORS, Need
 from trainer.credit.overlong import with_overlong
 from trainer.credit.roles import cancelling_roles, count_roles, missing_roles
-from trainer.data.built_groups import MINE, BuiltGroups
+from trainer.data.built_groups import THIS_RUN, BuiltGroups
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -85,17 +85,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """How far a group is built; its greedy rollout is one of it where the trainer's estimator compares with that."""
+    """Build progress of a group; its greedy rollout counts where the trainer's estimator compares with it."""
 
     group: Group
     rollouts: int
-    """That are built."""
+    """Number of its rollouts that are built."""
     size: int
-    """That it has when it is whole; 0: nobody said."""
+    """Number of rollouts of the whole group; 0: unknown."""
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is built."""
+        """Return whether all of its rollouts are built."""
         return 0 < self.size <= self.rollouts
 
 
@@ -113,13 +113,13 @@ class BatchRollout:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the store holds of some groups."""
+    """Rollouts and transitions of some groups in the store."""
 
     rollouts: list[BatchRollout]
-    """Every attempt that was built, whether it left transitions or only drops."""
+    """Every attempt that was built, with transitions or with dropped calls only."""
     transitions: pl.DataFrame
-    """Every policy's, of the newest revisions; ordered by group, rollout, attempt and turn. A final reward stands on a rollout's
-    last call, whoever made it, so a policy's values are not known from its own rows alone."""
+    """Transitions of all policies, of the newest revisions; ordered by group, rollout, attempt and turn. A final reward is on a rollout's
+    last call, of any policy, so a policy's values are not known from its own rows alone."""
     greedy: pl.DataFrame | None = None
     """Transitions of the groups' greedy rollouts. None: the trainer's estimator compares with none."""
     cancelled: frozenset[str] = frozenset()
@@ -128,7 +128,7 @@ class Loaded:
     """Groups of which the store shows fewer rows than were built, with a sentence about each: they are not ready yet."""
 
     def own(self, policy: str, selection: Selection) -> pl.Series:
-        """Which transitions one policy can be trained on: those that it answered and that are selected.
+        """Return a mask of the transitions that a policy can be trained on: those that it answered and that are selected.
 
         Raises:
             SettingsError: a pattern of the selection is no regular expression.
@@ -150,7 +150,7 @@ class Loaded:
         )
 
     def __add__(self, other: Loaded) -> Loaded:
-        """Return what was loaded of this one's groups and the other's, which are others, in the store's order."""
+        """Return the groups of both, which are distinct, in the store's order."""
         greedy = [frame for frame in (self.greedy, other.greedy) if frame is not None]
         return Loaded(
             sorted([*self.rollouts, *other.rollouts], key=lambda row: (row.group.mode, row.group.group_id, row.rollout_id, row.attempt)),
@@ -165,19 +165,19 @@ _ORDER = ("Mode", "GroupId", "RolloutId", "Attempt", "Turn", "CallId")
 
 
 def _in_order(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """Return the rows of all, in the order in which the store gives them."""
+    """Return the rows of all frames, in the order in which the store gives them."""
     return pl.concat([frame for frame in frames if frame.height] or frames[:1], how="vertical_relaxed").sort(*_ORDER)
 
 
 def _with_greedy(states: Sequence[GroupState], modes: Sequence[str]) -> list[GroupState]:
-    """Groups that lack one rollout more as long as their greedy one is not built; those of greedy rollouts alone are part of them."""
-    built = {one.group.group_id for one in states if one.group.mode == Mode.GREEDY}
+    """Count the greedy rollout as one more of each group; groups of greedy rollouts alone are left out, as part of those."""
+    built = {state.group.group_id for state in states if state.group.mode == Mode.GREEDY}
     return [
-        replace(one, rollouts=min(one.rollouts, one.size) + (one.group.group_id in built), size=one.size + 1)
-        if one.group.mode in modes and one.size
-        else one
-        for one in states
-        if one.group.mode != Mode.GREEDY
+        replace(state, rollouts=min(state.rollouts, state.size) + (state.group.group_id in built), size=state.size + 1)
+        if state.group.mode in modes and state.size
+        else state
+        for state in states
+        if state.group.mode != Mode.GREEDY
     ]
 
 
@@ -185,9 +185,9 @@ class Source:
     """Reads one run's groups."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
-        """Read with `client`; the trainer's settings say what: a dataset, else what the builder's settings make.
+        """Read with `client`: the dataset of the trainer's settings, else what the builder's settings make.
 
-        A name without a revision means the newest one now: training does not change over to another under way.
+        A name without a revision means the newest one now: training does not switch to another revision later.
 
         Raises:
             StoreError: the store has no such dataset.
@@ -211,7 +211,7 @@ class Source:
         self._ready: list[Group] = []
 
     def ready(self) -> list[Group]:
-        """All groups with as many built rollouts as their size, in the order in which they became ready, but those that were released.
+        """Return the groups with as many built rollouts as their size, in the order in which they became ready, but those released.
 
         Groups of unknown size (0) are never ready. Where the estimator compares with a greedy rollout, that is waited for, too. The first
         call reads all of history, each further one what has arrived since; the list is the same as long as nothing changes.
@@ -230,18 +230,18 @@ class Source:
         self._built.rescan()
 
     def states(self) -> list[GroupState]:
-        """All groups of the run, of every mode and however far they are built, in the order of `ready`."""
-        rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, MINE)))
+        """Return all groups of the run, of every mode, whole or not, in the order of `ready`."""
+        rows = self._rows(_STATES.format(builds=builds_sql(self._as_of, THIS_RUN)))
         states = [GroupState(Group(self._run, mode, self.build_spec, group), count, size) for mode, group, size, count in rows]
         return _with_greedy(states, self._modes) if self._greedy else states
 
     def unbuilt(self) -> int:
-        """How many rollouts of the run, of the modes that are trained, have ended and are not built."""
+        """Return the number of rollouts of the run, of the trained modes, that have ended and are not built."""
         ((count,),) = self._rows(_UNBUILT)
         return count
 
     def elsewhere(self) -> list[str]:
-        """What is built of other runs, or by other specifications, in words; the newest first."""
+        """Return descriptions of rollouts built of other runs or by other specifications; the newest first."""
         rows = self._rows(_ELSEWHERE)
         return [f"{count} rollouts of run {run!r}{'' if ours else ' by another specification'}" for run, ours, count in rows]
 
@@ -253,11 +253,11 @@ class Source:
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""
-        named = [(mode, one.group_id) for one in groups for mode in (one.mode, *([Mode.GREEDY.value] if self._greedy else []))]
+        named = [(mode, group.group_id) for group in groups for mode in (group.mode, *([Mode.GREEDY.value] if self._greedy else []))]
         in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
-        theirs = f"{MINE} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {MINE} AND {in_groups})"
-        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, theirs), in_groups=in_groups))
-        rows = self._frame(_TRANSITIONS.format(mine=MINE, in_groups=in_groups))
+        same_rollouts = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM otel.builds WHERE {THIS_RUN} AND {in_groups})"
+        builds = self._frame(_BUILDS.format(builds=builds_sql(self._as_of, same_rollouts), in_groups=in_groups))
+        rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=in_groups))
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
             BatchRollout(Group(*row[: len(GROUP_COLUMNS)]), *row[len(GROUP_COLUMNS) :])
@@ -265,15 +265,15 @@ class Source:
         ]
         cancelled, missing = self._cancelled(rollouts), missing_rows(builds, newest)
         incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
-        newest = self._shaped(self._with_counted_rewards(newest))
+        newest = self._with_derived_rewards(self._with_counted_rewards(newest))
         if not self._greedy:
             return Loaded(rollouts, newest, cancelled=cancelled, incomplete=incomplete)
         greedy = pl.col("Mode") == Mode.GREEDY
-        trained = [one for one in rollouts if one.group.mode != Mode.GREEDY]
+        trained = [rollout for rollout in rollouts if rollout.group.mode != Mode.GREEDY]
         return Loaded(trained, newest.filter(~greedy), newest.filter(greedy), cancelled, incomplete)
 
     def _with_counted_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
-        """Return the transitions with the rewards of `trainer.reward_roles`; the first odd choice of roles is warned of."""
+        """Return the transitions with the rewards of `trainer.reward_roles`; log a warning at the first odd choice of roles."""
         counted = count_roles(transitions, self._roles)
         warning = missing_roles(transitions, self._roles) or cancelling_roles(counted, self._weights)
         if warning and not self._warned_of_roles:
@@ -281,18 +281,18 @@ class Source:
             self._warned_of_roles = True
         return counted
 
-    def _shaped(self, transitions: pl.DataFrame) -> pl.DataFrame:
-        """With the rewards that the trainer derives of what is stored."""
+    def _with_derived_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
+        """Return the transitions with the rewards that the trainer derives from them."""
         own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
         return with_overlong(transitions, own, self._trainer)
 
     def _cancelled(self, rollouts: Sequence[BatchRollout]) -> frozenset[str]:
         ids = set[str]()
-        for some in batches(one.rollout_id for one in rollouts):
-            query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value, rollouts=constant(some))
+        for rollout_ids in batches(rollout.rollout_id for rollout in rollouts):
+            query = _CANCELLED.format(reason=AttemptFailure.CANCELLED.value, rollouts=constant(rollout_ids))
             with store_errors(self._url):
                 ids |= {name for (name,) in self._client.query(query, parameters={"run": self._run}, settings=LONG).result_rows}
-        return frozenset(one.group.group_id for one in rollouts if one.rollout_id in ids)
+        return frozenset(rollout.group.group_id for rollout in rollouts if rollout.rollout_id in ids)
 
     def _frame(self, query: str) -> pl.DataFrame:
         parameters = {"run": self._run, "spec": self.build_spec}

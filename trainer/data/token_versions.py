@@ -1,4 +1,4 @@
-"""The policy version that sampled each response token, and how far it lies behind the one that is trained.
+"""Policy version that sampled each response token, and its staleness: the committed versions between it and the one trained.
 
 In: transitions with `Versions.Start` and `Versions.Version`; the committed versions that led to the one about to be trained. Out: flat
 arrays with an element a response token. Invariant: pure functions; a token's version is what the engine recorded for it.
@@ -47,7 +47,7 @@ def token_versions(transitions: pl.DataFrame) -> NDArray[np.int64]:
 
 
 def staleness(versions: NDArray[np.int64], lineage: Sequence[int]) -> NDArray[np.int16]:
-    """Return how many committed versions lie between each token's and the one about to be trained.
+    """Return the number of committed versions between each token's and the one about to be trained.
 
     Args:
         versions: of tokens, any shape; UNKNOWN where none was sampled.
