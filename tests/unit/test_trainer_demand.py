@@ -24,7 +24,7 @@ from spangrad.errors import QueueError
 from spangrad.settings import RunnerSettings, Settings, TrainerSettings
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
-from trainer.ledger.demand import Spent, demand, in_flight, spent, wanted
+from trainer.ledger.demand import Spent, demand, groups_wanted, in_flight, spent
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -124,7 +124,7 @@ def test_in_flight_are_batches_within_the_staleness_bound_and_no_more_than_steps
     assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
     assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
     cancelled = Spent(steps, 2 * steps, {SkipReason.EQUAL: 5, SkipReason.CANCELLED: 7})
-    assert wanted(cancelled, chosen) == wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
+    assert groups_wanted(cancelled, chosen) == groups_wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
     assert demand(gone, chosen, [7]).oldest_version == 7
 
 
@@ -146,7 +146,7 @@ def test_the_level_never_falls_and_the_queue_ends_with_the_newest(events: list[s
 
         def look() -> None:
             gone = spent(ledger, chosen, SPEC)
-            stated.append(wanted(gone, chosen))
+            stated.append(groups_wanted(gone, chosen))
             assert stated[-1] - gone.groups == in_flight(chosen, gone.steps), "as many as the steps to come can use"
 
         ledger = opened()

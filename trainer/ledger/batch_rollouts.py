@@ -1,7 +1,7 @@
-"""Rollouts of batches, as the ledger keeps them: which batch has which, and which are in one already.
+"""Rollouts of batches in the ledger: the rollouts of each batch, and those that belong to one already.
 
 In: rollouts of groups. Out: rows of the ledger, and a sentence for each group of which a rollout is in a batch. Invariant: each function
-runs inside a transaction of the ledger's.
+runs inside a transaction of the ledger.
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ class AlreadyTrainedError(LedgerError):
 
 
 def claim(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, rollouts: Sequence[BatchRollout]) -> None:
-    """Enter a batch's rollouts.
+    """Record a batch's rollouts.
 
     Raises:
         AlreadyTrainedError: some are in another batch of the branch, or in this one twice.
     """
-    taken = dict(claimed(transaction, branch, rollouts))
+    conflicts = dict(claimed(transaction, branch, rollouts))
     keys = dict[tuple[str, str, int], Group]()
     for rollout in rollouts:
         if keys.setdefault(_key(rollout), rollout.group) != rollout.group:
-            taken[rollout.group] = f"rollout {rollout.rollout_id!r} is in group {keys[_key(rollout)].group_id!r} of the same batch, too."
-    if taken:
-        raise AlreadyTrainedError(taken, f"{branch['policy']}/{branch['branch']}")
+            conflicts[rollout.group] = (
+                f"rollout {rollout.rollout_id!r} is in group {keys[_key(rollout)].group_id!r} of the same batch, too."
+            )
+    if conflicts:
+        raise AlreadyTrainedError(conflicts, f"{branch['policy']}/{branch['branch']}")
     transaction.execute(BATCH_ROLLOUTS.insert(), [_row(rollout, branch, batch_id) for rollout in rollouts])
 
 
 def claimed(transaction: sa.Connection, branch: Mapping[str, str], rollouts: Sequence[BatchRollout]) -> Iterator[tuple[Group, str]]:
     """Yield the groups of which a rollout is in a committed batch of the branch, with a sentence; a group may come more than once."""
     table = BATCH_ROLLOUTS.c
-    mine = [table[name] == value for name, value in branch.items()]
+    in_branch = [table[name] == value for name, value in branch.items()]
     leased = sa.select(LEASES.c.batch_id).where(*(LEASES.c[name] == value for name, value in branch.items()))
     for start in range(0, len(rollouts), _KEYS_A_STATEMENT):
-        some = {_key(rollout): rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
+        by_key = {_key(rollout): rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
         query = (
             sa.select(table.run_id, table.rollout_id, table.attempt, table.group_id, VERSIONS.c.version)
             .join(VERSIONS, VERSIONS.c.batch_id == table.batch_id)
-            .where(*mine, sa.tuple_(table.run_id, table.rollout_id, table.attempt).in_(some), table.batch_id.not_in(leased))
+            .where(*in_branch, sa.tuple_(table.run_id, table.rollout_id, table.attempt).in_(by_key), table.batch_id.not_in(leased))
         )
         for run, name, attempt, group, version in transaction.execute(query):
-            yield some[run, name, attempt].group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
+            yield by_key[run, name, attempt].group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
 
 
 def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:

@@ -1,9 +1,9 @@
-"""What batches made of files leave in the ledger.
+"""Batches made of files, as the ledger records them.
 
 In: a lease and what its batch is made of. Out: the runs of `spangrad tune` that led to a branch's head, and which rollouts the branch has
 trained in either way. Invariant: a batch of files names its rollouts and claims none: a run goes through its rows once an epoch, each of
-which may be a version. That no rollout is trained by a run of files and again by a batch of its own, or by another run, is kept by leaving
-its rows and groups out, unless that is asked for (docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
+which may be a version. Rows and groups whose rollouts were trained in the other way, or by another run, are left out, unless the user asks
+for them (docs/decisions/0010-a-run-of-files-names-its-rollouts.md).
 """
 
 from __future__ import annotations
@@ -19,61 +19,62 @@ from trainer.data.source import BatchRollout, Group
 from trainer.ledger.tables import BATCH_ROLLOUTS, TUNED_ROLLOUTS, TUNINGS, VERSIONS, Database, LedgerVersion
 
 Attempt = tuple[str, str, int]
-"""Run, rollout and attempt."""
+"""Run id, rollout id and attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedFile:
-    """A file of a batch."""
+    """File of a batch."""
 
     name: str
-    """Without its directory."""
+    """Name of the file, without its directory."""
     checksum: str
-    """SHA-256 of its contents, in hex."""
+    """SHA-256 of its contents, in hexadecimal."""
     size: int
+    """Size of the file, in bytes."""
     rows: int
-    """Of it that the batch trained, each once."""
+    """Number of its rows that the batch trained, each counted once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """One batch of a run over files."""
+    """Batch of a run over files."""
 
     method: str
     run: str
-    """Of the rows' files, the settings that decide what is learnt, and whether rows were trained again: the same again is the same run."""
+    """Digest of the files, the settings that decide what is learnt, and whether rows were trained again: equal digests are one run."""
     step: int
-    """Optimiser steps of the run, this batch's among them."""
+    """Number of optimizer steps of the run so far, this batch's included."""
     steps: int
-    """Of the whole run."""
+    """Number of optimizer steps of the whole run."""
     examples: str
-    """Names exactly what the run trains (`trainer.sft.examples.digest_of`): a run goes on with nothing else."""
+    """Digest of the examples that the run trains (`trainer.sft.examples.digest_of`): a run continues only with the same."""
     files: tuple[TunedFile, ...]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run ends here."""
+        """Return whether the run ends with this batch."""
         return self.step == self.steps
 
 
 def enter(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, tuning: Tuning, rollouts: Iterable[BatchRollout]) -> None:
-    """Write what a leased batch is made of."""
+    """Record the files and rollouts that a leased batch is made of."""
     facts = {**branch, "batch_id": batch_id, "method": tuning.method, "run": tuning.run, "step": tuning.step}
     whole = {"steps": tuning.steps, "examples": tuning.examples}
-    transaction.execute(TUNINGS.insert().values(**facts, **whole, files=json.dumps([asdict(one) for one in tuning.files])))
+    transaction.execute(TUNINGS.insert().values(**facts, **whole, files=json.dumps([asdict(file) for file in tuning.files])))
     rows = [
         {
             **branch,
             "batch_id": batch_id,
-            "run_id": one.group.run_id,
-            "mode": one.group.mode,
-            "group_id": one.group.group_id,
-            "build_spec": one.group.build_spec,
-            "rollout_id": one.rollout_id,
-            "attempt": one.attempt,
-            "revision": one.revision,
+            "run_id": rollout.group.run_id,
+            "mode": rollout.group.mode,
+            "group_id": rollout.group.group_id,
+            "build_spec": rollout.group.build_spec,
+            "rollout_id": rollout.rollout_id,
+            "attempt": rollout.attempt,
+            "revision": rollout.revision,
         }
-        for one in rollouts
+        for rollout in rollouts
     ]
     if rows:
         transaction.execute(TUNED_ROLLOUTS.insert(), rows)
@@ -86,7 +87,7 @@ def undo(transaction: sa.Connection, batch_id: str) -> None:
 
 
 def rollouts_of(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
-    """The rollouts that a batch of files names, in order."""
+    """Return the rollouts that a batch of files names, in order."""
     order = (TUNED_ROLLOUTS.c.group_id, TUNED_ROLLOUTS.c.rollout_id, TUNED_ROLLOUTS.c.attempt)
     rows = transaction.execute(sa.select(TUNED_ROLLOUTS).where(TUNED_ROLLOUTS.c.batch_id == batch_id).order_by(*order))
     return [
@@ -95,7 +96,7 @@ def rollouts_of(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]
 
 
 def tuning_of(database: Database, batch_id: str | None) -> Tuning | None:
-    """What a batch is made of. None: of rollouts of its own, or there is none."""
+    """Return the files that a batch is made of. None: it is made of rollouts, or there is no such batch."""
     if batch_id is None:
         return None
     with database.transaction() as transaction:
@@ -104,16 +105,16 @@ def tuning_of(database: Database, batch_id: str | None) -> Tuning | None:
 
 
 def has_trainers_state(database: Database, version: LedgerVersion) -> bool:
-    """Whether a batch of rollouts made a version, so that the optimiser's state beside its weights is one that the trainer goes on from.
+    """Return whether a batch of rollouts made a version, so that the trainer continues from the optimizer state beside its weights.
 
-    What training began with has none, and a run over files has an optimiser and a schedule of its own.
+    Initial weights have no such state, and a run over files has an optimizer and a schedule of its own.
     """
     batch_id = version.policy_version.batch_id
     return batch_id is not None and tuning_of(database, batch_id) is None
 
 
 def last_of(database: Database, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, Tuning] | None:
-    """The newest version that a run has committed on the way to the head, and its batch. None: the run has not begun there."""
+    """Return the newest version that a run has committed on the way to the head, and its batch. None: the run has not begun there."""
     with database.transaction() as transaction:
         rows = transaction.execute(
             sa.select(VERSIONS.c.version, TUNINGS)
@@ -131,16 +132,16 @@ def last_of(database: Database, policy: str, branch: str, run: str, lineage: Seq
 
 
 def trained_attempts(database: Database, policy: str, branch: str, begun: Tuning | None) -> set[Attempt]:
-    """Every rollout's attempt that a branch has trained, or is training, in batches of their own or out of files.
+    """Return every rollout's attempt that a branch has trained, or is training, in batches of rollouts or of files.
 
     Args:
         database: the ledger's.
-        policy: whose.
-        branch: whose.
-        begun: a batch of a run that goes on, whose own rollouts do not count: all batches that trained these examples. One that began
-            anew after a rollback found other examples: what it had trained before counts. None: all count.
+        policy: name of the policy.
+        branch: name of the branch.
+        begun: a batch of a run that is resumed, whose own rollouts do not count: those of all batches that trained these examples. A run
+            that began again after a rollback has other examples: what it had trained before counts. None: all count.
     """
-    found: set[Attempt] = set()
+    attempts: set[Attempt] = set()
     with database.transaction() as transaction:
         for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS):
             chosen = sa.select(table.c.run_id, table.c.rollout_id, table.c.attempt).where(
@@ -149,10 +150,10 @@ def trained_attempts(database: Database, policy: str, branch: str, begun: Tuning
             if table is TUNED_ROLLOUTS and begun:
                 own = sa.select(TUNINGS.c.batch_id).where(TUNINGS.c.run == begun.run, TUNINGS.c.examples == begun.examples)
                 chosen = chosen.where(table.c.batch_id.not_in(own))
-            found |= {(row.run_id, row.rollout_id, row.attempt) for row in transaction.execute(chosen)}
-    return found
+            attempts |= {(row.run_id, row.rollout_id, row.attempt) for row in transaction.execute(chosen)}
+    return attempts
 
 
 def _tuning(row: sa.Row[tuple[object, ...]]) -> Tuning:
-    files = tuple(TunedFile(**one) for one in json.loads(row.files))
+    files = tuple(TunedFile(**file) for file in json.loads(row.files))
     return Tuning(row.method, row.run, row.step, row.steps, row.examples, files)

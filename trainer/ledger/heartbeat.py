@@ -1,7 +1,7 @@
-"""Keeps a lease while a step runs.
+"""Renewal of a lease while a step runs.
 
-In: a lease. Out: renewals, from a thread of its own. Invariant: the thread decides nothing. Whether a step counts is decided by its
-commit; that a lease is lost, or cannot be renewed, is said as soon as it is seen.
+In: a lease. Out: renewals, from a thread of its own. Invariant: the thread decides nothing. The commit decides whether a step counts; a
+lease that is lost, or cannot be renewed, is logged as soon as that is detected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was trained on what, durably: the one place that hands out version numbers and leases rollouts to batches.
+"""Ledger: the durable record of which batch made which version; it hands out version numbers and leases rollouts to batches.
 
 In: groups of rollouts that are about to be trained. Out: a lease with a new version's number, and the committed frontier. Invariant:
 a rollout's attempt belongs to one batch of a policy's branch at most (the primary key of `batch_rollouts`), each change is one
@@ -8,8 +8,8 @@ A branch has one lease at a time, since each step trains what the one before it 
 work side by side. A lease ends by its commit, or it is undone: by its own process when a step fails, by any other once its process is known
 to be dead or it has expired unrenewed. Then its rollouts are free again, its number is marked orphaned, and it cannot be committed.
 
-A branch's head is what its next step trains: the newest commit, or an older one after `rollback`. Versions that were rolled back stay, with
-their batches: what they were trained on is not trained again.
+A branch's head is the version that its next step trains: the newest commit, or an older one after `rollback`. Versions that were rolled
+back stay, with their batches: their rollouts are not trained again.
 
 A branch that begins with weights which another branch of the policy committed begins as that version: it has its number, and names it as
 its parent. What came before it counts as the new branch's past (`lineage`), so that rollouts which the old branch sampled are no staler
@@ -39,7 +39,7 @@ from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, SKIPPED, 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to make one version of one batch."""
+    """Right to make one version of one batch."""
 
     batch_id: str
     version: int
@@ -47,7 +47,7 @@ class Lease:
 
 
 class Ledger:
-    """The ledger of one branch of one policy, for one trainer."""
+    """Ledger of one branch of one policy, for one trainer."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Ledger:
             place: trainer.directory, or a database's URL (trainer.ledger_url).
             policy: its name.
             branch: its branch.
-            lease_seconds: how long a lease holds unrenewed.
-            holder: who leases. None: this process.
-            settings: what skips depend on. None: the defaults.
+            lease_seconds: time that a lease holds unrenewed, in seconds.
+            holder: name of the process that leases. None: this process.
+            settings: settings that skips depend on. None: the defaults.
 
         Raises:
             LedgerError: there is no such database.
@@ -84,7 +84,7 @@ class Ledger:
         self.database.close()
 
     def register_initial(self, *, checksum: str, path: str, tokenizer_hash: str, run_id: str) -> None:
-        """Enter the weights that this branch begins with.
+        """Record the weights that this branch begins with.
 
         Weights (and a tokenizer) that another branch of the policy has committed keep that version's number, which becomes their parent; of
         several, the version whose path it is, else the newest. Others get 0, or the policy's next free number.
@@ -113,7 +113,7 @@ class Ledger:
             transaction.execute(HEADS.insert().values(**self._branch, version=version))
 
     def beginning(self, *, checksum: str, path: str, tokenizer_hash: str) -> list[int]:
-        """What `lineage` would say, had this branch begun with these weights (`register_initial`)."""
+        """Return the lineage that this branch would have if it had begun with these weights (`register_initial`)."""
         with self.database.reading() as transaction:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
@@ -121,15 +121,15 @@ class Ledger:
     def begin(
         self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, tuning: file_batches.Tuning | None = None
     ) -> Lease | None:
-        """Lease rollouts to a new batch, and hand out the number of the version that it will make.
+        """Lease rollouts to a new batch, and assign the number of the version that it will make.
 
         Args:
             rollouts: what the batch is made of.
-            parent: the version that will be trained. None: the head, whichever it is.
+            parent: the version that will be trained. None: the head.
             tuning: of a batch made of files, which names the rollouts and claims none. None: of a batch of rollouts.
 
         Returns:
-            None: another trainer's step is under way, or the head is no longer `parent`; look again.
+            None: another trainer's step is under way, or the head is no longer `parent`; try again later.
 
         Raises:
             AlreadyTrainedError: a rollout is in another batch; nothing was leased.
@@ -147,7 +147,7 @@ class Ledger:
             if parent not in {None, head}:
                 return None
             lease = Lease(uuid.uuid4().hex, self._free_number(transaction), head)
-            runs, modes = {one.group.run_id for one in rollouts}, {one.group.mode for one in rollouts}
+            runs, modes = {rollout.group.run_id for rollout in rollouts}, {rollout.group.mode for rollout in rollouts}
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
             transaction.execute(VERSIONS.insert().values(**of_version, run_id=",".join(sorted(runs)), modes=",".join(sorted(modes))))
@@ -159,7 +159,7 @@ class Ledger:
         return lease
 
     def renew(self, lease: Lease) -> bool:
-        """Hold a lease for another trainer.lease_seconds; False: it was undone."""
+        """Renew a lease for another trainer.lease_seconds. Return False if it was undone."""
         with self.database.transaction() as transaction:
             beats = {"seconds": self.lease_seconds, "beats": LEASES.c.beats + 1}
             return transaction.execute(LEASES.update().where(LEASES.c.batch_id == lease.batch_id).values(beats)).rowcount == 1
@@ -188,10 +188,10 @@ class Ledger:
                     metrics=json.dumps(metrics),
                 )
             )
-            transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=lease.version))
+            transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=lease.version))
 
     def recover(self) -> list[int]:
-        """Undo the branch's lease if it is this process's, a dead one's or expired: free its rollouts, orphan its version's number.
+        """Undo the branch's lease if its holder is this process or dead, or it has expired: free its rollouts, orphan its version's number.
 
         Returns:
             The versions that this call orphaned.
@@ -206,22 +206,22 @@ class Ledger:
             return [int(row["version"])]
 
     def rollback(self, version: int) -> LedgerVersion:
-        """Make an older (or, taking that back, a newer) version of this branch its head; a step that is under way is given up.
+        """Make an older (or, taking that back, a newer) version of this branch its head; a step that is under way is cancelled.
 
         Raises:
             LedgerError: the branch has not committed it.
         """
         with self.database.transaction() as transaction:
-            where = (*self._mine(VERSIONS), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
-            found = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
-            if found is None:
+            where = (*self._of_branch(VERSIONS), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
+            row_of_version = transaction.execute(sa.select(VERSIONS).where(*where)).mappings().first()
+            if row_of_version is None:
                 policy, branch = self._branch.values()
                 raise LedgerError(f"branch {branch} of {policy} has committed no version {version}. `spangrad policy list` shows them.")
             row = self._lease(transaction)
             if row:
                 self._undo(transaction, row)
-            transaction.execute(HEADS.update().where(*self._mine(HEADS)).values(version=version))
-            return version_of(found)
+            transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=version))
+            return version_of(row_of_version)
 
     def skip(self, groups: Iterable[Group], reason: SkipReason, detail: str = "") -> None:
         """Skip groups for one reason; see `skips` for several."""
@@ -229,7 +229,7 @@ class Ledger:
         self.skips.enter({group: Skip(reason, detail) for group in groups}, head.version if head else 0)
 
     def skipped(self) -> dict[Group, SkipReason]:
-        """Return every skipped group, and why."""
+        """Return every skipped group with its reason."""
         return {row.group: row.reason for row in self.skips.read()}
 
     def claimed(self, rollouts: Sequence[BatchRollout]) -> dict[Group, str]:
@@ -238,44 +238,44 @@ class Ledger:
             return dict(batch_rollouts.claimed(connection, self._branch, rollouts))
 
     def add_metrics(self, version: int, metrics: dict[str, float]) -> None:
-        """Add what was not known when the version was committed."""
+        """Add metrics that were not known when the version was committed."""
         with self.database.transaction() as transaction:
-            where = [*self._mine(VERSIONS), VERSIONS.c.version == version]
+            where = [*self._of_branch(VERSIONS), VERSIONS.c.version == version]
             old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
             transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
     def finished_groups(self, run_id: str, build_spec: str, *, tuned: bool = True) -> set[tuple[str, str]]:
-        """Mode and id of the groups that must not be taken: leased or trained under any specification, or expired under this one.
+        """Return mode and id of the groups that must not be taken: leased or trained under any specification, or skipped under this one.
 
         With `tuned` also those of which a run over files trained a rollout.
         """
         with self.database.reading() as transaction:
             tables = (BATCH_ROLLOUTS, file_batches.TUNED_ROLLOUTS) if tuned else (BATCH_ROLLOUTS,)
-            taken = [sa.select(one.c.mode, one.c.group_id).where(*self._mine(one), one.c.run_id == run_id) for one in tables]
+            taken = [sa.select(table.c.mode, table.c.group_id).where(*self._of_branch(table), table.c.run_id == run_id) for table in tables]
             skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
-                *self._mine(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec
+                *self._of_branch(SKIPPED), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec
             )
             return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
 
     def versions(self) -> list[LedgerVersion]:
-        """All versions, oldest first."""
+        """Return all versions, oldest first."""
         with self.database.reading() as transaction:
-            rows = transaction.execute(sa.select(VERSIONS).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
+            rows = transaction.execute(sa.select(VERSIONS).where(*self._of_branch(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
             return [version_of(row) for row in rows]
 
     def version(self, number: int) -> LedgerVersion:
-        """One version of this branch, which must be there."""
+        """Return one version of this branch, which must exist."""
         with self.database.reading() as transaction:
-            where = (*self._mine(VERSIONS), VERSIONS.c.version == number)
+            where = (*self._of_branch(VERSIONS), VERSIONS.c.version == number)
             return version_of(transaction.execute(sa.select(VERSIONS).where(*where)).mappings().one())
 
     def committed_versions(self) -> list[int]:
-        """Numbers of the committed versions, oldest first; those that were rolled back among them."""
+        """Return the numbers of the committed versions, oldest first; those that were rolled back included."""
         return [version for version, status in self.statuses().items() if status is VersionStatus.COMMITTED]
 
     def statuses(self) -> Mapping[int, VersionStatus | None]:
-        """Status of each version by its number, oldest first; None: its step is under way."""
-        query = sa.select(VERSIONS.c.version, VERSIONS.c.status).where(*self._mine(VERSIONS)).order_by(VERSIONS.c.version)
+        """Return the status of each version by its number, oldest first; None: its step is under way."""
+        query = sa.select(VERSIONS.c.version, VERSIONS.c.status).where(*self._of_branch(VERSIONS)).order_by(VERSIONS.c.version)
 
         def read(connection: sa.Connection) -> dict[int, VersionStatus | None]:
             return {version: VersionStatus(status) if status else None for version, status in connection.execute(query)}
@@ -283,32 +283,32 @@ class Ledger:
         return self.database.remembered("statuses", read)
 
     def frontier(self) -> LedgerVersion | None:
-        """The branch's head: what the next step trains. None: training has not begun."""
+        """Return the branch's head: the version that the next step trains. None: training has not begun."""
 
         def read(connection: sa.Connection) -> LedgerVersion | None:
-            where = (*self._mine(VERSIONS), VERSIONS.c.version == self._head(connection))
+            where = (*self._of_branch(VERSIONS), VERSIONS.c.version == self._head(connection))
             row = connection.execute(sa.select(VERSIONS).where(*where)).mappings().first()
             return version_of(row) if row else None
 
         return self.database.remembered("frontier", read)
 
     def lineage(self) -> list[int]:
-        """Numbers of the committed versions that led to the head, oldest first: the branch's, and those it comes from."""
+        """Return the numbers of the committed versions that led to the head, oldest first: the branch's, and its parent branches'."""
         branch = self._branch["branch"]
         return list(self.database.remembered("lineage", lambda reader: ancestry(self._parents(reader), branch, self._head(reader))))
 
     def lent(self) -> set[int]:
-        """Versions of this branch that are heads of others, which began with them: their files are still needed.
+        """Return the versions of this branch that are heads of other branches, which began with them: their files are still needed.
 
-        Whichever branch a beginning names as its parent's: several may have begun with one version, whose files are its maker's.
+        The parent branch of a first version does not matter: several branches may begin with one version, whose files its maker holds.
         """
         with self.database.reading() as transaction:
             others = sa.select(HEADS.c.version).where(HEADS.c.policy == self._branch["policy"], HEADS.c.branch != self._branch["branch"])
-            mine = sa.select(VERSIONS.c.version).where(*self._mine(VERSIONS), VERSIONS.c.version.in_(others))
-            return set(transaction.execute(mine).scalars())
+            query = sa.select(VERSIONS.c.version).where(*self._of_branch(VERSIONS), VERSIONS.c.version.in_(others))
+            return set(transaction.execute(query).scalars())
 
     def pin(self, version: int) -> None:
-        """Keep a version's files whatever trainer.keep_checkpoints says; idempotent.
+        """Keep a version's files regardless of trainer.keep_checkpoints; idempotent.
 
         Raises:
             LedgerError: no branch of the policy has committed it.
@@ -320,39 +320,39 @@ class Ledger:
             self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
 
     def unpin(self, version: int) -> None:
-        """Leave a version's files to trainer.keep_checkpoints again; idempotent."""
+        """Let trainer.keep_checkpoints apply to a version's files again; idempotent."""
         with self.database.transaction() as transaction:
             transaction.execute(PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version))
 
     def pinned(self) -> set[int]:
-        """Versions of the policy whose files are kept."""
+        """Return the versions of the policy whose files are kept."""
         with self.database.reading() as transaction:
             return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
 
     def holder(self) -> str | None:
-        """Whose step is under way, for people. None: nobody's."""
+        """Return a readable name of the process whose step is under way. None: no step is."""
         row = self.database.remembered("lease", self._lease)
         return shown(row["holder"]) if row else None
 
     def batch(self, batch_id: str) -> list[BatchRollout]:
-        """The rollouts of a batch, leased or committed, in order."""
+        """Return the rollouts of a batch, leased or committed, in order."""
         with self.database.reading() as transaction:
             return batch_rollouts.read(transaction, batch_id) or file_batches.rollouts_of(transaction, batch_id)
 
-    def _mine(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
+    def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c[name] == value for name, value in self._branch.items()]
 
     def _policy(self) -> sa.ColumnElement[bool]:
         return VERSIONS.c.policy == self._branch["policy"]
 
     def _head(self, transaction: sa.Connection) -> int | None:
-        return transaction.execute(sa.select(HEADS.c.version).where(*self._mine(HEADS))).scalar()
+        return transaction.execute(sa.select(HEADS.c.version).where(*self._of_branch(HEADS))).scalar()
 
     def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
-        return transaction.execute(sa.select(LEASES).where(*self._mine(LEASES))).mappings().first()
+        return transaction.execute(sa.select(LEASES).where(*self._of_branch(LEASES))).mappings().first()
 
     def _is_over(self, lease: sa.RowMapping) -> bool:
-        """Whether a lease may be undone by anybody: it was not renewed for its time while we looked, or its process is known to be dead."""
+        """Return whether any process may undo a lease: it was not renewed for its time while this one watched, or its holder is dead."""
         return is_dead(lease["holder"]) or self._watch.see(lease["batch_id"], lease["beats"], lease["seconds"])
 
     def _undo(self, transaction: sa.Connection, lease: sa.RowMapping) -> None:
@@ -369,7 +369,7 @@ class Ledger:
         return {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
 
     def _beginning(self, transaction: sa.Connection, checksum: str, path: str, tokenizer_hash: str) -> tuple[int, str | None]:
-        """The number of weights to begin with, and the branch that committed them. None: they are new."""
+        """Return the version number of initial weights, and the branch that committed them (None: they are new)."""
         same = sa.select(VERSIONS.c.version, VERSIONS.c.branch).where(
             self._policy(),
             VERSIONS.c.status == VersionStatus.COMMITTED,
@@ -381,21 +381,21 @@ class Ledger:
         return (known.version, known.branch) if known else (self._free_number(transaction), None)
 
     def _free_number(self, transaction: sa.Connection) -> int:
-        """The policy's next, over all its branches."""
+        """Return the policy's next version number, over all its branches."""
         newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(self._policy())).scalar()
         return 0 if newest is None else newest + 1
 
 
 def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:
-    """Numbers of the versions from the first weights to a head, oldest first.
+    """Return the numbers of the versions from the first weights to a head, oldest first.
 
     Args:
-        parents: of each (branch, version) its parent's (branch, version).
-        branch: the head's.
-        head: None: the branch has not begun.
+        parents: (branch, version) of the parent of each (branch, version).
+        branch: the branch of the head.
+        head: its version. None: the branch has not begun.
     """
-    found = set[int]()
+    versions = set[int]()
     while head is not None and (branch, head) in parents:
-        found.add(head)
+        versions.add(head)
         branch, head = parents[branch, head]
-    return sorted(found)
+    return sorted(versions)

@@ -1,8 +1,8 @@
-"""Copies the ledger's conclusions into the span store, where people ask what trained what.
+"""Copy of the ledger's versions and batches in the span store, where users query which rollouts trained which version.
 
 In: the ledger. Out: rows of `otel.policy_versions`, `otel.batches` and `otel.batch_files`. Invariant: the ledger is the authority and the
-store a copy that may lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing whatever
-the store lacks.
+store a copy that may lag behind it, never the reverse; writing a row again replaces it, so catching up after a crash is writing the rows
+that the store lacks.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Mirror:
         self._ledger = ledger
 
     def catch_up(self) -> int:
-        """Write every version whose row the store lacks or holds otherwise, with its batch; return how many."""
-        versions = [one for one in self._ledger.versions() if one.status]
+        """Write every version whose row is missing or different in the store, with its batch; return the number of versions."""
+        versions = [version for version in self._ledger.versions() if version.status]
         if not versions:
             return 0
         facts = versions[0]
@@ -51,20 +51,23 @@ class Mirror:
         with store_errors(self._url):
             rows = self._client.query(_THERE, parameters=names).result_rows
             batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
-        there = {int(version): (status, checksum, dict(metrics)) for version, status, checksum, metrics in rows}
+        there = {int(number): (status, checksum, dict(metrics)) for number, status, checksum, metrics in rows}
         counts = {str(batch): int(count) for batch, count in batches}
         behind = [
-            one
-            for one in versions
-            if there.get(one.version) != (one.status, one.policy_version.checksum, one.metrics)
-            or (one.status is VersionStatus.COMMITTED and counts.get(one.policy_version.batch_id or "", 0) != self._batch_size(one))
+            version
+            for version in versions
+            if there.get(version.version) != (version.status, version.policy_version.checksum, version.metrics)
+            or (
+                version.status is VersionStatus.COMMITTED
+                and counts.get(version.policy_version.batch_id or "", 0) != self._batch_size(version)
+            )
         ]
-        for one in behind:
-            self.write(one)
+        for version in behind:
+            self.write(version)
         return len(behind)
 
     def write(self, version: LedgerVersion) -> None:
-        """Write a version and, when it is committed, its batch; the batch first, so that a version's row says its lineage is there."""
+        """Write a version and, when it is committed, its batch; the batch first, so that a version's row implies its batch."""
         if version.status is VersionStatus.COMMITTED and version.policy_version.batch_id:
             batch_id = version.policy_version.batch_id
             if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
@@ -80,10 +83,10 @@ class Mirror:
     def _batch_rows(self, version: LedgerVersion, batch_id: str) -> list[list[object]]:
         names = [version.policy_version.policy, version.branch, batch_id, version.version]
         rollouts = self._ledger.batch(batch_id)
-        groups = [(one.group.run_id, one.group.mode, one.group.group_id) for one in rollouts]
+        groups = [(rollout.group.run_id, rollout.group.mode, rollout.group.group_id) for rollout in rollouts]
         return [
-            [*names, *group, one.rollout_id, one.attempt, one.group.build_spec, one.revision]
-            for group, one in zip(groups, rollouts, strict=True)
+            [*names, *group, rollout.rollout_id, rollout.attempt, rollout.group.build_spec, rollout.revision]
+            for group, rollout in zip(groups, rollouts, strict=True)
         ]
 
     def _insert(self, table: str, columns: tuple[str, ...], rows: list[list[object]]) -> None:
@@ -94,7 +97,8 @@ class Mirror:
 def _file_rows(version: LedgerVersion, batch_id: str, tuning: Tuning) -> list[list[object]]:
     names = [version.policy_version.policy, version.branch, batch_id, version.version]
     return [
-        [*names, tuning.method, tuning.run, tuning.step, tuning.steps, one.name, one.checksum, one.size, one.rows] for one in tuning.files
+        [*names, tuning.method, tuning.run, tuning.step, tuning.steps, file.name, file.checksum, file.size, file.rows]
+        for file in tuning.files
     ]
 
 

@@ -1,7 +1,7 @@
-"""The span store, the ledger's database: asked again while they are away, so that an outage costs a trainer time alone.
+"""Retries against the span store and the ledger's database during an outage, so that it costs a trainer only time.
 
-In: a client of the store, a ledger. Out: the same, which wait for an answer. Invariant: what is asked again may be done twice: reads, and
-rows that replace themselves; a transaction of the ledger only before its first statement.
+In: a client of the store, a ledger. Out: the same, which wait for an answer. Invariant: only idempotent requests are retried: reads, and
+writes of rows that replace themselves; a transaction of the ledger only before its first statement.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 T = TypeVar("T")
-_OURS = {16, 36, 42, 43, 46, 47, 53, 60, 62, 81, 192, 193, 194, 497, 516}
-"""ClickHouse's codes of errors that lie in the statement, the schema or the token, and so pass by no waiting."""
+_PERMANENT = {16, 36, 42, 43, 46, 47, 53, 60, 62, 81, 192, 193, 194, 497, 516}
+"""ClickHouse's codes of errors in the statement, the schema or the token, which no retry resolves."""
 
 
 class PatientClient:
-    """The calls of a client that a training run makes, each made again until the store answers."""
+    """Store client of a training run, which retries each call until the store answers."""
 
     def __init__(self, client: Client, url: str, outage: Outage, shutdown: Shutdown) -> None:
-        """Ask with `client`; `url` is named when the store fails."""
+        """Send requests with `client`; `url` is named when the store fails."""
         self._client = client
         self._url = url
         self._outage = outage
@@ -41,7 +41,7 @@ class PatientClient:
         return self._ask(lambda: self._client.query(*arguments, **options))
 
     def query_arrow(self, *arguments: Any, **options: Any) -> Any:
-        """Read rows as Arrow's table."""
+        """Read rows as an Arrow table."""
         ask: Callable[..., Any] = self._client.query_arrow
         return self._ask(lambda: ask(*arguments, **options))
 
@@ -50,7 +50,7 @@ class PatientClient:
         return self._ask(lambda: self._client.insert(*arguments, **options))
 
     def _ask(self, work: Callable[[], T]) -> T:
-        return retried(lambda: self._once(work), _passes, self._outage, self._shutdown)
+        return retried(lambda: self._once(work), _is_transient, self._outage, self._shutdown)
 
     def _once(self, work: Callable[[], T]) -> T:
         from urllib3.exceptions import HTTPError
@@ -63,33 +63,33 @@ class PatientClient:
 
 
 def patient_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:
-    """A client whose calls wait for a store that is away.
+    """Return a client whose calls wait while the store does not answer.
 
     Raises:
-        StoreError: from the calls: an error that no waiting ends, or the process was asked to stop.
+        StoreError: from the calls: an error that no retry resolves, or the process was asked to stop.
     """
     return cast("Client", PatientClient(client, url, outage, shutdown))
 
 
 def make_patient(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
-    """Have a ledger's transactions wait for a database that is away, or locked, before they begin.
+    """Make a ledger's transactions wait before they begin while its database does not answer or is locked.
 
-    Those of other threads do not: a lease's renewal is made again by itself.
+    Those of other threads do not wait: a lease's renewal is repeated anyway.
     """
     thread = threading.get_ident()
 
     def opening(work: Callable[[], T]) -> T:
         if threading.get_ident() != thread:
             return work()
-        return retried(work, lambda error: _is_away(error, is_file=ledger.database.is_sqlite), outage, shutdown)
+        return retried(work, lambda error: _is_unavailable(error, is_file=ledger.database.is_sqlite), outage, shutdown)
 
     ledger.database.opening = opening
 
 
-def _passes(error: BaseException) -> bool:
-    return isinstance(error, StoreError) and getattr(error.__cause__, "code", None) not in _OURS
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, StoreError) and getattr(error.__cause__, "code", None) not in _PERMANENT
 
 
-def _is_away(error: BaseException, *, is_file: bool) -> bool:
+def _is_unavailable(error: BaseException, *, is_file: bool) -> bool:
     cause = error.__cause__
     return isinstance(error, LedgerError) and isinstance(cause, OperationalError) and (not is_file or "locked" in str(cause))

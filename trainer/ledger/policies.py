@@ -1,6 +1,6 @@
-"""The whole ledger for those who look at it: every branch of every policy.
+"""Read-only view of the whole ledger: every branch of every policy.
 
-In: an opened ledger. Out: an `Overview`, and who has skipped a group. Invariant: what is told in one answer is of one moment.
+In: an opened ledger. Out: an `Overview`, and the trainers that skipped a group. Invariant: each answer is read in one transaction.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trainer.ledger.tables import HEADS, LEASES, PINS, SKIPPED, VERSIONS, Databa
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the ledger holds."""
+    """Versions, heads, pins and lease holders of the ledger."""
 
     versions: list[LedgerVersion]
-    """By policy, branch and number."""
+    """All versions, ordered by policy, branch and number."""
     heads: dict[tuple[str, str], int]
-    """What each branch's next step trains."""
+    """Version that the next step of each (policy, branch) trains."""
     pinned: set[tuple[str, int]]
-    """Policy and number."""
+    """Policy and number of each pinned version."""
     holders: dict[tuple[str, str], str]
-    """For people: whose step is under way, by policy and branch."""
+    """Readable name of the process whose step is under way, by policy and branch."""
 
 
 def overview(database: Database) -> Overview:
-    """Read all of it."""
+    """Read the whole ledger."""
     with database.transaction() as transaction:
         versions = transaction.execute(sa.select(VERSIONS).order_by(VERSIONS.c.policy, VERSIONS.c.branch, VERSIONS.c.version)).mappings()
         return Overview(
@@ -42,7 +42,7 @@ def overview(database: Database) -> Overview:
 
 
 def skipped_by(database: Database, group: Group) -> list[tuple[str, str, str, str]]:
-    """Policy, branch, reason and detail of each trainer that has skipped a group."""
+    """Return policy, branch, reason and detail of each trainer that has skipped a group."""
     key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
     columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason, SKIPPED.c.detail)
     with database.transaction() as transaction:
@@ -51,6 +51,6 @@ def skipped_by(database: Database, group: Group) -> list[tuple[str, str, str, st
 
 
 def origin(versions: Iterable[LedgerVersion], policy: str, number: int) -> LedgerVersion | None:
-    """The version of that number: of the branch that made it, not of those that began with it. None: nobody has it."""
-    found = [one for one in versions if (one.policy_version.policy, one.version) == (policy, number)]
-    return min(found, key=lambda one: one.policy_version.parent == number, default=None)
+    """Return the version of that number: of the branch that made it, not of those that began with it. None: no branch has it."""
+    matches = [version for version in versions if (version.policy_version.policy, version.version) == (policy, number)]
+    return min(matches, key=lambda version: version.policy_version.parent == number, default=None)

@@ -1,7 +1,7 @@
-"""The ledger and the checkpoints before the first step, after a failed one, and when old versions go.
+"""Recovery of ledger and checkpoints before the first step and after a failed one; removal of old versions.
 
-In: the settings and a ledger. Out: both agree. Invariant: what the ledger has committed and somebody may still need is never removed;
-what it has not committed goes, and may go at any time.
+In: the settings and a ledger. Out: both agree. Invariant: a committed version that a branch or the user may still need is never removed;
+files of versions that are not committed are removed, at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def require_beginning(settings: Settings) -> None:
-    """See, before anything is opened or made, that there are weights to begin with, or a ledger that names some.
+    """Check, before anything is opened or made, that there are initial weights, or a ledger that names some.
 
     Raises:
         SettingsError: there are neither.
@@ -41,7 +41,7 @@ def require_beginning(settings: Settings) -> None:
 
 
 def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
-    """Undo what a crash left, enter the weights that training begins with if there are none, and verify the newest version.
+    """Undo the remains of a crash, record the initial weights if there are none, and verify the newest version.
 
     Raises:
         SettingsError: there is no version and no trainer.model.
@@ -71,19 +71,19 @@ def prepare(ledger: Ledger, settings: Settings) -> LedgerVersion:
 
 
 def open_ledger(settings: Settings) -> Ledger:
-    """The ledger of the trainer's branch."""
+    """Open the ledger of the trainer's branch."""
     trainer = settings.trainer
     return Ledger(ledger_place(trainer), trainer.policy, trainer.branch, lease_seconds=trainer.lease_seconds, settings=trainer)
 
 
 def existing_ledger(settings: Settings) -> Ledger | None:
-    """The ledger, to look into beside whoever trains. None: nothing was ever trained there."""
+    """Open the ledger if there is one, also while a trainer uses it. None: nothing was ever trained there."""
     trainer = settings.trainer
     return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
 
 
 def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
-    """Free the rollouts of a lease that nobody will commit, and remove what was written of versions that were never committed.
+    """Free the rollouts of a lease that no trainer will commit, and remove the files of versions that were never committed.
 
     Returns:
         The versions that this call orphaned.
@@ -97,7 +97,7 @@ def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
 
 
 def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> list[Path]:
-    """Return the directories of the versions that led to one, oldest first: `count` at most, up to the first that is not there any more."""
+    """Return the directories of the versions that led to one, oldest first: `count` at most, up to the first that was removed."""
     paths = {known.version: Path(known.policy_version.path) for known in ledger.versions() if known.status is VersionStatus.COMMITTED}
     lineage = ledger.lineage()
     before = lineage[: lineage.index(version.version)] if version.version in lineage else []
@@ -106,7 +106,7 @@ def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> l
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:
-    """Remove the files of old versions: not the head's, the best's, pinned ones and those that another branch still needs."""
+    """Remove the files of old versions, except the head, the best, pinned ones and those that another branch still needs."""
     trainer, head = settings.trainer, ledger.frontier()
     champion = best(ledger.versions(), trainer)
     checkpoint.prune(
@@ -115,12 +115,12 @@ def prune(ledger: Ledger, settings: Settings) -> None:
         trainer.branch,
         committed=set(ledger.committed_versions()) - ledger.lent(),
         keep=trainer.keep_checkpoints,
-        spared=ledger.pinned() | {one.version for one in (head, champion) if one},
+        spared=ledger.pinned() | {version.version for version in (head, champion) if version},
     )
 
 
 def newest_version(ledger: Ledger) -> LedgerVersion:
-    """The version that the next step trains.
+    """Return the version that the next step trains.
 
     Raises:
         LedgerError: there is none.

@@ -1,7 +1,7 @@
-"""Skipped groups of a branch, as the ledger keeps them.
+"""Skipped groups of a branch, as the ledger records them.
 
-In: groups with the reason that each is skipped for, and what the reason depends on. Out: rows that say so, until what they depend on has
-changed or somebody restores the group. Invariant: the first reason of a group stays.
+In: groups with the reason that each is skipped for, and what the reason depends on. Out: rows that record it, until what the reason depends
+on has changed or the user restores the group. Invariant: the first reason of a group stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, Database
 
 @dataclass(frozen=True, slots=True)
 class SkippedGroup:
-    """A group that a branch skipped."""
+    """Group that a branch skipped."""
 
     group: Group
     reason: SkipReason
@@ -33,39 +33,39 @@ class SkippedGroup:
     head: int | None
     """Version whose descendants the reason holds for. None: it depends on no version."""
     version: int
-    """Newest number that the policy had handed out by then."""
+    """Newest version number of the policy at that time."""
     skipped_at: datetime
 
     def is_outdated(self, lineage: Collection[int], bases: Mapping[SkipReason, str]) -> bool:
-        """Whether what the reason depends on has changed.
+        """Return whether what the reason depends on has changed.
 
         Args:
             lineage: the committed versions that led to the one about to be trained.
-            bases: of each reason under the present settings (`trainer.ledger.skips.bases`).
+            bases: basis of each reason under the present settings (`trainer.ledger.skips.bases`).
         """
         return self.basis != bases[self.reason] or (self.head is not None and not _continues(lineage, self.head, self.version))
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The newest groups of a run that were trained or have failed."""
+    """Failures among the newest groups of a run that were trained or have failed."""
 
     reasons: Mapping[SkipReason, int] = field(default_factory=Counter[SkipReason])
-    """Of those that failed."""
+    """Number of failed groups, by reason."""
     newest: SkippedGroup | None = None
-    """The newest of the dominant reason."""
+    """Newest group of the most frequent reason. None: no group failed."""
 
     @property
     def count(self) -> int:
-        """Groups that failed."""
+        """Return the number of failed groups."""
         return sum(self.reasons.values())
 
 
 class SkippedGroups:
-    """The skipped groups of one branch of one policy."""
+    """Skipped groups of one branch of one policy."""
 
     def __init__(self, database: Database, branch: Mapping[str, str], settings: TrainerSettings) -> None:
-        """Read and write them in `database`; what they depend on is judged by `settings`."""
+        """Read and write them in `database`; `settings` give the basis of each reason."""
         self._database = database
         self._branch = branch
         self.bases = bases(settings)
@@ -95,44 +95,46 @@ class SkippedGroups:
             return self._read(connection, reason)
 
     def restore(self, names: Collection[str] = (), reason: SkipReason | None = None) -> list[SkippedGroup]:
-        """Forget that groups were skipped, and return them: those of these names (none: all), of this reason where one is given."""
+        """Remove the skips of groups, and return them: those of these names (none: all), of this reason where one is given."""
         with self._database.transaction() as transaction:
             restored = [row for row in self._read(transaction, reason) if not names or row.group.group_id in names]
             for row in restored:
                 key = (SKIPPED.c[name] == value for name, value in _key(row.group).items())
-                transaction.execute(SKIPPED.delete().where(*_mine(SKIPPED, self._branch), *key))
+                transaction.execute(SKIPPED.delete().where(*_of_branch(SKIPPED, self._branch), *key))
         return restored
 
     def remove_outdated(self, run_id: str, build_spec: str, lineage: Iterable[int]) -> dict[SkipReason, int]:
-        """Forget what no longer holds, so that it is judged again; return how many groups, by the reason that they had.
+        """Remove skips that no longer hold, so that the groups are checked again; return their number by reason.
 
         Args:
             run_id: of the groups.
             build_spec: of the groups.
             lineage: the committed versions that led to the one about to be trained.
         """
-        mine = [*_mine(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec]
+        of_run = [*_of_branch(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec]
         known = frozenset(lineage)
         changed = [sa.and_(SKIPPED.c.reason == reason.value, SKIPPED.c.basis != text) for reason, text in self.bases.items()]
         with self._database.transaction() as transaction:
-            pairs = transaction.execute(sa.select(SKIPPED.c.head, SKIPPED.c.version).where(*mine, SKIPPED.c.head.is_not(None)).distinct())
+            pairs = transaction.execute(sa.select(SKIPPED.c.head, SKIPPED.c.version).where(*of_run, SKIPPED.c.head.is_not(None)).distinct())
             gone = [(head, version) for head, version in pairs if not _continues(known, head, version)]
             outdated = sa.or_(*changed, sa.tuple_(SKIPPED.c.head, SKIPPED.c.version).in_(gone))
-            counts = sa.select(SKIPPED.c.reason, sa.func.count()).where(*mine, outdated).group_by(SKIPPED.c.reason)
+            counts = sa.select(SKIPPED.c.reason, sa.func.count()).where(*of_run, outdated).group_by(SKIPPED.c.reason)
             removed = {SkipReason(reason): count for reason, count in transaction.execute(counts)}
             if removed:
-                transaction.execute(SKIPPED.delete().where(*mine, outdated))
+                transaction.execute(SKIPPED.delete().where(*of_run, outdated))
         return removed
 
     def failures(self, run_id: str, window: int) -> Failures:
-        """Look at the newest `window` groups of a run that were trained or have failed.
+        """Return the failures among the newest `window` groups of a run that were trained or have failed.
 
         Their order is that of the version numbers that they were to make: a refused step's number comes before that of the step that
         replaced it.
         """
         failed = (
             sa.select(SKIPPED)
-            .where(*_mine(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.reason.in_([reason.value for reason in FAILURES]))
+            .where(
+                *_of_branch(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.reason.in_([reason.value for reason in FAILURES])
+            )
             .order_by(SKIPPED.c.version.desc(), SKIPPED.c.skipped_at.desc(), SKIPPED.c.group_id)
             .limit(window)
         )
@@ -147,24 +149,24 @@ class SkippedGroups:
         return Failures(reasons, next((row for row in newest if row.reason is dominant), None))
 
     def _trained(self, connection: sa.Connection, run_id: str, window: int) -> list[int]:
-        """The version of each group of the run that the newest `window` batches have trained."""
-        made = (
+        """Return the version of each group of the run that the newest `window` batches have trained."""
+        committed = (
             sa.select(VERSIONS.c.version, VERSIONS.c.batch_id)
-            .where(*_mine(VERSIONS, self._branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None))
+            .where(*_of_branch(VERSIONS, self._branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None))
             .order_by(VERSIONS.c.version.desc())
             .limit(window)
             .subquery()
         )
         groups = (
-            sa.select(made.c.version, BATCH_ROLLOUTS.c.mode, BATCH_ROLLOUTS.c.group_id)
-            .join(BATCH_ROLLOUTS, BATCH_ROLLOUTS.c.batch_id == made.c.batch_id)
+            sa.select(committed.c.version, BATCH_ROLLOUTS.c.mode, BATCH_ROLLOUTS.c.group_id)
+            .join(BATCH_ROLLOUTS, BATCH_ROLLOUTS.c.batch_id == committed.c.batch_id)
             .where(BATCH_ROLLOUTS.c.run_id == run_id)
             .distinct()
         )
         return [version for version, *_ in connection.execute(groups)]
 
     def _read(self, connection: sa.Connection, reason: SkipReason | None) -> list[SkippedGroup]:
-        where = [*_mine(SKIPPED, self._branch), *([SKIPPED.c.reason == reason.value] if reason else [])]
+        where = [*_of_branch(SKIPPED, self._branch), *([SKIPPED.c.reason == reason.value] if reason else [])]
         order = (SKIPPED.c.skipped_at, SKIPPED.c.run_id, SKIPPED.c.mode, SKIPPED.c.group_id)
         return [_skipped(row) for row in connection.execute(sa.select(SKIPPED).where(*where).order_by(*order)).mappings()]
 
@@ -174,11 +176,11 @@ def _key(group: Group) -> dict[str, object]:
 
 
 def _continues(lineage: Collection[int], head: int, newest: int) -> bool:
-    """Whether a lineage goes on from a head by new versions alone, and not by some that were there when `newest` was the newest number."""
+    """Return whether a lineage continues from a head only with versions newer than `newest`."""
     return head in lineage and not any(version in lineage for version in range(head + 1, newest + 1))
 
 
-def _mine(table: sa.Table, branch: Mapping[str, str]) -> list[sa.ColumnElement[bool]]:
+def _of_branch(table: sa.Table, branch: Mapping[str, str]) -> list[sa.ColumnElement[bool]]:
     return [table.c[name] == value for name, value in branch.items()]
 
 

@@ -1,4 +1,4 @@
-"""Reasons for which a group of rollouts is skipped, and what each of them depends on.
+"""Reasons for which a group of rollouts is skipped, and the settings and versions that each of them depends on.
 
 In: the trainer's settings. Out: `SkipReason`, `Skip` and the basis of a reason. Invariant: a skip names everything that it depends on, so
 that it is judged again once that has changed, and only then.
@@ -23,13 +23,13 @@ class SkipReason(StrEnum):
     NO_TRANSITIONS = "no_transitions"
     """Every call of this policy in it was dropped, or is not selected."""
     CONTRADICTORY = "contradictory"
-    """A call of it contradicts itself: it has no prompt or no response, or not as many logprobs as response tokens."""
+    """A call of it is inconsistent: it has no prompt or no response, or not as many logprobs as response tokens."""
     NOT_FINITE = "not_finite"
     """A logprob, a reward or the gradient is not a finite number."""
     ONE_ROLLOUT = "one_rollout"
     """Only one of its rollouts left transitions, so there is nothing to compare it with."""
     UNKNOWN_VERSION = "unknown_version"
-    """Its calls were sampled by versions that are none of this branch's past."""
+    """Its calls were sampled by versions that are not in this branch's lineage."""
     STALE = "stale"
     """Its calls were sampled by weights too many versions behind (trainer.max_staleness)."""
     OTHER_TOKENIZER = "other_tokenizer"
@@ -44,7 +44,7 @@ class SkipReason(StrEnum):
     """Its greedy rollout, which the estimator compares with, failed, left no transitions, or was not sampled greedily by weights within
     trainer.max_staleness."""
     EQUAL = "equal"
-    """No value in it differs from one that it is compared with, and trainer.skip_equal_groups says to leave such groups out."""
+    """No value in it differs from one that it is compared with, and trainer.skip_equal_groups is set."""
     ALREADY_TRAINED = "already_trained"
     """A rollout of it has the id of one that another group's batch has trained."""
     LOGPROB_GAP = "logprob_gap"
@@ -59,10 +59,10 @@ MASKS = (
     SkipReason.TOO_LONG,
     SkipReason.TRUNCATED,
 )
-"""Reasons that hold of a call: it is masked, its reward counts, and its group is skipped only where every call is masked."""
+"""Reasons that apply to a call: it is masked, its reward counts, and its group is skipped only where every call is masked."""
 
 FAILURES = (SkipReason.CONTRADICTORY, SkipReason.NOT_FINITE, SkipReason.ALREADY_TRAINED, SkipReason.LOGPROB_GAP)
-"""Reasons that speak of a fault in what was recorded or computed; trainer.max_failed_share bounds how many groups may have them."""
+"""Reasons that indicate a fault in recorded or computed values; trainer.max_failed_share bounds the share of groups with them."""
 
 REMEDIES: Mapping[SkipReason, str] = {
     SkipReason.CONTRADICTORY: "See what wrote those rows: a transition has a prompt, a response and a logprob for each response token.",
@@ -73,17 +73,17 @@ REMEDIES: Mapping[SkipReason, str] = {
         "(docs/learning.md)."
     ),
 }
-"""What to do where many groups fail for a reason."""
+"""Remedy for each reason, where many groups fail for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dependence:
-    """What a reason depends on beside the group's own rows."""
+    """Dependence of a reason on more than the group's own rows."""
 
     versions: bool = False
-    """The versions that led to the one about to be trained."""
+    """True if the reason depends on the versions that led to the one about to be trained."""
     settings: tuple[str, ...] = ()
-    """Fields of `TrainerSettings`."""
+    """Fields of `TrainerSettings` that the reason depends on."""
 
 
 _OF_CALLS = ("policy", "selection", "max_staleness", "max_tokens_per_device", "truncated")
@@ -105,11 +105,11 @@ DEPENDENCES: Mapping[SkipReason, _Dependence] = {
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Why a group is skipped."""
+    """Reason for which a group is skipped, with a detail."""
 
     reason: SkipReason
     detail: str = ""
-    """A sentence about this group, for people; empty: the reason says it all."""
+    """Sentence about this group for the user; empty: the reason is enough."""
 
 
 def basis(reason: SkipReason, settings: TrainerSettings) -> str:
@@ -124,5 +124,5 @@ def bases(settings: TrainerSettings) -> dict[SkipReason, str]:
 
 
 def depends_on_versions(reason: SkipReason) -> bool:
-    """Whether a reason may cease to hold once the branch goes back to an older version."""
+    """Return whether a reason may cease to hold once the branch is rolled back to an older version."""
     return DEPENDENCES[reason].versions

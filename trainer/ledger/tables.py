@@ -1,7 +1,7 @@
-"""The ledger's tables, and where they lie.
+"""Tables of the ledger, and the location of its database.
 
-In: where the ledger lies, a directory or a URL. Out: its database (`spangrad/database.py`), and rows as types. Invariant: a table's key is
-what may be there once.
+In: the ledger's location, a directory or a URL. Out: its database (`spangrad/database.py`), and rows as types. Invariant: the primary key
+of a table is what must be unique.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spangrad.types import PolicyVersion, VersionStatus
 T = TypeVar("T")
 FILE = "ledger.db"
 _CHANGED = "spangrad_changed"
-"""Key of what a connection notes."""
+"""Key of the changed tables in a connection's `info`."""
 _OWNER = Owner("the ledger", "trainer.ledger_url", LedgerError, "nothing is lost, and nothing is trained twice.", lock=0x7370616E)
 
 METADATA = sa.MetaData()
@@ -144,28 +144,28 @@ _CHANGES_READ = sa.select(CHANGES.c.number, CHANGES.c.restored)
 
 @dataclass(frozen=True, slots=True)
 class LedgerVersion:
-    """A version as the ledger knows it."""
+    """Version of a policy, as the ledger records it."""
 
     policy_version: PolicyVersion
     branch: str
     parent_branch: str
-    """Its own, or the one that this branch comes from; empty for the weights that training began with."""
+    """Branch of the parent: its own, or the one that this branch began from; empty for initial weights."""
     run_id: str
     modes: str
-    """Comma-separated; empty for the weights that training began with."""
+    """Modes of the rollouts that trained it, comma-separated; empty for initial weights."""
     tokenizer_hash: str
     status: VersionStatus | None
-    """None: its step is under way."""
+    """Status of the version. None: its step is under way."""
     metrics: dict[str, float]
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """Return its number."""
         return self.policy_version.version
 
 
 def version_of(row: sa.RowMapping) -> LedgerVersion:
-    """A row of VERSIONS."""
+    """Return a row of VERSIONS as a `LedgerVersion`."""
     facts = PolicyVersion(row["policy"], row["version"], row["parent"], row["batch_id"], row["checksum"], row["path"])
     status = VersionStatus(row["status"]) if row["status"] else None
     metrics = json.loads(row["metrics"])
@@ -173,12 +173,12 @@ def version_of(row: sa.RowMapping) -> LedgerVersion:
 
 
 def ledger_place(settings: TrainerSettings) -> Path | str:
-    """Where the settings put the ledger: a directory for SQLite's file, or a URL."""
+    """Return the ledger's location by the settings: a directory for SQLite's file, or a URL."""
     return settings.directory if settings.ledger_url is None else settings.ledger_url.get_secret_value()
 
 
 class Database(AnyDatabase):
-    """The ledger's database, with its tables."""
+    """Database of the ledger, with its tables."""
 
     def __init__(self, place: Path | str) -> None:
         """Open it, and make the tables that are missing.
@@ -187,7 +187,7 @@ class Database(AnyDatabase):
             place: the directory of SQLite's file, which is made; or a URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.
 
         Raises:
-            LedgerError: the URL is none that the ledger knows, or nobody answers there.
+            LedgerError: the URL is of no supported database, or no server answers there.
         """
         super().__init__(_url(place), METADATA, _OWNER)
         self._remembered: dict[Hashable, tuple[tuple[int, int], Any]] = {}
@@ -197,7 +197,7 @@ class Database(AnyDatabase):
 
     @contextmanager
     def transaction(self) -> Generator[sa.Connection]:
-        """One transaction, which is counted when it changes a row; otherwise as `spangrad.database` has it."""
+        """Open a transaction, which is counted when it changes a row; otherwise as in `spangrad.database`."""
         with super().transaction() as connection:
             connection.info.pop(_CHANGED, None)
             yield connection
@@ -208,11 +208,11 @@ class Database(AnyDatabase):
                 connection.info.pop(_CHANGED, None)
 
     def remembered(self, name: Hashable, read: Callable[[sa.Connection], T]) -> T:
-        """Return what `read` reads, read again only when the ledger has changed since; what is returned is not to be changed.
+        """Return the result of `read`, cached until the ledger changes; the caller must not change it.
 
         Args:
-            name: of what is read.
-            read: reads it.
+            name: key of the result.
+            read: reads the result from the database.
         """
         with self.reading() as connection:
             changes = self.changes(connection)
@@ -230,7 +230,7 @@ class Database(AnyDatabase):
 
 
 def _note_change(connection: sa.Connection, statement: object, *_: object) -> None:
-    """Note in a connection that a statement changes rows, and from which tables it takes some."""
+    """Record in a connection that a statement changes rows, and the tables that it deletes from."""
     if isinstance(statement, sa.Insert | sa.Update | sa.Delete):
         tables: set[str] = connection.info.setdefault(_CHANGED, set[str]())
         if isinstance(statement, sa.Delete) and isinstance(statement.table, sa.Table):
