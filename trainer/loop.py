@@ -1,14 +1,14 @@
 """The trainer: ready groups -> lease -> credit -> step -> checkpoint -> commit -> mirror -> publish, as often as there are batches.
 
 In: the settings; through them the span store, the model and the gateway. Out: policy versions. Invariant: at every instruction the
-ledger knows enough to go on. A lease without a commit is undone, at once when this process fails or is asked to stop, else at the next
+ledger knows enough to resume. A lease without a commit is undone, at once when this process fails or is asked to stop, else at the next
 start; a commit that was not yet copied to the store, or not published, is copied and published at the next start. Nothing is repeated,
 nothing skipped.
 
-A step trains the head of its branch. When somebody else moved it (another trainer of the branch, a rollback), its weights and its
-optimiser's state are loaded first; while another trainer's step is under way, this one waits.
+A step trains the head of its branch. When another process moved it (another trainer of the branch, a rollback), its weights and its
+optimizer state are loaded first; while another trainer's step is under way, this one waits.
 
-A batch in which every advantage is 0 takes no optimiser step, yet commits a version with its parent's weights: its groups are used, and
+A batch in which every advantage is 0 takes no optimizer step, yet commits a version with its parent's weights: its groups are used, and
 lineage and step count stay whole.
 """
 
@@ -63,14 +63,14 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SHARE = 0.05
 _LONGEST_LOOK_SECONDS = 2.0
-"""An idle trainer looks again after this share of the time that it has waited, up to so many seconds."""
+"""Longest pause of an idle trainer between two looks, in seconds; shorter ones are `_LOOK_SHARE` of the time that it has waited."""
 _LOOK_SECONDS = 1.0
-"""How often an idle trainer asks what is served."""
+"""Interval at which an idle trainer checks the served version, in seconds."""
 
 
 @dataclass
 class Trainer:
-    """The parts of a training run, wired."""
+    """Training loop with its parts."""
 
     settings: Settings
     ledger: Ledger
@@ -79,22 +79,22 @@ class Trainer:
     normalise: Normalise
     mirror: Mirror
     publisher: Publisher | None
-    """None: versions are not published."""
+    """Publisher of versions. None: versions are not published."""
     shutdown: Shutdown
     loaded: LedgerVersion
-    """Whose weights the optimiser holds."""
+    """Version whose weights the optimizer holds."""
     load_optimiser: Callable[[LedgerVersion], Optimiser]
-    """One with a version's weights and state."""
+    """Function that returns an optimizer with a version's weights and state."""
     evaluation: Evaluation | None = None
-    """None: held-out rollouts are not looked at."""
+    """Evaluation on held-out rollouts. None: they are not read."""
     watchers: Watchers = field(default_factory=lambda: Watchers([LogLines()]))
     clock: Clock = field(default_factory=Clock)
     store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
     _looked: float = 0.0
     _head: LedgerVersion | None = None
-    """What the batch that was taken last is to train. None: none was taken."""
+    """Version that the last batch is to train. None: no batch was taken."""
     _awaited: str | None = None
-    """Whose step this trainer waits for."""
+    """Holder of the step that this trainer waits for. None: it waits for no step."""
 
     def __post_init__(self) -> None:
         self.demand = Caller(self.settings, self.ledger, self.source.build_spec)
@@ -102,18 +102,18 @@ class Trainer:
         self.batches = BatchQueue(self.settings.trainer, self.ledger, self.clock, self._publish_again)
 
     def start(self) -> None:
-        """Bring the store's copy and the gateway up to what the ledger has committed."""
+        """Bring the store's copy and the gateway up to the ledger's newest commit."""
         self.mirror.catch_up()
         if self.publishing:
             self.publishing.start(self.loaded, self.optimiser.weights)
 
     def _publish_again(self) -> None:
-        """An engine that was restarted serves what it was started with: have it serve the newest version."""
+        """Publish the newest version to engines that were restarted, as they serve the weights that they started with."""
         if self.publishing:
             self.publishing.look(self.loaded, self.optimiser.weights)
 
-    def _rest(self) -> None:
-        """While nothing can be done: see now and then that no lease of the dead is left and that the newest version is served."""
+    def _idle(self) -> None:
+        """Pause while there is nothing to train; at intervals undo leases of dead processes, evaluate, and check the served version."""
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
             undo_leases(self.ledger, self.settings)
@@ -122,8 +122,8 @@ class Trainer:
         # A group that becomes ready after a long wait is taken a little later, and an idle trainer costs little.
         time.sleep(max(self.settings.trainer.poll_seconds, min(self.clock.waited * _LOOK_SHARE, _LONGEST_LOOK_SECONDS)))
 
-    def _collect(self) -> None:
-        """Note what was published late, since the gateway was away.
+    def _record_late_publications(self) -> None:
+        """Record the metrics of versions that were published late, after an outage of the gateway.
 
         Raises:
             GatewayRefusedError: the gateway refused the head for good.
@@ -133,17 +133,17 @@ class Trainer:
             self.mirror.write(self.ledger.version(late.version))
 
     def _await_publication(self) -> None:
-        """Wait for a gateway that is away: the run is over, or the newest version is to be evaluated."""
+        """Wait until the gateway serves the newest version: the run is over, or the version is to be evaluated."""
         if self.publishing:
             self.publishing.wait()
-            self._collect()
+            self._record_late_publications()
 
     def run(self, *, follow: bool) -> None:
         """Train batch after batch: with `follow` until trainer.max_steps batches are committed, else until no whole batch is ready."""
         limit = self.settings.trainer.max_steps if follow else 0
         while True:
             self.shutdown.check()
-            self._collect()
+            self._record_late_publications()
             self.demand.call()
             if 0 < limit <= len(self.ledger.committed_versions()) - 1:
                 logger.info("trainer.max_steps = %d steps are done", limit)
@@ -158,7 +158,7 @@ class Trainer:
                     self._await_publication()
                     self.evaluate()
                     return
-            self._rest()
+            self._idle()
 
     def evaluate(self) -> None:
         """Measure versions on the held-out rollouts that were built since the last look."""
@@ -171,7 +171,7 @@ class Trainer:
             logger.info("%s", describe_best(champion, self.settings.trainer))
 
     def take(self) -> Loaded | None:
-        """The oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
+        """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
         self._head = newest_version(self.ledger)
         loaded = self.batches.take(self.source, self._head)
         if loaded:
@@ -179,7 +179,7 @@ class Trainer:
         return loaded
 
     def _busy(self) -> bool:
-        """Whether another trainer's step is under way; said once of each."""
+        """Return whether another trainer's step is under way; log each such holder once."""
         holder = self.ledger.holder()
         if holder and holder != self._awaited:
             logger.info("%s makes a step of branch %s: waiting for its end", holder, self.settings.trainer.branch)
@@ -187,15 +187,15 @@ class Trainer:
         return holder is not None
 
     def _load(self, version: LedgerVersion) -> None:
-        """Load what is to be trained, where that is not what the last step of this trainer made."""
+        """Load the version to train, where it is not the one that this trainer's last step made."""
         if version.version != self.loaded.version:
             self.optimiser.close()
-            # What it held is forgotten before as much again is loaded.
+            # The old weights are freed before the new ones are loaded.
             self.optimiser = Deferred(lambda: self.load_optimiser(version))
             self.optimiser = self.load_optimiser(version)
             self.loaded = version
             self.mirror.catch_up()
-            logger.info("version %d is loaded: branch %s was moved there by somebody else", version.version, version.branch)
+            logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
 
     def step(self, loaded: Loaded) -> bool:
         """Make one version of one batch; when anything goes wrong before the commit, undo the lease.
@@ -210,7 +210,7 @@ class Trainer:
         """
         parent = self._head or newest_version(self.ledger)
         if isinstance(self.optimiser, Deferred) and not self.optimiser.is_loaded:
-            # The head may have moved since the start: only what is to be trained is loaded.
+            # The head may have moved since the start: only the version to train is loaded.
             self._load(parent)
         settings, rows = self.settings.trainer, self.optimiser.data_parallel_size
         with self.clock.stage("credit"):
@@ -218,10 +218,10 @@ class Trainer:
             batch, facts = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash)
             facts |= measures(loaded, settings, lineage) | self.demand.figures() | self._retries() | self.batches.figures()
             rule = alarms.GamingRule.of(settings)
-            history = [one.metrics for one in self.ledger.versions() if one.status is VersionStatus.COMMITTED]
+            history = [version.metrics for version in self.ledger.versions() if version.status is VersionStatus.COMMITTED]
             facts |= alarms.gaming([*history, facts], rule)
         try:
-            made = self._commit(loaded, batch, facts, parent)
+            committed = self._commit(loaded, batch, facts, parent)
         except (BadRowsError, AlreadyTrainedError) as error:
             self._refuse(error, loaded, batch, parent)
             return True
@@ -229,28 +229,28 @@ class Trainer:
             self.shutdown.end()
             try:
                 undo_leases(self.ledger, self.settings)
-            except (SpangradError, OSError) as error:  # what went wrong first is to be told; the next start cleans up
+            except (SpangradError, OSError) as error:  # the first error is raised; the next start cleans up
                 logger.warning("%s", error)
             raise
-        if made is None:
+        if committed is None:
             return False
-        self.loaded = made
+        self.loaded = committed
         self.batches.forget()
-        if made.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
-            logger.warning("%s", alarms.told(made.version, made.metrics, rule))
-        if made.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
-            logger.warning("%s", failures.describe(made.version, made.metrics, settings.failed_share_alarm))
-        made = self._hand_over(made)
-        # After the publication: nobody waits for the copy, and `start` makes up for one that a crash prevented.
-        self.mirror.write(made)
+        if committed.metrics.get("gaming_alarm") and not parent.metrics.get("gaming_alarm"):
+            logger.warning("%s", alarms.describe(committed.version, committed.metrics, rule))
+        if committed.metrics.get("failed_alarm") and not parent.metrics.get("failed_alarm"):
+            logger.warning("%s", failures.describe(committed.version, committed.metrics, settings.failed_share_alarm))
+        committed = self._publish(committed)
+        # After the publication: nothing waits for the copy, and `start` makes up for one that a crash prevented.
+        self.mirror.write(committed)
         number = len(self.ledger.committed_versions()) - 1
-        self.watchers.stepped(Step(number, made, loaded.rollouts, self.clock.stages))
+        self.watchers.stepped(Step(number, committed, loaded.rollouts, self.clock.stages))
         self.evaluate()
         prune(self.ledger, self.settings)
         if self.evaluation:
             if self.evaluation.is_due(number):
                 self._await_publication()
-            self.evaluation.run_command(made, number)
+            self.evaluation.run_command(committed, number)
         self.clock.end()
         return True
 
@@ -270,24 +270,24 @@ class Trainer:
                 self.mirror.write(self.ledger.version(version))
         self.clock.end()
 
-    def _hand_over(self, made: LedgerVersion) -> LedgerVersion:
-        """Publish what was made, unless another trainer of the branch has gone on from it already."""
-        if not self.publishing or newest_version(self.ledger).version != made.version:
-            return made
+    def _publish(self, committed: LedgerVersion) -> LedgerVersion:
+        """Publish a committed version, unless another trainer of the branch has trained on from it already."""
+        if not self.publishing or newest_version(self.ledger).version != committed.version:
+            return committed
         with self.clock.stage("publish"):
-            served = self.publishing.publish(made, self.optimiser.weights)
-        if served and served.version == made.version:
-            self.ledger.add_metrics(made.version, dict(served.metrics))
-        return self.ledger.version(made.version)
+            served = self.publishing.publish(committed, self.optimiser.weights)
+        if served and served.version == committed.version:
+            self.ledger.add_metrics(committed.version, dict(served.metrics))
+        return self.ledger.version(committed.version)
 
     def close(self) -> None:
-        """End what runs beside the loop."""
+        """Stop the publication thread and the optimizer."""
         if self.publishing:
             self.publishing.close()
         self.optimiser.close()
 
     def _retries(self) -> dict[str, float]:
-        """Metrics: how often the gateway and the store were asked again since the last step."""
+        """Return metrics: number of retries against the gateway and the store since the last step."""
         publishing = self.publishing.outage.take_retries() if self.publishing else 0
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 

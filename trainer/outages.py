@@ -1,7 +1,7 @@
-"""Services that are away for a while: what they are asked for is asked again, with back-off, until they answer.
+"""Outages of services: requests are retried with back-off until the service answers.
 
-In: work that a service must answer, and which of its errors may pass. Out: the answer, later. Invariant: an outage costs time and never a
-result; it is logged once when it begins and once when it ends; nobody waits once the process is asked to stop.
+In: a request to a service, and a predicate of its transient errors. Out: the answer, later. Invariant: an outage costs time and never a
+result; it is logged once when it begins and once when it ends; no retry waits once the process is asked to stop.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACK_OFF = tenacity.wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
-"""Seconds from a failed attempt to the next."""
+"""Wait between a failed attempt and the next, in seconds."""
 
 
 class Outage:
-    """The absence of one service, as seen by whoever asks it."""
+    """Outage of one service, as seen by one of its clients."""
 
     def __init__(self, service: str) -> None:
         """Begin with a service that answers.
@@ -40,21 +40,21 @@ class Outage:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the last attempt failed."""
+        """Return whether the last attempt failed."""
         return self._began is not None
 
     def note(self, state: tenacity.RetryCallState) -> None:
-        """Count an attempt that tenacity is about to make again."""
+        """Count a failed attempt that tenacity is about to repeat."""
         error = state.outcome.exception() if state.outcome else None
         if error is not None:
             self.failed(error)
 
     def failed(self, error: BaseException, *, is_retry: bool = True) -> None:
-        """Note a failed attempt, and warn of the first.
+        """Count a failed attempt, and log a warning for the first.
 
         Args:
-            error: the sentence that is logged.
-            is_retry: count it among those that are made again.
+            error: the error; its text is logged.
+            is_retry: True if the attempt is repeated, so that it counts as a retry.
         """
         with self._lock:
             self._retries += is_retry
@@ -72,18 +72,18 @@ class Outage:
             logger.info("%s answers again after %.1f s (%d failed attempts)", self._service, time.monotonic() - began, failures)
 
     def take_retries(self) -> int:
-        """Return the number of attempts made again since the last call."""
+        """Return the number of retries since the last call."""
         with self._lock:
             retries, self._retries = self._retries, 0
         return retries
 
 
 def retried(work: Callable[[], T], passes: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
-    """Do a piece of work until it succeeds, with back-off between attempts.
+    """Repeat a request until it succeeds, with back-off between attempts.
 
     Args:
-        work: may be done several times.
-        passes: whether an error of it may pass by itself; any other is raised at once.
+        work: makes the request; it may be called several times.
+        passes: predicate of transient errors; any other error is raised at once.
         outage: counts and logs the attempts.
         shutdown: ends the wait; then the last error is raised, or `Stopped` where no shield holds it back.
     """

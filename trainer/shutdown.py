@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as one exception that never falls into the middle of a transaction.
+"""SIGTERM and SIGINT as one exception that never interrupts a transaction.
 
 In: signals. Out: `Stopped`, raised in the main thread. Invariant: inside `shielded()` nothing is raised; a signal that arrives there is
 raised as soon as the shield ends.
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SLICE_SECONDS = 0.1
-"""Longest sleep at a stretch: a signal that a shield holds back ends no sleep by itself."""
+"""Longest single sleep, in seconds: a signal that a shield holds back ends no sleep by itself."""
 
 
 class Stopped(BaseException):
-    """Somebody asked this process to end; no Exception, so that no library's handler swallows it."""
+    """Request to this process to end; not an Exception, so that no library's handler swallows it."""
 
 
 class Shutdown:
-    """Turns the two signals into `Stopped` while it is entered."""
+    """Handler that turns the two signals into `Stopped` while it is entered."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -32,7 +32,7 @@ class Shutdown:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal arrived, or the process is on its way out: nothing is waited for any more."""
+        """Return whether a signal arrived, or the process is ending: nothing is waited for any more."""
         return self._ended or self.requested is not None
 
     @contextmanager
@@ -59,7 +59,7 @@ class Shutdown:
         self.check()
 
     def check(self) -> None:
-        """Raise what a shield, or code that swallowed `Stopped`, has held back.
+        """Raise `Stopped` if a shield, or code that swallowed it, has held it back.
 
         Raises:
             Stopped: a signal arrived, and nothing is shielded.
@@ -68,7 +68,7 @@ class Shutdown:
             raise Stopped
 
     def end(self) -> None:
-        """Raise nothing from here on: the process is on its way out, and cleans up."""
+        """Raise nothing from here on: the process is ending, and cleans up."""
         self._shields += 1
         self._ended = True
 
@@ -84,6 +84,6 @@ class Shutdown:
         self.check()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.requested is None:  # the second signal of an impatient sender must not interrupt the clean-up
+        if self.requested is None:  # a second signal must not interrupt the clean-up
             self.requested = signal.Signals(number).name
             self.check()

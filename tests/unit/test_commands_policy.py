@@ -137,7 +137,7 @@ def test_a_rollback_is_served_and_the_running_trainer_goes_on_from_it(
     assert [body["version"] for _, body in gateway.asked] == [1]
     caplog.set_level("INFO")
     trainer.run(follow=False)
-    assert "version 1 is loaded: branch main was moved there by somebody else" in caplog.text
+    assert "version 1 is loaded: branch main was moved there by another process" in caplog.text
     made = newest_version(trainer.ledger)
     assert (made.version, made.policy_version.parent, trainer.ledger.lineage()) == (3, 1, [0, 1, 3])
     assert (path(trainer, 3) / "optimizer.pt").read_text() == "2.0", "one step from version 1, whose weight is 1"

@@ -12,7 +12,7 @@ from trainer_world import FakeSource, settings, wired, write_base
 
 from spangrad.settings import TrainerSettings
 from trainer.loop import newest_version
-from trainer.monitor.alarms import GamingRule, gaming, rise, told
+from trainer.monitor.alarms import GamingRule, describe, gaming, rise
 
 RULE = GamingRule(versions=4, rise=0.1)
 numbers = st.floats(-100, 100).map(lambda value: round(value, 3))
@@ -104,5 +104,5 @@ def test_the_trainer_warns_once_and_writes_it_down(tmp_path: Path, caplog: pytes
     newest = newest_version(trainer.ledger)
     assert [newest.metrics["return_rise"], newest.metrics["success_rise"]] == [2, 0]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warned == [told(3, newest.metrics, GamingRule(versions=3))]
+    assert warned == [describe(3, newest.metrics, GamingRule(versions=3))]
     assert warned[0].startswith("version 3: over 3 versions the mean return rose by 2.00, and the reward 'reward' by 0.00.")

@@ -1,11 +1,11 @@
-"""Alarms over a policy's versions: a return that rises while success stands still.
+"""Alarm for reward gaming: a return that rises over a policy's versions while success does not.
 
-In: metrics of consecutive versions, and how much is tolerated. Out: metrics of the newest one that tell whether its reward is being gamed.
+In: metrics of consecutive versions, and how much is tolerated. Out: metrics of the newest one that show whether its reward is gamed.
 Invariant: pure functions of numbers that are in every version's metrics; an alarm stops nothing.
 
-A policy learns whatever pays. Where a rule pays for a tool that never fails and leads nowhere, the policy ends by calling nothing else:
-its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/credit.md has a measured run). What gives it
-away is that the return rises and the reward that stands for success does not.
+A policy learns whatever is rewarded. Where a rule rewards a tool that never fails and leads nowhere, the policy ends by calling nothing
+else: its return rises, gradient, logprob gap and loss look healthy, and the task is never done (docs/credit.md has a measured run). The
+symptom is that the return rises and the reward that stands for success does not.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from spangrad.settings import TrainerSettings
 
 RETURN = "mean_return"
 _SHARE = 0.1
-"""Success that rises by less than this part of the return's rise stands still: batches are samples, and no mean is quite flat."""
+"""Largest rise of success, as a fraction of the return's rise, that counts as no rise: means of sampled batches are never quite flat."""
 
 
 @dataclass(frozen=True, slots=True)
 class GamingRule:
-    """When a return is gamed."""
+    """Criterion by which a return counts as gamed."""
 
     success: str = "reward"
     """Name of the reward that stands for success."""
     versions: int = 20
-    """Over how many versions a rise is measured; fewer say nothing. 0: no alarm."""
+    """Number of versions over which a rise is measured; with fewer there is no alarm. 0: no alarm at all."""
     rise: float = 0.2
-    """How much the return must rise over them."""
+    """Smallest rise of the mean return over these versions for an alarm."""
 
     @classmethod
     def of(cls, settings: TrainerSettings) -> GamingRule:
-        """The trainer's."""
+        """Return the rule of the trainer's settings."""
         return cls(settings.gaming_reward, settings.gaming_versions, settings.gaming_rise)
 
 
 def gaming(history: Sequence[Mapping[str, float]], rule: GamingRule) -> dict[str, float]:
-    """What the newest of some versions adds to its metrics.
+    """Return the metrics of gaming that are added to the newest of some versions.
 
     Args:
         history: metrics of consecutive versions, oldest first; `mean_return` (weighted) and `mean_reward_NAME` (raw) are read.
-        rule: what counts as gamed.
+        rule: the criterion of gaming.
 
     Returns:
         return_rise, success_rise: over rule.versions versions, by the line fitted to them; gaming_alarm: 1 where the return rose by more
@@ -52,23 +52,23 @@ def gaming(history: Sequence[Mapping[str, float]], rule: GamingRule) -> dict[str
     """
     last = history[-rule.versions :]
     success = f"mean_reward_{rule.success}"
-    if not rule.versions or len(last) < rule.versions or not all(RETURN in one and success in one for one in last):
+    if not rule.versions or len(last) < rule.versions or not all(RETURN in metrics and success in metrics for metrics in last):
         return {}
-    of_return, of_success = (rise([one[name] for one in last]) for name in (RETURN, success))
+    of_return, of_success = (rise([metrics[name] for metrics in last]) for name in (RETURN, success))
     alarm = of_return > rule.rise and of_success < _SHARE * of_return
     return {"return_rise": of_return, "success_rise": of_success, "gaming_alarm": float(alarm)}
 
 
 def rise(values: Sequence[float]) -> float:
-    """How much a series rises from its first place to its last, by its least-squares line; 0 for fewer than two values."""
+    """Return the rise of a series from its first value to its last, by its least-squares line; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     place = np.arange(len(values)) - (len(values) - 1) / 2
     return float(place @ np.asarray(values, float) / (place @ place) * (len(values) - 1))
 
 
-def told(version: int, metrics: Mapping[str, float], rule: GamingRule) -> str:
-    """The alarm in words."""
+def describe(version: int, metrics: Mapping[str, float], rule: GamingRule) -> str:
+    """Return the text of the alarm."""
     return (
         f"version {version}: over {rule.versions} versions the mean return rose by {metrics['return_rise']:.2f}, and the reward "
         f"{rule.success!r} by {metrics['success_rise']:.2f}. Something pays without leading to success: see which of the metrics "

@@ -1,4 +1,4 @@
-"""What a batch says of itself beside its return: how often it succeeded, and how old its calls are.
+"""Metrics of a batch beside its return: success, staleness, failures, roles and lengths of responses.
 
 In: whole groups of rollouts, the trainer's settings, the versions that led to the one about to be trained. Out: metrics. Invariant: pure
 functions of whole columns.
@@ -22,7 +22,7 @@ from trainer.data.token_versions import staleness, token_versions
 
 
 def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
-    """Metrics of a batch.
+    """Return the metrics of a batch.
 
     Args:
         loaded: whole groups.
@@ -31,10 +31,9 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
 
     Returns:
         success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the sampled
-        tokens of the calls that may be trained: how many committed versions lie between a token's and the one about to be trained; 0 is on
+        tokens of the calls that may be trained: the number of committed versions between a token's and the one about to be trained; 0 is on
         policy. truncated_share, response_tokens_mean and response_tokens_p95, over those calls: share of responses that were cut at their
-        limit of tokens, and tokens of a response.
-        And what `failed_shares` and `role_metrics` return.
+        limit of tokens, and tokens of a response. The metrics of `failed_shares` and `role_metrics` are added.
     """
     rewards = (
         loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
@@ -42,8 +41,8 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
         .group_by(*KEY, maintain_order=True)
         .agg(pl.struct("Name", "Value").filter(pl.col("Name").is_not_null()).alias("Rewards"))
     )
-    named = [sums((one["Name"], one["Value"]) for one in row) for row in rewards["Rewards"].to_list()]
-    won = [succeeded(one, settings) for one in named]
+    named = [sums((reward["Name"], reward["Value"]) for reward in row) for row in rewards["Rewards"].to_list()]
+    won = [succeeded(values, settings) for values in named]
     calls = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))
     behind = staleness(token_versions(calls), lineage) if lineage else np.zeros(0, np.int16)
     behind = behind[behind >= 0]
@@ -58,7 +57,7 @@ def measures(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) 
 
 
 def _responses(calls: pl.DataFrame) -> dict[str, float]:
-    """Metrics of the responses' lengths; none of no calls."""
+    """Return the metrics of the responses' lengths; none where there are no calls."""
     if calls.is_empty():
         return {}
     tokens = pl.col("ResponseIds").list.len()
@@ -71,7 +70,7 @@ def _responses(calls: pl.DataFrame) -> dict[str, float]:
 
 
 def succeeded(rewards: Mapping[str, float], settings: TrainerSettings) -> bool:
-    """Whether a rollout with these rewards, summed by name, succeeded.
+    """Return whether a rollout with these rewards, summed by name, succeeded.
 
     Its final reward (`reward`) decides, raw; a rollout that has none of that name is judged by its weighted return.
     """
@@ -80,13 +79,13 @@ def succeeded(rewards: Mapping[str, float], settings: TrainerSettings) -> bool:
 
 
 def weighted_return(rewards: Mapping[str, float], settings: TrainerSettings) -> float:
-    """The sum of all rewards, each times its weight (trainer.reward_weights)."""
+    """Return the sum of all rewards, each times its weight (trainer.reward_weights)."""
     return sum(value * settings.reward_weights.get(name, 1.0) for name, value in rewards.items())
 
 
 def sums(rewards: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Rewards of one rollout, summed by name; a name whose sum is 0 is among them."""
-    found: dict[str, float] = {}
+    """Return the rewards of one rollout, summed by name; a name whose sum is 0 is included."""
+    totals: dict[str, float] = {}
     for name, value in rewards:
-        found[name] = found.get(name, 0.0) + value
-    return found
+        totals[name] = totals.get(name, 0.0) + value
+    return totals

@@ -1,11 +1,11 @@
-"""How good each version is on held-out tasks, and which one is the best.
+"""Evaluation of versions on held-out tasks, and selection of the best version.
 
 In: built rollouts of mode `validate`, whose calls name the version that sampled them. Out: metrics of those versions, written into the
 ledger; the best version so far, which pruning spares. Invariant: held-out rollouts are measured and never trained; a rollout whose calls
-come of two versions measures neither.
+come of two versions counts for neither.
 
-Somebody runs the held-out tasks while a version is served: a person or a job by `spangrad run --mode validate`, or the trainer itself,
-which starts trainer.evaluate_command after every trainer.evaluate_every versions and waits for its end before it trains on.
+The held-out tasks run while a version is served: the user or a job starts `spangrad run --mode validate`, or the trainer starts
+trainer.evaluate_command after every trainer.evaluate_every versions and waits for its end before the next step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MINE = "RunId = %(run)s AND BuildSpec = %(spec)s"
+_THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _ARRIVED = f"""
 SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM otel.builds
-WHERE {_MINE} AND Mode = '{Mode.VALIDATE.value}' AND otel.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
+WHERE {_THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND otel.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
 """
 _OVERLAP = 120_000_000
-"""Microseconds: longer than any insert takes to become visible after its rows were dated."""
+"""Overlap of two reads, in microseconds: longer than any insert takes to become visible after its rows were dated."""
 _ROLLOUTS = """
 SELECT groupUniqArrayArrayIf(if(empty(`Versions.Version`), [Version], `Versions.Version`), Policy = %(policy)s) AS Versions,
     groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`), groupArrayArray(`Rewards.Role`)
@@ -47,36 +47,36 @@ WHERE Mode = '{mode}'
 GROUP BY RolloutId, Attempt
 HAVING length(Versions) = 1
 """
-"""Every reward of a rollout, not their sums: the engine's sumMap forgets a name whose sum is 0, and with it that a rollout was lost."""
+"""Query of every reward of a rollout, not their sums: ClickHouse's sumMap drops a name whose sum is 0, and so a rollout that failed."""
 
 
 class Evaluation:
-    """Reads one run's held-out rollouts, and starts the command that makes them."""
+    """Reader of one run's held-out rollouts, and starter of the command that makes them."""
 
     def __init__(self, client: Client, settings: Settings, build_spec: str) -> None:
-        """Read with `client` what that specification built of the trainer's run."""
+        """Read with `client` the rollouts of the trainer's run that this specification built."""
         self._client = client
         self._url = settings.store.url
         self._settings = settings.trainer
         self._build_spec = build_spec
         self._arrived: tuple[int, int] | None = None
-        """Rows since `_since`, and the time of the newest, when they were read last."""
+        """Number of rows since `_since` at the last read, and the time of the newest, in microseconds since 1970."""
         self._since = 0
-        """Microseconds since 1970."""
+        """Time from which rows are counted, in microseconds since 1970."""
 
     def measure(self, ledger: Ledger) -> list[LedgerVersion]:
-        """Write what has become known of versions into the ledger; return those that changed, oldest first."""
-        found = self._metrics()
+        """Write new metrics of versions into the ledger; return the versions that changed, oldest first."""
+        by_version = self._metrics()
         changed: list[LedgerVersion] = []
-        for version in ledger.versions() if found else ():
-            metrics = found.get(version.version, {})
+        for version in ledger.versions() if by_version else ():
+            metrics = by_version.get(version.version, {})
             if version.status is VersionStatus.COMMITTED and metrics.items() - version.metrics.items():
                 ledger.add_metrics(version.version, metrics)
                 changed.append(replace(version, metrics={**version.metrics, **metrics}))
         return changed
 
     def _metrics(self) -> dict[int, dict[str, float]]:
-        """Metrics by version; empty when nothing has been built since the last look."""
+        """Return metrics by version; empty when nothing has been built since the last look."""
         names = {"run": self._settings.run_id, "spec": self._build_spec, "policy": self._settings.policy}
         with store_errors(self._url):
             ((count, newest),) = self._client.query(_ARRIVED, parameters={**names, "since": self._since}).result_rows
@@ -85,7 +85,7 @@ class Evaluation:
             since = max(newest - _OVERLAP, 0)
             # Before the rollouts: what comes between the two is read again.
             (arrived,) = self._client.query(_ARRIVED, parameters={**names, "since": since}).result_rows
-            query = _ROLLOUTS.format(rows=rows_sql("transitions", self._settings.as_of, _MINE), mode=Mode.VALIDATE.value)
+            query = _ROLLOUTS.format(rows=rows_sql("transitions", self._settings.as_of, _THIS_RUN), mode=Mode.VALIDATE.value)
             rows = self._client.query(query, parameters=names).result_rows
         self._since, self._arrived = since, tuple(arrived)
         by_version: dict[int, list[dict[str, float]]] = {}
@@ -96,11 +96,11 @@ class Evaluation:
         return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
 
     def is_due(self, step: int) -> bool:
-        """Whether trainer.evaluate_command runs after a step of the branch."""
+        """Return whether trainer.evaluate_command runs after a step of the branch."""
         return bool(self._settings.evaluate_command and self._settings.evaluate_every and step % self._settings.evaluate_every == 0)
 
     def run_command(self, version: LedgerVersion, step: int) -> None:
-        """After every trainer.evaluate_every steps of the branch: run trainer.evaluate_command. One that fails is only told of."""
+        """Run trainer.evaluate_command after every trainer.evaluate_every steps of the branch. A failure of it is only logged."""
         command = self._settings.evaluate_command
         if not self.is_due(step):
             return
@@ -120,7 +120,7 @@ class Evaluation:
 
 
 def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) -> dict[str, float]:
-    """Metrics of held-out rollouts, given the rewards of each, summed by name.
+    """Return the metrics of held-out rollouts, given the rewards of each, summed by name.
 
     Returns:
         validate_rollouts; validate_return (mean, weighted); validate_success (share: `batch_metrics.succeeded`);
@@ -137,29 +137,29 @@ def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) 
 
 
 def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:
-    """The version with the highest trainer.best_metric among those whose weights are still there; of equals the newest.
+    """Return the version with the highest trainer.best_metric among those whose weights are still there; of equals the newest.
 
     None: no version has been measured on trainer.best_rollouts held-out rollouts.
     """
     measured = [
-        one
-        for one in versions
-        if one.status is VersionStatus.COMMITTED
-        and settings.best_metric in one.metrics
-        and one.metrics.get("validate_rollouts", 0) >= settings.best_rollouts
-        and Path(one.policy_version.path).is_dir()
+        version
+        for version in versions
+        if version.status is VersionStatus.COMMITTED
+        and settings.best_metric in version.metrics
+        and version.metrics.get("validate_rollouts", 0) >= settings.best_rollouts
+        and Path(version.policy_version.path).is_dir()
     ]
-    return max(measured, key=lambda one: (one.metrics[settings.best_metric], one.version), default=None)
+    return max(measured, key=lambda version: (version.metrics[settings.best_metric], version.version), default=None)
 
 
 def describe_best(version: LedgerVersion, settings: TrainerSettings) -> str:
-    """A few words about the best version."""
+    """Return a short text about the best version."""
     value, rollouts = version.metrics[settings.best_metric], version.metrics["validate_rollouts"]
     return f"best: version {version.version}, {settings.best_metric} {value:+.3f} over {rollouts:.0f} held-out rollouts"
 
 
 def describe_validation(version: LedgerVersion) -> str:
-    """One line about what held-out rollouts say of a version."""
+    """Return one line with the metrics of a version on held-out rollouts."""
     m = version.metrics
     return (
         f"version {version.version} on {m['validate_rollouts']:.0f} held-out rollouts: return {m['validate_return']:+.3f}, "

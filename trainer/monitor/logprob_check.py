@@ -1,6 +1,6 @@
 """Comparison of the logprobs that responses were sampled with and those that the trainer computes for the same tokens.
 
-In: both, by row and response token, and how far they may differ. Out: statistics, and the rows that are to blame where they are beyond the
+In: both, by row and response token, and how far they may differ. Out: statistics, and the rows that cause it where they are beyond the
 limits. Invariant: pure functions of arrays; the largest difference of a batch is a metric and never an alarm, for it grows with the batch.
 
 Statistics of tokens, with d = trainer's logprob - recorded logprob: mean, 99th percentile and maximum of |d|; Pearson's correlation of the
@@ -58,9 +58,9 @@ DEFAULTS: Mapping[tuple[Dtype, Dtype], Limits] = {
 _TAIL = 4.0
 """Multiple of a typical difference that the tail of healthy tokens may reach."""
 _SPREAD = 0.1
-"""Standard deviation of probabilities below which a correlation says nothing: all are near 1, and what is left is rounding."""
+"""Smallest standard deviation of probabilities at which a correlation has a meaning: below, all are near 1, and the rest is rounding."""
 _FEW = 50
-"""Tokens below which a correlation says nothing."""
+"""Smallest number of tokens at which a correlation has a meaning."""
 _LARGEST_K3 = 10.0
 """Cap of a token's k3, as verl's `low_var_kl`: exp(d) of one token would outweigh all others."""
 
@@ -122,16 +122,16 @@ def metrics(recorded: Floats, computed: Floats, staleness: NDArray[np.int16], cl
 
 
 def bad_rows(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits: Limits) -> NDArray[np.int64]:
-    """Return the rows that are to blame for differences beyond the limits, in order.
+    """Return the rows that cause differences beyond the limits, in order.
 
-    A row whose own mean is out of all proportion is named whatever the others are. Where all tokens together are beyond a limit, the rows
-    above the mean's limit are named; where the others are still beyond, or most rows are named, the fault is nobody's own (a stale cache, a
-    wrong temperature), and every row is.
+    A row whose own mean is out of all proportion is named regardless of the others. Where all tokens together are beyond a limit, the rows
+    above the mean's limit are named; where the others are still beyond, or most rows are named, the fault is of no single row (a stale
+    cache, a wrong temperature), and every row is named.
 
     Args:
         recorded: logprobs that tokens were sampled with, shape (rows, tokens), finite where `mask` is.
         computed: the trainer's, of the same shape.
-        mask: which tokens are compared.
+        mask: tokens that are compared.
         limits: of the dtypes.
     """
     tokens = mask.sum(axis=1)
@@ -151,29 +151,29 @@ def bad_rows(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits
 
 
 def beyond(recorded: Floats, computed: Floats, mask: NDArray[np.bool_], limits: Limits) -> list[str]:
-    """Return what of the chosen tokens' statistics is beyond the limits, in words; nothing where no token is chosen."""
+    """Return a text for each statistic of the chosen tokens that is beyond its limit; none where no token is chosen."""
     if not mask.any():
         return []
     recorded, computed = recorded[mask], computed[mask]
-    of = statistics(recorded, computed, (0.0, 0.0))
-    found = [
-        f"{words} {of[name]:.3g} > {limit:.3g}"
-        for name, words, limit in (
+    statistic = statistics(recorded, computed, (0.0, 0.0))
+    texts = [
+        f"{label} {statistic[name]:.3g} > {limit:.3g}"
+        for name, label, limit in (
             ("logprob_gap_mean", "mean |difference|", limits.mean),
             ("logprob_gap_p99", "99th percentile", limits.p99),
             ("rollout_kl_k3", "KL (k3)", limits.k3),
         )
-        if not of[name] <= limit
+        if not statistic[name] <= limit
     ]
     spread = len(recorded) >= _FEW and np.exp(recorded).std() >= _SPREAD and np.exp(computed).std() >= _SPREAD
-    if spread and not of["probs_pearson"] >= limits.pearson:
-        found.append(f"correlation of probabilities {of['probs_pearson']:.4g} < {limits.pearson:.4g}")
-    return found
+    if spread and not statistic["probs_pearson"] >= limits.pearson:
+        texts.append(f"correlation of probabilities {statistic['probs_pearson']:.4g} < {limits.pearson:.4g}")
+    return texts
 
 
 def _pearson(recorded: Floats, computed: Floats) -> float:
     """Return Pearson's correlation of two lists of probabilities; 1 where they are constant or single."""
-    one, other = (np.exp(np.asarray(values, np.float64)) for values in (recorded, computed))
-    one, other = one - one.mean(), other - other.mean()
-    scale = np.sqrt((one @ one) * (other @ other))
-    return float(one @ other / scale) if scale > 1e-12 else 1.0
+    first, second = (np.exp(np.asarray(values, np.float64)) for values in (recorded, computed))
+    first, second = first - first.mean(), second - second.mean()
+    scale = np.sqrt((first @ first) * (second @ second))
+    return float(first @ second / scale) if scale > 1e-12 else 1.0

@@ -1,8 +1,8 @@
-"""Checks of a batch's rows before any weight moves: what is not finite, and what the engine sampled otherwise than it recorded.
+"""Checks of a batch's rows before an optimizer step: values that are not finite, and logprobs that differ from the recorded ones.
 
-In: a batch, the trainer's logprobs of its tokens, settings. Out: metrics; or the rows that are to blame, as a `BadRowsError`. Invariant: a
-token is held against the weights that sampled it. Those of the version that is trained are at hand. Tokens of earlier versions that agree
-with them as well pass at once; for the others, the weights of their version are asked where they are held, and else a drift is allowed.
+In: a batch, the trainer's logprobs of its tokens, settings. Out: metrics; or the rows that failed, as a `BadRowsError`. Invariant: a token
+is compared with the weights that sampled it. Those of the trained version are loaded. Tokens of earlier versions that agree with them pass
+at once; the others are compared with the weights of their version where they are held in memory, and else a drift is allowed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LOGPROB_GAP, NOT_FINITE = "logprob_gap", "not_finite"
 """Values of `trainer.ledger.skips.SkipReason`."""
 Logprobs = NDArray[np.float32]
 EarlierLogprobs = Callable[[NDArray[np.bool_], int], Logprobs | None]
-"""From chosen tokens and how many versions ago they were sampled: their logprobs under the weights of then. None: those are not held."""
+"""Function from a mask of tokens and their staleness (versions) to their logprobs (nats) under their version; None: it is not held."""
 
 
 class RowCheck:
-    """The checks that a trainer's settings ask for."""
+    """Checks of rows by the trainer's settings."""
 
     def __init__(self, settings: TrainerSettings, engine: Dtype, trainer: Dtype) -> None:
         """Set the limits that suit the dtypes.
@@ -42,7 +42,7 @@ class RowCheck:
         self._clip = (settings.clip_ratio if low is None else low, settings.clip_ratio if high is None else high)
 
     def require_recorded(self, batch: Batch) -> None:
-        """Check what the engine recorded, before anything is computed of it.
+        """Check the logprobs that the engine recorded, before anything is computed from them.
 
         Raises:
             BadRowsError: a logprob is not finite.
@@ -55,7 +55,7 @@ class RowCheck:
         Args:
             batch: as it was loaded.
             computed: the trainer's logprobs at the start of the step, shaped as the batch's.
-            earlier: asked at most once for each earlier version.
+            earlier: called at most once for each earlier version.
 
         Returns:
             `logprob_check.metrics` of all tokens but those of reshaped rows, which were recorded of another distribution; and, of versions
@@ -92,12 +92,12 @@ class RowCheck:
         then = earlier(chosen, behind)
         return (computed, self._limits.after(behind * self._alarm.drift)) if then is None else (then, self._limits)
 
-    def _require_finite(self, batch: Batch, logprobs: Logprobs, whose: str) -> None:
+    def _require_finite(self, batch: Batch, logprobs: Logprobs, side: str) -> None:
         rows = np.flatnonzero((batch.response_mask.astype(bool) & ~np.isfinite(logprobs)).any(axis=1))
         if len(rows):
             raise BadRowsError(
-                f"logprobs of {len(rows)} of {batch.real_rows} rows are NaN or infinite, as the {whose} gives them, so no step was taken. "
-                f"Look for NaN in the weights that the {whose} holds.",
+                f"logprobs of {len(rows)} of {batch.real_rows} rows are NaN or infinite, as the {side} gives them, so no step was taken. "
+                f"Look for NaN in the weights that the {side} holds.",
                 dict.fromkeys(rows.tolist(), NOT_FINITE),
             )
 
@@ -106,9 +106,9 @@ def blame_gradient(batch: Batch, computed: Logprobs, norm: float) -> BadRowsErro
     """Return the error of a gradient that is not finite.
 
     Args:
-        batch: the rows it is of.
+        batch: the rows that it was computed from.
         computed: their logprobs in that pass.
-        norm: the gradient's.
+        norm: norm of the gradient.
     """
     values = (computed, batch.advantages, batch.logprobs)
     mask = batch.response_mask.astype(bool)

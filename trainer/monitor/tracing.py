@@ -1,7 +1,7 @@
-"""The pipeline traces itself: a span a training step, with its stages as children and links to the rollouts that it consumed.
+"""Spans of the trainer itself: one per training step, with its stages as children and links to the rollouts that it consumed.
 
 In: steps. Out: spans of service `spangrad-trainer` and scope `spangrad.trainer`, to store.otlp_endpoint. Invariant: they name no rollout
-and call no model, so that the builder takes none of them for an agent's; their times are those at which the stages began and ended.
+and call no model, so that the builder does not take them for an agent's; their times are those at which the stages began and ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FROM otel.transitions WHERE RunId = %(run)s AND RolloutId IN {rollouts} GROUP BY
 
 
 class StepSpans:
-    """Sends a span for each step."""
+    """Sender of a span for each step."""
 
     def __init__(self, settings: Settings, client: Client) -> None:
         """Send to store.otlp_endpoint; find the rollouts' roots with `client`."""
@@ -77,32 +77,32 @@ class StepSpans:
         span.end(step.stages[-1].ended)
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
-        """Held-out rollouts have spans of their own."""
+        """Do nothing: held-out rollouts have spans of their own."""
 
     def close(self) -> None:
         """Send what is queued, for a bounded time."""
         self._provider.shutdown()
 
     def _roots(self, rollouts: Sequence[BatchRollout]) -> list[tuple[str, SpanContext]]:
-        """The root span of each rollout that has one, else its first call, by the rollout's name."""
-        found: dict[tuple[str, int], tuple[str, str]] = {}
-        for run in {one.group.run_id for one in rollouts}:
-            for some in batches(one.rollout_id for one in rollouts if one.group.run_id == run):
-                named = constant(some)
+        """Return the root span of each rollout that has one, else its first call, with the rollout's id."""
+        spans: dict[tuple[str, int], tuple[str, str]] = {}
+        for run in {rollout.group.run_id for rollout in rollouts}:
+            for rollout_ids in batches(rollout.rollout_id for rollout in rollouts if rollout.group.run_id == run):
+                named = constant(rollout_ids)
                 with store_errors(self._url):
                     calls, roots = (
                         self._client.query(sql.format(rollouts=named), parameters={"run": run}, settings=LONG).result_rows
                         for sql in (_CALLS, _ROOTS)
                     )
-                found |= {(rollout, attempt): tuple(first) for rollout, attempt, first in calls}
-                found |= {(rollout, attempt): (trace_id, span_id) for rollout, attempt, trace_id, span_id in roots}
-        known = [(one.rollout_id, found[one.rollout_id, one.attempt]) for one in rollouts if (one.rollout_id, one.attempt) in found]
-        contexts = ((name, _context(*ids)) for name, ids in known)
+                spans |= {(name, attempt): tuple(first) for name, attempt, first in calls}
+                spans |= {(name, attempt): (trace_id, span_id) for name, attempt, trace_id, span_id in roots}
+        keys = [(rollout.rollout_id, rollout.attempt) for rollout in rollouts]
+        contexts = ((key[0], _context(*spans[key])) for key in keys if key in spans)
         return [(name, context) for name, context in contexts if context]
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext | None:
-    """A span by its ids; None: they are none, as whoever else fills the store may have written."""
+    """Return a span's context by its ids. None: they are not valid; programs other than ours may write to the store, too."""
     try:
         return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     except ValueError:

@@ -1,9 +1,9 @@
 """Metrics of each version for TensorBoard, Weights & Biases, MLflow and others, by verl's own tracking.
 
-In: steps, and what held-out rollouts say of versions. Out: scalars under grouped names (`train/loss`, `seconds/publish`,
-`validate/return`), by version number. Invariant: a tracker is told of a version once it is committed, never of one that may be undone.
+In: steps, and metrics of versions on held-out rollouts. Out: scalars under grouped names (`train/loss`, `seconds/publish`,
+`validate/return`), by version number. Invariant: a tracker gets a version's metrics once it is committed, never before.
 
-verl is imported once there is something to tell them.
+verl is imported once there is something to log.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PACKAGES = {
     "clearml": "clearml",
 }
 _GROUPS = ("seconds", "validate", "held_out", "staleness", "mean_reward", "logprob_gap")
-"""Beginnings of names that are groups of their own; all others are `train`'s."""
+"""Prefixes of names that are groups of their own; all other names are in the group `train`."""
 
 
 class Trackers:
-    """All of trainer.trackers: project = the policy, experiment = its branch."""
+    """Trackers of trainer.trackers: project = the policy, experiment = its branch."""
 
     def __init__(self, settings: Settings) -> None:
-        """See that they can be opened. Files lie beside the branch's checkpoints, unless the tracker's own variables say otherwise.
+        """Check that they can be opened. Files are beside the branch's checkpoints, unless the tracker's own variables say otherwise.
 
         Raises:
             SettingsError: a tracker's package is not installed.
@@ -63,12 +63,12 @@ class Trackers:
         self._tracking.log(data=data, step=step.version.version)
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
-        """Log what held-out rollouts say, at the newest version's place: W&B refuses to go back. `validate/version` says of which."""
+        """Log held-out metrics at the newest version's step, since W&B refuses earlier ones; `validate/version` names their version."""
         data = {grouped(name): value for name, value in version.metrics.items() if name.startswith("validate_")}
         self._tracking.log(data={**data, "validate/version": version.version}, step=newest)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush the trackers and close them."""
         if self._opened is not None:
             self._opened.finish()
 
@@ -99,7 +99,7 @@ def _open(settings: Settings) -> Any:
 
 
 def grouped(name: str) -> str:
-    """A metric's name with its group: `seconds_train` -> `seconds/train`, `loss` -> `train/loss`."""
+    """Return a metric's name with its group: `seconds_train` -> `seconds/train`, `loss` -> `train/loss`."""
     for group in _GROUPS:
         if name == group:
             return f"{group}/max"

@@ -1,4 +1,4 @@
-"""A training run before people's eyes: a table that lives in a terminal, or a line a step in a log.
+"""Display of a training run: a live table in a terminal, or one log line per step.
 
 In: steps. Out: text. Invariant: in a terminal nothing else writes over the table: log records go above it.
 """
@@ -27,25 +27,25 @@ _STAGES = ("load", "credit", "train", "checkpoint", "publish")
 
 
 class LogLines:
-    """A line a step."""
+    """Watcher that logs one line per step."""
 
     def stepped(self, step: Step) -> None:
         """Log the step."""
         logger.info("%s", describe(step))
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
-        """Log what the held-out rollouts say."""
+        """Log the metrics of the held-out rollouts."""
         logger.info("%s", describe_validation(version))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class LiveView:
-    """The last steps as a table, renewed in place."""
+    """Watcher that shows the last steps as a table, updated in place."""
 
     def __init__(self, settings: TrainerSettings, console: Console) -> None:
-        """Begin to draw on a terminal, and have the log written above the table."""
+        """Start the table in a terminal, and write the log above it."""
         from rich.live import Live
 
         self._settings = settings
@@ -53,13 +53,13 @@ class LiveView:
         self._validation: dict[int, Mapping[str, float]] = {}
         self._seconds = {"idle": 0.0, "all": 0.0}
         self._count = 0
-        streaming = [one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler)]
-        self._handlers = [one for one in streaming if one.stream is sys.stderr]
+        streaming = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+        self._handlers = [handler for handler in streaming if handler.stream is sys.stderr]
         self._stderr = sys.stderr
         self._live = Live(self.table(), console=console, refresh_per_second=2, redirect_stdout=True, redirect_stderr=True)
         self._live.start()
-        for one in self._handlers:
-            one.setStream(sys.stderr)
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
 
     def stepped(self, step: Step) -> None:
         """Add a row."""
@@ -67,22 +67,22 @@ class LiveView:
         self._count += 1
         idle = step.version.metrics.get("seconds_idle", 0.0)
         self._seconds["idle"] += idle
-        self._seconds["all"] += idle / step.idle_share if step.idle_share else sum(one.seconds for one in step.stages)
+        self._seconds["all"] += idle / step.idle_share if step.idle_share else sum(stage.seconds for stage in step.stages)
         self._live.update(self.table(), refresh=True)
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
-        """Fill in what the held-out rollouts say."""
+        """Fill in the metrics of the held-out rollouts."""
         self._validation[version.version] = version.metrics
         self._live.update(self.table(), refresh=True)
 
     def close(self) -> None:
-        """Leave the table standing, and give the log its stream back."""
+        """Stop updating the table, and restore the log's stream."""
         self._live.stop()
-        for one in self._handlers:
-            one.setStream(self._stderr)
+        for handler in self._handlers:
+            handler.setStream(self._stderr)
 
     def table(self) -> Table:
-        """The last steps: a row each, the newest last."""
+        """Return the table of the last steps: one row per step, the newest last."""
         from rich.table import Table
         from rich.text import Text
 
@@ -99,11 +99,11 @@ class LiveView:
 
 
 def row(step: Step, validation: Mapping[str, float]) -> list[str]:
-    """The cells of a step.
+    """Return the cells of a step.
 
     Args:
-        step: what happened.
-        validation: metrics of its version that hold what its held-out rollouts say, if they do.
+        step: the committed step.
+        validation: metrics of its version on held-out rollouts; empty: none were measured.
     """
     metrics = step.version.metrics
     held_out = {**metrics, **validation}.get("validate_return")
@@ -122,7 +122,7 @@ def row(step: Step, validation: Mapping[str, float]) -> list[str]:
 
 
 def describe(step: Step) -> str:
-    """One line about a step."""
+    """Return one line about a step."""
     version, m = step.version, step.version.metrics
     masked = sum(value for name, value in m.items() if name.startswith("masked_"))
     parts = [

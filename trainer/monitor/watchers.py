@@ -1,6 +1,7 @@
-"""Who watches a training run, as the settings say.
+"""Watchers of a training run, by the settings: log or table, trackers, spans.
 
-In: settings, a client of the store, what stdout is. Out: `Watchers`. Invariant: a table is drawn in a terminal only; a log file gets lines.
+In: settings, a client of the store, the kind of stdout. Out: `Watchers`. Invariant: a table is drawn in a terminal only; a log file gets
+lines.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def watchers_of(settings: Settings, client: Client) -> Watchers:
-    """Those who watch.
+    """Return the watchers that the settings name.
 
     Raises:
         SettingsError: a tracker's package is not installed.
     """
     from rich.console import Console
 
-    found: list[Watcher] = []
+    watchers: list[Watcher] = []
     if settings.trainer.trackers:
         from trainer.monitor.tracking import Trackers
 
-        found.append(Trackers(settings))
+        watchers.append(Trackers(settings))
     if settings.trainer.traces:
         from trainer.monitor.tracing import StepSpans
 
-        found.append(StepSpans(settings, client))
+        watchers.append(StepSpans(settings, client))
     console = Console(markup=False, emoji=False)
     # Last: nothing is drawn when something above cannot be had.
-    found.append(LiveView(settings.trainer, console) if console.is_terminal else LogLines())
-    return Watchers(found)
+    watchers.append(LiveView(settings.trainer, console) if console.is_terminal else LogLines())
+    return Watchers(watchers)
