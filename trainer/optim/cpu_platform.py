@@ -1,7 +1,7 @@
-"""verl's platform interface, for a machine without an accelerator.
+"""Platform plug-in of verl for a machine without an accelerator.
 
 In: nothing; verl imports this module because `trainer.optim.optimizer` names it in VERL_USE_EXTERNAL_MODULES, with VERL_PLATFORM=cpu.
-Out: a platform named `cpu` in verl's registry. Invariant: every answer is the truth about a CPU (no memory pool, no streams,
+Out: a platform named `cpu` in verl's registry. Invariant: every answer is true of a CPU (no memory pool, no streams,
 no profiler ranges), and collectives go over gloo.
 """
 
@@ -17,7 +17,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _CpuModule:
-    """`torch.cpu`, and the members of `torch.cuda` that verl asks of every device module."""
+    """Wrapper of `torch.cpu` with the members of `torch.cuda` that verl needs of every device module."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -54,40 +54,40 @@ class _CpuModule:
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCpu(PlatformBase):
-    """One CPU device, always available."""
+    """Platform with one CPU device, always available."""
 
     @property
     def device_name(self) -> str:
-        """PyTorch's device type."""
+        """Return PyTorch's device type."""
         return "cpu"
 
     @property
     def vendor_name(self) -> str:
-        """What verl calls the vendor."""
+        """Return verl's name of the vendor."""
         return "cpu"
 
     @property
     def device_module(self) -> Any:
-        """What verl uses in the place of `torch.cuda`."""
+        """Return the module that verl uses in place of `torch.cuda`."""
         return _CpuModule()
 
     def is_available(self) -> bool:
-        """A CPU is always there."""
+        """Return True: a CPU is always there."""
         return True
 
     def current_device(self) -> str:
-        """The device's name, which PyTorch takes where it takes an index."""
+        """Return the device's name, which PyTorch accepts where it accepts an index."""
         return "cpu"
 
     def device_count(self) -> int:
-        """One."""
+        """Return 1."""
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is nothing to select."""
+        """Do nothing: there is one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """CPU work is done when its call returns."""
+        """Do nothing: CPU work is done when its call returns."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed PyTorch."""
@@ -98,49 +98,49 @@ class PlatformCpu(PlatformBase):
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """There is no caching allocator."""
+        """Do nothing: there is no caching allocator."""
 
     def empty_cache(self) -> None:
-        """There is no caching allocator."""
+        """Do nothing: there is no caching allocator."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """CPUs have no compute capability."""
+        """Return None: CPUs have no compute capability."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Collectives go over gloo."""
+        """Return gloo, which collectives go over."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """A variable that nobody sets."""
+        """Return the name of a variable that no program sets."""
         return "CPU_VISIBLE_DEVICES"
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler ranges."""
+        """Do nothing: there are no profiler ranges."""
         yield
 
     def profiler_start(self) -> None:
-        """No profiler."""
+        """Do nothing: there is no profiler."""
 
     def profiler_stop(self) -> None:
-        """No profiler."""
+        """Do nothing: there is no profiler."""
 
     def ray_resource_name(self) -> str:
-        """What Ray calls a CPU."""
+        """Return Ray's name of a CPU."""
         return "CPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """Ray sets no visibility of CPUs."""
+        """Return no variables: Ray sets no visibility of CPUs."""
         return []
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        """A worker takes as many CPUs as it would take GPUs."""
+        """Return the resources of a worker: as many CPUs as it would take GPUs."""
         return {"num_cpus": num_gpus}
 
     def is_ipc_supported(self) -> bool:
-        """Device memory handles do not exist."""
+        """Return False: device memory handles do not exist."""
         return False
 
     def cudart(self) -> None:
-        """No CUDA runtime."""
+        """Do nothing: there is no CUDA runtime."""

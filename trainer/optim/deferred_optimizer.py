@@ -1,6 +1,6 @@
-"""An optimiser as the loop sees it, and one that is loaded when first needed: a run that finds nothing to train never imports PyTorch.
+"""Optimizer interface of the training loop, and a lazily loaded optimizer: a run with nothing to train never imports PyTorch.
 
-In: how to load one. Out: the same, later. Invariant: it is loaded once at most.
+In: a function that loads an optimizer. Out: the optimizer, later. Invariant: it is loaded at most once.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Optimiser(Protocol):
-    """What steps the weights: `trainer.optim.optimizer.Engine`."""
+    """Interface of the optimizer of the weights (`trainer.optim.optimizer.Engine`)."""
 
     @property
     def data_parallel_size(self) -> int:
-        """The number that a batch's rows must be divisible by."""
+        """Return the number that a batch's rows must be divisible by."""
         ...
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """One step; its metrics."""
+        """Take one step; return its metrics."""
         ...
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Parameters by name."""
+        """Yield the parameters by name."""
         ...
 
     def save_weights(self, directory: Path) -> None:
@@ -38,16 +38,16 @@ class Optimiser(Protocol):
         ...
 
     def save_state(self, directory: Path) -> None:
-        """Write the optimiser's state."""
+        """Write the optimizer's state."""
         ...
 
     def close(self) -> None:
-        """End whatever it runs elsewhere."""
+        """End its workers."""
         ...
 
 
 class Deferred:
-    """Stands for the optimiser that `load` gives."""
+    """Proxy of the optimizer that `load` returns, loaded at first use."""
 
     def __init__(self, load: Callable[[], Optimiser]) -> None:
         self._load = load
@@ -58,20 +58,20 @@ class Deferred:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it was needed yet."""
+        """Return whether the optimizer was loaded."""
         return "_optimiser" in self.__dict__
 
     @property
     def data_parallel_size(self) -> int:
-        """The number that a batch's rows must be divisible by."""
+        """Return the number that a batch's rows must be divisible by."""
         return self._optimiser.data_parallel_size
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """One step; its metrics."""
+        """Take one step; return its metrics."""
         return self._optimiser.step(batch)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Parameters by name."""
+        """Yield the parameters by name."""
         return self._optimiser.weights()
 
     def save_weights(self, directory: Path) -> None:
@@ -79,10 +79,10 @@ class Deferred:
         self._optimiser.save_weights(directory)
 
     def save_state(self, directory: Path) -> None:
-        """Write the optimiser's state."""
+        """Write the optimizer's state."""
         self._optimiser.save_state(directory)
 
     def close(self) -> None:
-        """End what was loaded, if anything was."""
+        """Close the optimizer, if it was loaded."""
         if self.is_loaded:
             self._optimiser.close()

@@ -1,4 +1,4 @@
-"""Logits in float32, whatever the rest of a model is computed in.
+"""Logits in float32, in whichever dtype the rest of a model is computed.
 
 In: a policy's module, as verl has built and sharded it. Out: the same module, whose head multiplies in float32. Invariant: the head's
 weights are those of the forward pass, rounded as every other weight is, so that an engine with the same weights and a float32 head
@@ -26,13 +26,13 @@ def compute_head_in_float32(module: Any) -> None:
 
 
 class _Float32Linear:
-    """The forward pass of a linear layer. It reads the layer's parameters at each call: FSDP2 puts the gathered ones in their place."""
+    """Forward pass of a linear layer. It reads the layer's parameters at each call, as FSDP2 puts the gathered ones in their place."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 
     def __call__(self, hidden: Any) -> Any:
-        """Multiply.
+        """Multiply in float32.
 
         Args:
             hidden: states, shape (..., in_features), of any dtype.

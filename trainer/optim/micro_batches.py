@@ -1,10 +1,10 @@
-"""Micro-batches whose padded size is bounded: what a device holds at a time when rows are not packed end to end.
+"""Micro-batches of bounded padded size, which a device holds at a time when rows are not packed end to end.
 
 In: the lengths of a rank's rows and the bound of a device. Out: the rows of each micro-batch. Invariant: every row is in exactly one
 micro-batch, rows of a unit are in the same one, and the number of rows times the longest of them is within the bound, unless one unit
 alone exceeds it.
 
-verl's own partition bounds the sum of tokens, which is what a packed forward pass holds; a padded one holds rows x longest.
+verl's own partition bounds the sum of tokens, the size of a packed forward pass; a padded one holds rows x longest tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from spangrad.errors import TrainerError
 
 
 def padded_partition(lengths: Sequence[int], limit: int, units: Sequence[int] | None = None) -> list[list[int]]:
-    """Share rows out among micro-batches of at most `limit` padded tokens, rows of like lengths together.
+    """Divide rows among micro-batches of at most `limit` padded tokens, rows of similar lengths together.
 
     Args:
         lengths: tokens of each row.
         limit: largest number of rows times the longest of them, in tokens.
-        units: of each row, what must not be torn apart. None: each row is a unit.
+        units: number of each row's unit, whose rows stay in one micro-batch. None: each row is a unit.
 
     Returns:
         The rows of each micro-batch, longest first.
@@ -70,7 +70,7 @@ def _middle(part: Sequence[int], unit_of: Any) -> int:
 
 @functools.cache
 def bound_padded_micro_batches() -> None:
-    """Have verl's FSDP engine cut its micro-batches by `padded_partition`."""
+    """Make verl's FSDP engine cut its micro-batches by `padded_partition`."""
     import torch
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_name

@@ -1,12 +1,12 @@
-"""The optimizer: which passes a batch takes through the workers, and in which order.
+"""The optimizer: it passes a batch forward and backward through the workers, and steps the weights.
 
 In: a model directory, settings, and `Batch`es. Out: the metrics of a step; weights and the optimizer's state as files. Invariant: weights
-change only in a step whose first forward pass gave back the logprobs that its rows were sampled with, and whose every gradient was finite;
+change only in a step whose first forward pass reproduced the logprobs that its rows were sampled with, and whose every gradient was finite;
 a step that fails a check leaves weights, moments, gradients and random states as before. Gradients wait in the workers until the logprobs
 that came with them are checked (`trainer.monitor.row_check`). A batch that is stepped more than once, or corrected, is first passed forward
-whole, so that what its ratios are against stays as it was at its start.
+whole, so that the denominators of its ratios stay as at its start.
 
-What is PyTorch's and verl's stands in `rank`, `verl_worker`, `rows`, `losses`, `credit.estimators` and `process`; it is imported once an
+Code that needs PyTorch and verl is in `rank`, `verl_worker`, `rows`, `losses`, `credit.estimators` and `process`; it is imported once an
 `Engine` is made or values are compared. The workers are one in this process, or several under Ray (`trainer.optim.workers`).
 """
 
@@ -34,7 +34,7 @@ from trainer.optim.process import dtype_of
 from trainer.optim.rows import padded, scalars, tensordict
 from trainer.optim.workers import begin
 
-_TOLD = {
+_METRIC_NAMES = {
     "loss": "loss",
     "actor/pg_clipfrac": "clip_fraction",
     "actor/ppo_kl": "ppo_kl",
@@ -44,22 +44,22 @@ _TOLD = {
     "kl_loss": "reference_kl",
     "mfu": "mfu",
 }
-"""Verl's metrics of a step that are kept, and their names here. Not every loss has all of them."""
+"""Names of verl's metrics of a step that are kept, with their names here. Not every loss has all of them."""
 
 
 class Engine:
-    """A model, its optimiser and one way to step them."""
+    """Model with its optimizer, and the step of both."""
 
     def __init__(self, model: Path, settings: TrainerSettings, *, engine_dtype: str = "auto") -> None:
-        """Load the weights of `model` (a Hugging Face directory), in float32 whatever the file holds, and those of the reference if any.
+        """Load the weights of `model` (a Hugging Face directory), in float32 for any dtype of the file, and those of the reference.
 
         Args:
             model: of the policy.
             settings: the trainer's.
-            engine_dtype: `engine.dtype` of the engines that sample.
+            engine_dtype: `engine.dtype` of the inference engines that sample.
 
         Raises:
-            SettingsError: what the settings ask for cannot be done, or has no meaning.
+            SettingsError: the settings cannot be carried out, or have no meaning.
         """
         check(settings)
         self.settings = settings
@@ -76,16 +76,16 @@ class Engine:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number that a batch's rows must be divisible by."""
+        """Return the number that a batch's rows must be divisible by."""
         return self._workers.size
 
     @property
     def versions_to_hold(self) -> int:
-        """Number of earlier versions whose weights late calls are compared with."""
+        """Return the number of earlier versions whose weights are held to check calls of them."""
         return 0 if self.settings.lora_rank else self._versions_to_hold
 
     def hold(self, checkpoints: Sequence[Path]) -> None:
-        """Hold the weights of the versions before the loaded one, as steps of this process would have left them.
+        """Hold the weights of the versions before the loaded one, as if this process had made the steps.
 
         Args:
             checkpoints: their directories, oldest first, without a gap; `versions_to_hold` at most.
@@ -134,10 +134,10 @@ class Engine:
             batch = replace(batch, reference_logprobs=self._logprobs("reference", batch))
         first = several or self.settings.recompute_logprobs
         if first:
-            batch, metrics = self._begun(batch)
+            batch, metrics = self._with_old_logprobs(batch)
         of_reshaped: dict[str, float] = {}
         if batch.reshaped.any():
-            batch, of_reshaped = self._reweighed(batch)
+            batch, of_reshaped = self._with_reshaped_weights(batch)
         steps: list[dict[str, float]] = []
         for _ in range(self.settings.epochs):
             for rows, part in self._parts(batch):
@@ -156,18 +156,18 @@ class Engine:
         return metrics
 
     def _estimated(self, batch: Batch) -> Batch:
-        """The batch with advantages that the weights, or the critic, have a part in."""
+        """Return the batch with advantages that depend on the policy's weights or the critic."""
         if self._has_critic:
-            told = {"values": self._forward("critic", batch, "values")["values"]}
+            token_values = {"values": self._forward("critic", batch, "values")["values"]}
         else:
-            found = self._forward("policy", batch, "log_probs", "sum_pi_squared", calculate_sum_pi_squared=True)
-            told = {"old_log_probs": found["log_probs"], "sum_pi_squared": found["sum_pi_squared"]}
-        advantages, returns = over_tokens(self.settings, batch, **told)
-        known = {"values": told["values"], "returns": returns} if self._has_critic else {}
+            outputs = self._forward("policy", batch, "log_probs", "sum_pi_squared", calculate_sum_pi_squared=True)
+            token_values = {"old_log_probs": outputs["log_probs"], "sum_pi_squared": outputs["sum_pi_squared"]}
+        advantages, returns = over_tokens(self.settings, batch, **token_values)
+        known = {"values": token_values["values"], "returns": returns} if self._has_critic else {}
         return replace(batch, advantages=advantages, chains=None, **known)
 
     def _train_critic(self, batch: Batch) -> dict[str, float]:
-        """Step the value model as often as the policy, towards the batch's returns."""
+        """Train the value model on the batch's returns, with as many steps as the policy; return metrics."""
         losses: list[float] = []
         for _ in range(self.settings.epochs):
             for rows, part in self._parts(batch):
@@ -181,8 +181,8 @@ class Engine:
         left, spread = (batch.returns - batch.values)[mask].var(), batch.returns[mask].var()
         return {"critic_loss": float(np.mean(losses)), "critic_explained": float(1 - left / max(spread, 1e-8))}
 
-    def _begun(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Check a batch and add its logprobs at the start of the step and what follows of them; metrics."""
+    def _with_old_logprobs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Check a batch; return it with its logprobs at the start of the step and the correction by them, and metrics."""
         metrics, logprobs = self._infer(batch)
         if self.settings.recompute_logprobs:
             batch = replace(batch, old_logprobs=logprobs)
@@ -191,8 +191,8 @@ class Engine:
                 batch, metrics = replace(batch, **changes), {**metrics, **corrected}
         return batch, metrics
 
-    def _reweighed(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with ratios and weights of its reshaped rows; metrics."""
+    def _with_reshaped_weights(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Return the batch with ratios and weights of its reshaped rows, and metrics."""
         settings = self.settings
         if settings.recompute_logprobs and settings.correction.weights:
             return batch, {}  # every row has them
@@ -210,11 +210,11 @@ class Engine:
         return batch, metrics
 
     def _by_rollout(self, part: Batch, *, first: bool) -> tuple[Batch, dict[str, float]]:
-        """A step's part, prepared where a rollout has several rows; metrics of a correction.
+        """Return a step's part, prepared where a rollout has several rows, and metrics of a correction.
 
         Args:
             part: of the batch.
-            first: whether the weights are those of the batch's start.
+            first: True if the weights are those of the batch's start.
         """
         if not several_rows(part):
             return part, {}
@@ -225,7 +225,7 @@ class Engine:
         return by_rollout(part, self.settings, logprobs)
 
     def _parts(self, batch: Batch) -> list[tuple[NDArray[np.int64], Batch]]:
-        """A batch's mini-batches and their rows in it, drawn anew each time from the random state that is saved with the optimizer's."""
+        """Return a batch's mini-batches with their rows in it, drawn again each time from the random state that is saved with the state."""
         import torch
 
         if self.settings.mini_batches == 1:
@@ -235,17 +235,17 @@ class Engine:
         return list(zip(split(batch, order, count), parts(batch, order, count, divisor=self.data_parallel_size), strict=True))
 
     def _trainable(self, batch: Batch) -> bool:
-        """Whether the gradient can differ from 0."""
+        """Return whether the gradient can differ from 0."""
         beside = self.settings.kl_coef != 0 or self.settings.entropy_coef != 0
         return batch.trainable or (beside and bool(batch.response_mask.any()))
 
     def _train(self, part: Batch, rows: NDArray[np.int64], *, checked: bool) -> dict[str, float]:
-        """Take one optimizer step on some rows of a batch, once their logprobs are checked; its metrics.
+        """Take one optimizer step on some rows of a batch, once their logprobs are checked; return its metrics.
 
         Args:
             part: the rows.
-            rows: their places in the batch.
-            checked: whether the whole batch's logprobs were compared before.
+            rows: their indices in the batch.
+            checked: True if the whole batch's logprobs were compared before.
         """
         sent = tensordict(part, role="policy", entropy=self.settings.entropy_coef != 0)
         output = self._workers.by_rows("accumulate", sent)
@@ -262,14 +262,14 @@ class Engine:
             raise BadRowsError(str(error), {int(rows[row]): reason for row, reason in error.rows.items()})
 
     def _infer(self, batch: Batch) -> tuple[dict[str, float], NDArray[np.float32]]:
-        """Pass a batch forward and check its logprobs: metrics, logprobs."""
+        """Pass a batch forward and check its logprobs; return metrics and logprobs."""
         sent = tensordict(batch, role="policy", entropy=self.settings.entropy_coef != 0)
         output = self._workers.by_rows("infer", sent)
         logprobs = padded(output, "log_probs", sent, batch)
         return {**_kept(scalars(output)), **self._check.compare(batch, logprobs, functools.partial(self._earlier, batch))}, logprobs
 
     def _earlier(self, batch: Batch, chosen: NDArray[np.bool_], behind: int) -> NDArray[np.float32] | None:
-        """Logprobs of rows with chosen tokens under the policy of some versions ago; None where its weights are not held."""
+        """Return logprobs of rows with chosen tokens under the policy `behind` versions ago; None where its weights are not held."""
         if behind > self._held_versions:
             return None
         rows = np.flatnonzero(chosen.any(axis=1))
@@ -279,31 +279,31 @@ class Engine:
         return logprobs
 
     def _logprobs(self, role: str, batch: Batch) -> NDArray[np.float32]:
-        """Of the sampled tokens, under a model's weights; 0 elsewhere."""
+        """Return the logprobs (nats) of the sampled tokens under a model's weights; 0 elsewhere."""
         return self._forward(role, batch, "log_probs")["log_probs"]
 
     def _forward(self, role: str, batch: Batch, *names: str, **flags: bool | int) -> dict[str, NDArray[np.float32]]:
-        """What a model's forward pass tells of the sampled tokens, by verl's names; 0 elsewhere."""
+        """Return the outputs of a model's forward pass for the sampled tokens, by verl's names; 0 elsewhere."""
         rows = tensordict(batch, role=role, compute_loss=False, **flags)
         output = self._workers.by_rows("infer", rows)
         return {name: padded(output, name, rows, batch) for name in names}
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Every parameter by its Hugging Face name, tied ones once, with adapters merged."""
+        """Yield every parameter by its Hugging Face name, tied ones once, with adapters merged."""
         return self._workers.weights()
 
     def save_weights(self, directory: Path) -> None:
-        """Write what `weights` gives to a file (`trainer.publish.lora.weights_file`); under Ray a worker writes it."""
+        """Write the parameters of `weights` to a file (`trainer.publish.lora.weights_file`); under Ray a worker writes it."""
         self._workers.everywhere("save_weights", directory.absolute())
 
     def save_state(self, directory: Path) -> None:
-        """Write what the weights do not hold: AdamW's moments, schedule, random states, adapters beside their base, and the critic."""
+        """Write the state beside the weights: AdamW's moments, schedule, random states, adapters beside their base, and the critic."""
         self._workers.everywhere("save_state", directory.absolute(), self._order.get_state())
 
     def load_state(self, directory: Path) -> None:
-        """Read what `save_state` wrote, so that training goes on as if it had never stopped. A critic that it lacks begins anew.
+        """Read what `save_state` wrote, so that training resumes as if it had never stopped. A critic that it lacks starts untrained.
 
-        Any number of workers reads what any other number wrote.
+        The number of workers may differ from the number that wrote it.
 
         Raises:
             CheckpointError: the file is missing or damaged, or has other adapters than the settings.
@@ -316,10 +316,10 @@ class Engine:
 
 
 def _kept(metrics: dict[str, float]) -> dict[str, float]:
-    return {ours: metrics[theirs] for theirs, ours in _TOLD.items() if theirs in metrics} | correction_metrics(metrics)
+    return {name: metrics[verl_name] for verl_name, name in _METRIC_NAMES.items() if verl_name in metrics} | correction_metrics(metrics)
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Of each metric, over the steps that tell it."""
-    names = dict.fromkeys(name for one in steps for name in one)
-    return {name: float(np.mean([one[name] for one in steps if name in one])) for name in names}
+    """Return the mean of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: float(np.mean([step[name] for step in steps if name in step])) for name in names}

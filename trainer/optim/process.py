@@ -1,7 +1,7 @@
-"""This process as verl and PyTorch see it: its device, its group of workers, and silence.
+"""Set-up of this process for verl and PyTorch: its device, its group of workers, and its output.
 
-In: the machine; where other workers wait. Out: the device's name. Invariant: no Ray cluster and no port is needed for one worker; what
-verl prints goes to the log.
+In: the machine; the rendezvous of other workers. Out: the device's name. Invariant: no Ray cluster and no port is needed for one worker;
+verl's prints go to the log.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def prepare_process() -> str:
 
 
 def check_device(settings: TrainerSettings, device: str) -> None:
-    """Refuse what a device cannot do.
+    """Refuse settings that a device does not support.
 
     Raises:
         SettingsError: rows are to be packed on a CPU, or without flash attention.
@@ -63,30 +63,30 @@ def check_device(settings: TrainerSettings, device: str) -> None:
 
 
 def dtype_of(settings: TrainerSettings, device: str) -> Literal["fp32", "bf16"]:
-    """Return what a model is computed in (trainer.dtype)."""
+    """Return the dtype that a model is computed in (trainer.dtype)."""
     return settings.dtype or ("fp32" if device == "cpu" else "bf16")
 
 
 def is_packed(settings: TrainerSettings, device: str) -> bool:
-    """Return whether rows pass through the model end to end (trainer.packing)."""
+    """Return whether rows are packed end to end (trainer.packing)."""
     if settings.packing is None:
         return device != "cpu" and importlib.util.find_spec("flash_attn") is not None
     return settings.packing
 
 
 def worker_environment(device: str, *, own: bool) -> dict[str, str]:
-    """What a worker's process must find in its environment before it imports verl.
+    """Return the environment variables that a worker's process needs before it imports verl.
 
     Args:
         device: cuda or cpu.
-        own: whether all workers are on this machine, and need no other interface than loopback.
+        own: True if all workers are on this machine, and need no other interface than loopback.
     """
     interfaces = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {"VERL_LOGGING_LEVEL": "ERROR", **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
 
 
 def join_group(device: str, rendezvous: str) -> None:
-    """Make this process the rank of a group that its environment says (RANK, WORLD_SIZE), and share its machine's cores out.
+    """Make this process a rank of the group that its environment names (RANK, WORLD_SIZE), with its share of the machine's cores.
 
     Args:
         device: cuda or cpu.

@@ -1,4 +1,4 @@
-"""One process of the optimiser: verl's TrainingWorkers of the policy, its reference and its critic, and what they hold.
+"""One process of the optimizer: verl's TrainingWorkers of the policy, its reference and its critic, with their weights and state.
 
 In: a model directory, settings; rows in verl's layout that name their model. Out: verl's outputs; weights and state as files, whole tensors
 that any number of workers can load. Invariant: every rank makes the same calls in the same order; rank 0 alone writes.
@@ -36,11 +36,11 @@ from trainer.sft.objective import Objective
 
 _SEED = 0
 MESH = "train"
-"""Verl's name of how rows are shared out among ranks."""
+"""Name of verl's device mesh, by which rows are divided among ranks."""
 
 
 class Role(StrEnum):
-    """The models of a worker."""
+    """Model of a worker."""
 
     POLICY = "policy"
     REFERENCE = "reference"
@@ -48,7 +48,7 @@ class Role(StrEnum):
 
 
 class Rank(Worker):
-    """A rank of the process group that this process has joined; `load` comes first."""
+    """Rank of the process group that this process has joined; `load` must be called first."""
 
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class Rank(Worker):
         self._earlier: EarlierWeights | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def meeting_place(self) -> str:
-        """Where other ranks may meet this one: a port of this node that is free."""
+    def rendezvous_address(self) -> str:
+        """Return a URL at which other ranks can meet this one: a free port of this node."""
         import ray
 
         with socket.socket() as free:
@@ -68,7 +68,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join(self, device: str, rendezvous: str) -> None:
-        """Meet the other ranks; not for a rank whose process is a group of its own already."""
+        """Join the other ranks; not for a rank whose process is a group of its own already."""
         join_group(device, rendezvous)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -76,11 +76,11 @@ class Rank(Worker):
         """Load the weights of the policy and of the models that the settings ask for, in float32.
 
         Raises:
-            SettingsError: the device cannot do what the settings ask for.
+            SettingsError: the device does not support the settings.
         """
         settings = self._settings
         check_device(settings, device)
-        with quiet(), _alike():
+        with quiet(), _same_random_numbers():
             self._models[Role.POLICY] = training_worker(self._model, settings, device, rank=settings.lora_rank, objective=self._objective)
             if settings.kl_coef:
                 # A worker like the other, never stepped: verl's forward-only kind needs pinned memory, which a CPU build lacks.
@@ -94,11 +94,11 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_step(self, held_versions: int, undoable: bool) -> None:
-        """Copy what `end_step` keeps for later versions' checks and what `undo_step` goes back to.
+        """Copy the weights that `end_step` keeps for later versions' checks and the state that `undo_step` restores.
 
         Args:
-            held_versions: of how many earlier versions the policy's weights are held in main memory.
-            undoable: whether weights may move before the last check of the step.
+            held_versions: number of earlier versions whose policy weights are held in main memory.
+            undoable: True if weights may move before the last check of the step.
         """
         if self._earlier is None:
             self._earlier = EarlierWeights(held_versions)
@@ -108,17 +108,17 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_step(self) -> None:
-        """Hold the weights that the step began with, as those of the version before."""
+        """Hold the weights from the start of the step, as those of the previous version."""
         if Role.POLICY in self._before and self._earlier:
             self._earlier.hold(self._before[Role.POLICY].weights)
         self._before = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hold_weights(self, directory: Path, held_versions: int) -> None:
-        """Hold a checkpoint's weights as those of the version before the trained one; those that are held already are older; collective.
+        """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective.
 
         Args:
-            directory: of the checkpoint.
+            directory: directory of the checkpoint.
             held_versions: as in `begin_step`.
 
         Raises:
@@ -130,7 +130,9 @@ class Rank(Worker):
         own = snapshots.take(engine, moments=False)
         state = {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
         tied = getattr(engine.module, "all_tied_weights_keys", None) or {}
-        lacking = [name for name, one in engine.module.named_parameters() if one.requires_grad and name not in state and name not in tied]
+        lacking = [
+            name for name, value in engine.module.named_parameters() if value.requires_grad and name not in state and name not in tied
+        ]
         if lacking:
             raise CheckpointError(f"{directory} lacks {lacking[0]}. Restore it from a copy, or remove it: versions before it are not held.")
         try:
@@ -141,7 +143,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def undo_step(self) -> None:
-        """Clear gradients, and put back what `begin_step` copied."""
+        """Clear gradients, and restore the copies of `begin_step`."""
         for role, model in self._models.items():
             if role is not Role.REFERENCE:
                 staged_step.discard(model)
@@ -157,13 +159,13 @@ class Rank(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=MESH))
     def accumulate(self, rows: Any) -> Any:
-        """Pass rows through the model that they name, forward and backward, and leave their gradients to `apply`; collective."""
+        """Pass rows forward and backward through the model that they name, and keep their gradients for `apply`; collective."""
         with quiet():
             return staged_step.accumulate(self._models[Role(tu.pop(rows, "role"))], rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def apply(self, role: str) -> float:
-        """Step a model by the gradients that `accumulate` left; collective. The gradient's norm."""
+        """Step a model by the gradients of `accumulate`; collective. Return the gradient's norm."""
         with quiet():
             return staged_step.apply(self._models[Role(role)])
 
@@ -171,17 +173,17 @@ class Rank(Worker):
     def infer(self, rows: Any) -> Any:
         """Pass rows forward through the model that they name, or through the policy as it was `behind` versions ago; collective."""
         role, behind = Role(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
-        with quiet(), self._as_it_was(role, behind):
+        with quiet(), self._with_weights_of(role, behind):
             return self._models[role].infer_batch(rows)
 
-    def _as_it_was(self, role: Role, behind: int) -> contextlib.AbstractContextManager[None]:
+    def _with_weights_of(self, role: Role, behind: int) -> contextlib.AbstractContextManager[None]:
         if not behind:
             return contextlib.nullcontext()
         assert self._earlier is not None
         return self._earlier.loaded(self._engine(role), behind)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The policy's parameters by Hugging Face's names, tied ones once, adapters merged; or adapters alone, by PEFT's; collective."""
+        """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters alone, by PEFT's; collective."""
         module, settings = self._engine(Role.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         if settings.road == "adapter":
@@ -205,11 +207,11 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state(self, directory: Path, order: Any) -> None:
-        """Write what the weights do not hold: moments, steps, random states, adapters beside their base, and the critic; collective.
+        """Write the state beside the weights: moments, steps, random states, adapters beside their base, and the critic; collective.
 
         Args:
-            directory: where.
-            order: the random state that mini-batches are drawn from, which is not a worker's.
+            directory: directory that the file is written to.
+            order: random state that mini-batches are drawn from, which is not a worker's.
         """
         policy = self._engine(Role.POLICY)
         ranks: list[Any] = [None] * self.world_size
@@ -231,7 +233,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_state(self, directory: Path) -> Any:
-        """Read what `save_state` wrote, by however many workers. A critic that it lacks begins anew; rates and betas are the settings'.
+        """Read what `save_state` wrote, by any number of workers. A critic that it lacks starts untrained; rates and betas are as set.
 
         Returns:
             The random state that mini-batches are drawn from.
@@ -253,7 +255,7 @@ class Rank(Worker):
         if settings.lora_rank:
             _load_module(policy.module, state["adapted"], strict=settings.road != "adapter")
         _load_moments(policy.optimizer, state["moments"])
-        _go_on(policy.lr_scheduler, state["steps"])
+        _resume_schedule(policy.lr_scheduler, state["steps"])
         if self.rank < len(state["random"]):
             _set_random_state(state["random"][self.rank])
         if Role.CRITIC in self._models and "critic" in state:
@@ -266,15 +268,15 @@ class Rank(Worker):
 
 
 @contextlib.contextmanager
-def _alike() -> Iterator[None]:
-    """Draw the same random numbers in every process, whatever it did before: adapters and a critic's head begin with some."""
+def _same_random_numbers() -> Iterator[None]:
+    """Seed PyTorch equally in every process, since adapters and a critic's head begin with random numbers."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(_SEED)
         yield
 
 
 def _whole(state: Any) -> Any:
-    """A state whose tensors are whole and in main memory; collective."""
+    """Return a state with its tensors whole and in main memory; collective."""
     if isinstance(state, DTensor):
         return state.full_tensor().cpu()
     if isinstance(state, torch.Tensor):
@@ -284,8 +286,8 @@ def _whole(state: Any) -> Any:
     return state
 
 
-def _own(value: Any, like: Any) -> Any:
-    """Of a whole tensor, the part that this rank holds of a parameter; anything else as it is."""
+def _shard_of(value: Any, like: Any) -> Any:
+    """Return this rank's shard of a whole tensor, sharded like a parameter; any other value unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -293,23 +295,23 @@ def _own(value: Any, like: Any) -> Any:
 
 def _load_module(module: Any, state: dict[str, Any], *, strict: bool = True) -> None:
     held = module.state_dict()
-    module.load_state_dict({name: _own(value, held.get(name)) for name, value in state.items()}, strict=strict)
+    module.load_state_dict({name: _shard_of(value, held.get(name)) for name, value in state.items()}, strict=strict)
 
 
 def _moments(optimizer: Any) -> dict[int, dict[str, Any]]:
-    """What an optimiser remembers of each parameter; collective."""
+    """Return an optimizer's state of each parameter; collective."""
     return _whole(optimizer.state_dict()["state"])
 
 
 def _load_moments(optimizer: Any, moments: dict[int, dict[str, Any]]) -> None:
-    """Take them over; rates, betas and decay stay what the settings say."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    own = {at: {name: _own(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
+    """Load the moments; rates, betas and decay stay as in the settings."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {at: {name: _shard_of(value, parameters[at]) for name, value in held.items()} for at, held in moments.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
 
 
-def _go_on(schedule: Any, steps: int) -> None:
-    """Let a schedule go on after so many optimiser steps, from the rates of the settings."""
+def _resume_schedule(schedule: Any, steps: int) -> None:
+    """Resume a schedule after `steps` optimizer steps, from the rates of the settings."""
     schedule.last_epoch = steps
     for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * factor(steps)

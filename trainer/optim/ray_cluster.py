@@ -1,7 +1,7 @@
-"""Ray as the trainer needs it: a cluster of its own on this machine, or a connection to one that others started, and places in it.
+"""Ray cluster of the trainer: a private one on this machine, or a connection to an existing one, and placement groups in it.
 
-In: trainer.workers, trainer.nodes, trainer.ray_address. Out: one placement group a node, with a CPU and, where there are GPUs, a GPU a
-worker. Invariant: a cluster of its own listens on loopback alone, asks for a token that nobody else knows, sends no statistics, and ends
+In: trainer.workers, trainer.nodes, trainer.ray_address. Out: one placement group per node, with a CPU and, where there are GPUs, a GPU per
+worker. Invariant: a private cluster listens on loopback alone, requires a token that only this process knows, sends no statistics, and ends
 with the object that began it, or with this process however that ends.
 """
 
@@ -25,41 +25,41 @@ from spangrad.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 _SHORT = "/tmp"
-"""Ray's sockets lie 80 characters deeper, and their paths may have 107."""
+"""Short parent directory: Ray's sockets are 80 characters deeper, and a socket's path has at most 107."""
 _STARTS = 3
-"""How often a cluster is begun before it is given up."""
+"""Largest number of attempts to start a cluster."""
 _PLACE_SECONDS = 60.0
-"""How long workers' places may be taken by somebody else's."""
+"""Longest wait for workers' resources that other processes hold, in seconds."""
 _TOKEN = secrets.token_hex(32)
-"""Ray reads its token once a process, and writes one under the home directory where it finds none."""
+"""Token of private clusters. Ray reads it once per process, and writes one under the home directory where it finds none."""
 _OWN = {
     "RAY_AUTH_TOKEN": _TOKEN,
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on any system: listen on loopback, not on every interface
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_enable_worker_prestart": "0",  # workers have environments of their own: those that stand by would serve nobody
+    "RAY_enable_worker_prestart": "0",  # workers have environments of their own: prestarted ones would never be used
     "RAY_prestart_worker_first_driver": "0",
 }
 
 
 class Cluster:
-    """Ray, initialised in this process until `close`."""
+    """Ray cluster, connected to this process until `close`."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        """Connect to trainer.ray_address, or to the Ray that this process has begun already, or begin one.
+        """Connect to trainer.ray_address, or to the cluster that this process has started already, or start one.
 
         Raises:
-            TrainerError: Ray cannot be begun, or there is none at the address, or it lets nobody in without its token.
+            TrainerError: Ray cannot be started, or none answers at the address, or it refuses this process without its token.
         """
         import ray
 
         self._settings = settings
         self._groups: list[Any] = []
         self.own = settings.ray_address is None
-        """Whether its workers are all on this machine."""
+        """True if its workers are all on this machine."""
         self._began = not ray.is_initialized()
         self.directory: Path | None = Path(tempfile.mkdtemp(prefix="ray-", dir=_SHORT)) if self._began and self.own else None
-        """Where the logs of a cluster that was begun here lie, until it is closed. None: nothing was begun here."""
+        """Directory of the logs of a cluster that was started here, until it is closed. None: no cluster was started here."""
         if not self._began:
             return
         try:
@@ -73,7 +73,7 @@ class Cluster:
             raise
 
     def _begin(self, tries: int) -> None:
-        """Connect; a cluster of its own is begun again where a busy machine took longer than the 30 s that Ray gives it."""
+        """Connect; restart a private cluster where a busy machine took longer than Ray's limit of 30 s."""
         import ray
 
         own = {
@@ -86,39 +86,41 @@ class Cluster:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **(own if self.own else {}))
         except Exception as error:
-            self._end_rest()
+            self._kill_remains()
             if tries == 1:
                 raise
             logger.warning("Ray did not start (%s): once more", _first_line(error))
             self._begin(tries - 1)
 
-    def _end_rest(self) -> None:
-        """End what a failed start has left: Ray would only when this process ends."""
+    def _kill_remains(self) -> None:
+        """Kill the processes of a failed start, which Ray would end only with this process."""
         import psutil
 
         begun = [
-            one for one in psutil.Process().children() if self.directory and any(str(self.directory) in word for word in one.cmdline())
+            child
+            for child in psutil.Process().children()
+            if self.directory and any(str(self.directory) in word for word in child.cmdline())
         ]
-        for one in [inner for top in begun for inner in (*top.children(recursive=True), top)]:
-            one.kill()
+        for process in [inner for top in begun for inner in (*top.children(recursive=True), top)]:
+            process.kill()
 
     def place(self) -> tuple[list[Any], str]:
-        """Reserve a place for each worker: placement groups, one a node; and what workers compute on, cuda or cpu.
+        """Reserve resources for each worker; return placement groups, one per node, and the workers' device, cuda or cpu.
 
         Raises:
-            TrainerError: the cluster does not have as many.
+            TrainerError: the cluster does not have enough resources.
         """
         import ray
         from ray.util.placement_group import placement_group
 
-        settings, nodes = self._settings, [one["Resources"] for one in ray.nodes() if one["Alive"]]
-        kind = "GPU" if any(one.get("GPU", 0) for one in nodes) else "CPU"
-        fitting = [one for one in nodes if one.get(kind, 0) >= settings.workers]
+        settings, nodes = self._settings, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        kind = "GPU" if any(node.get("GPU", 0) for node in nodes) else "CPU"
+        fitting = [node for node in nodes if node.get(kind, 0) >= settings.workers]
         if len(fitting) < settings.nodes:
-            found = ", ".join(f"{one.get(kind, 0):g}" for one in nodes)
+            counts = ", ".join(f"{node.get(kind, 0):g}" for node in nodes)
             raise TrainerError(
                 f"trainer.nodes = {settings.nodes} with trainer.workers = {settings.workers} needs as many nodes with that many {kind}s "
-                f"each, and the {kind}s of this Ray cluster's nodes are {found}. Lower the two, or add nodes (docs/cluster.md)."
+                f"each, and the {kind}s of this Ray cluster's nodes are {counts}. Lower the two, or add nodes (docs/cluster.md)."
             )
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
         for _ in range(settings.nodes):
@@ -127,12 +129,12 @@ class Cluster:
             if not group.wait(_PLACE_SECONDS):
                 raise TrainerError(
                     f"the Ray cluster had no place for {settings.workers} workers a node on {settings.nodes} nodes for {_PLACE_SECONDS:g} "
-                    "s: somebody else holds it (`ray status` says who). Wait for their end, or lower trainer.workers."
+                    "s: other processes hold it (`ray status` lists them). Wait for their end, or lower trainer.workers."
                 )
         return self._groups, "cuda" if kind == "GPU" else "cpu"
 
     def close(self, *, keep_logs: bool = False) -> None:
-        """Give the places back, and end what was begun here.
+        """Release the resources, and stop the cluster if it was started here.
 
         Args:
             keep_logs: leave `directory` where it is.
@@ -142,7 +144,7 @@ class Cluster:
 
         if ray.is_initialized():
             while self._groups:
-                with contextlib.suppress(Exception):  # a cluster that is gone holds no places
+                with contextlib.suppress(Exception):  # a cluster that is gone holds no resources
                     remove_placement_group(self._groups.pop())
             if self._began:
                 ray.shutdown()
@@ -156,18 +158,18 @@ def _first_line(error: Exception) -> str:
 
 
 def _refused(address: str | None, error: Exception) -> str:
-    told = _first_line(error)
+    reason = _first_line(error)
     if address is None:
-        return f"Ray did not start on this machine ({told}). trainer.workers = 0 trains without it."
+        return f"Ray did not start on this machine ({reason}). trainer.workers = 0 trains without it."
     return (
-        f"no Ray cluster let this trainer in at trainer.ray_address = {address!r} ({told}). Start one with `ray start --head`, and give "
+        f"no Ray cluster let this trainer in at trainer.ray_address = {address!r} ({reason}). Start one with `ray start --head`, and give "
         "this process its token (RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, docs/cluster.md)."
     )
 
 
 @contextlib.contextmanager
 def _environment(own: bool) -> Generator[None]:
-    """What Ray's processes read as they start; what this process starts later is not to inherit it."""
+    """Set the environment variables for Ray's processes, and restore it afterwards, so that later processes do not inherit them."""
     if not own:
         yield
         return
@@ -189,7 +191,7 @@ def _environment(own: bool) -> Generator[None]:
 
 @contextlib.contextmanager
 def _signals_kept() -> Generator[None]:
-    """Ray takes SIGTERM for itself: give it back."""
+    """Restore the handler of SIGTERM, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

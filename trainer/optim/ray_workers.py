@@ -1,10 +1,10 @@
-"""The workers as processes under Ray: verl's RayWorkerGroup of `trainer.optim.rank.Rank`, and what happens when one of them fails.
+"""Workers as processes under Ray: verl's RayWorkerGroup of `trainer.optim.rank.Rank`, and the handling of their failures.
 
-In: calls of the engine. Out: what the ranks answer. Invariant: every call ends. What all ranks refuse alike (the gap's alarm, a state that
-cannot be read) is raised here as the one error that it is, and they stand as before; where one died, or failed alone, while the others wait
-for it in a collective, all of them are ended, and the error says which one and why.
+In: calls of the optimizer. Out: the ranks' results. Invariant: every call ends. An error that all ranks raise (the logprob check, a state
+that cannot be read) is raised here once, and they stay as before; where one died, or failed alone, while the others wait for it in a
+collective, all of them are ended, and the error names the rank and the cause.
 
-Rows go through Ray's object store, by verl's own dispatch; weights and states do not: workers read and write them as files, which lie where
+Rows go through Ray's object store, by verl's own dispatch; weights and states do not: workers read and write them as files, which are where
 every node sees them.
 """
 
@@ -30,19 +30,19 @@ from trainer.sft.objective import Objective
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""How often a call looks up from waiting, so that signals are seen."""
+"""Longest uninterrupted wait of a call, in seconds, so that signals are handled."""
 _SETTLE_SECONDS = 20.0
-"""How long after one rank's failure the others may take to end the call, before they are held for stuck."""
+"""Time after one rank's failure in which the others must end the call, in seconds; after it they count as stuck."""
 
 
 class RayWorkers:
-    """trainer.workers ranks on each of trainer.nodes nodes."""
+    """Workers of trainer.workers ranks on each of trainer.nodes nodes."""
 
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
-        """Begin the ranks and load their models.
+        """Start the ranks and load their models.
 
         Raises:
-            TrainerError: Ray has no place for them, or one died or failed.
+            TrainerError: Ray has no resources for them, or one died or failed.
         """
         self._settings, self._group, self._failed = settings, None, False
         with quiet():
@@ -60,14 +60,14 @@ class RayWorkers:
             raise
 
     def everywhere(self, method: str, *arguments: object) -> Any:
-        """Call a method on every rank; the first rank's answer."""
+        """Call a method on every rank; return the first rank's result."""
         from verl.single_controller.base.decorator import dispatch_one_to_all
 
         parted, _ = dispatch_one_to_all(self._living(), *arguments)
         return self._call(method, parted)[0]
 
     def by_rows(self, method: str, rows: Any) -> Any:
-        """Call a method on every rank with its part of the rows; the answers, one after the other."""
+        """Call a method on every rank with its part of the rows; return the concatenated results."""
         from verl.single_controller.base.decorator import collect_lazy_compute_data_proto, dispatch_lazy_compute_data_proto
 
         from trainer.optim.rank import MESH
@@ -77,7 +77,7 @@ class RayWorkers:
         return collect_lazy_compute_data_proto(MESH, group, self._call(method, parted))
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The policy's parameters by name; they take the way over a file."""
+        """Yield the policy's parameters by name; they are transferred through a file."""
         from safetensors.numpy import load_file
 
         shared = None if self._cluster.own else self._settings.directory.absolute()
@@ -88,7 +88,7 @@ class RayWorkers:
             yield from load_file(Path(directory) / weights_file(self._settings)).items()
 
     def close(self) -> None:
-        """End the ranks, and Ray if it was begun for them."""
+        """End the ranks, and Ray if it was started for them."""
         import ray
 
         if self._group and ray.is_initialized():
@@ -99,33 +99,33 @@ class RayWorkers:
 
     def _living(self) -> Any:
         if self._group is None:
-            raise TrainerError("the trainer's workers have ended: what they were called for is not done. Start `spangrad train` again.")
+            raise TrainerError("the trainer's workers have ended: the call is not done. Start `spangrad train` again.")
         return self._group
 
     def _learn_dispatch(self) -> int:
-        """Let verl's dispatch know which rank takes which part of the rows: it would ask by itself, and not see signals. How many parts."""
+        """Set verl's mapping of ranks to parts of the rows; return the number of parts. Verl's own query would not handle signals."""
         from verl.single_controller.base.decorator import dispatch_one_to_all
 
         from trainer.optim.rank import MESH
 
         group = self._living()
-        asked, _ = dispatch_one_to_all(group, MESH)
-        group._dispatch_info[MESH] = self._call("_query_dispatch_info", asked)
-        group._collect_info[MESH] = self._call("_query_collect_info", asked)
+        parted, _ = dispatch_one_to_all(group, MESH)
+        group._dispatch_info[MESH] = self._call("_query_dispatch_info", parted)
+        group._collect_info[MESH] = self._call("_query_collect_info", parted)
         return max(group._dispatch_info[MESH]) + 1
 
     def _rendezvous(self) -> str:
-        """Where ranks meet: a file where they share a machine with nobody else's, else a port of the first one's node."""
+        """Return the URL at which ranks meet: a file where all of them are on this machine, else a port of the first one's node."""
         if self._cluster.directory:
             return f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
-        return str(self.everywhere("meeting_place"))
+        return str(self.everywhere("rendezvous_address"))
 
     def _call(self, method: str, parted: Any) -> list[Any]:
         """Start a call on every rank and wait for all.
 
         Raises:
             TrainerError: a rank died, or failed.
-            SpangradError: what the ranks raised.
+            SpangradError: the ranks raised it.
             OSError: the same.
         """
         import ray
@@ -134,7 +134,7 @@ class RayWorkers:
         pending = list(calls)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=_LOOK_SECONDS)
-            if any(_failure(one) for one in done):
+            if any(_failure(call) for call in done):
                 _, pending = ray.wait(calls, num_returns=len(calls), timeout=_SETTLE_SECONDS)
                 self._raise(method, calls, stuck=pending)
         return ray.get(calls)
@@ -146,24 +146,24 @@ class RayWorkers:
         failures = {rank: error for rank, error in failures.items() if error}
         dead = {rank: error for rank, error in failures.items() if not isinstance(error, RayTaskError)}
         causes = {rank: error.cause for rank, error in failures.items() if isinstance(error, RayTaskError)}
-        known = next((one for one in causes.values() if isinstance(one, SpangradError | OSError)), None)
+        known = next((cause for cause in causes.values() if isinstance(cause, SpangradError | OSError)), None)
         if known and not dead:
             if stuck:
                 self.close()
             raise known
         self._failed = True
         rank, error = next(iter((dead or causes).items()))
-        what = "died" if dead else f"failed ({type(error).__name__}: {error})"
+        outcome = "died" if dead else f"failed ({type(error).__name__}: {error})"
         logs = f" Its log lies in {self._cluster.directory}." if self._cluster.directory else ""
         self.close()
         raise TrainerError(
-            f"worker {rank} of {len(calls)} {what} in `{method}`, and the others were ended. The batch is trained again at the next start."
-            f"{logs} Where memory was short, lower trainer.max_tokens_per_device."
+            f"worker {rank} of {len(calls)} {outcome} in `{method}`, and the others were ended. The batch is trained again at the next "
+            f"start.{logs} Where memory was short, lower trainer.max_tokens_per_device."
         ) from error
 
 
 def _failure(call: Any) -> BaseException | None:
-    """What a call that is over has raised, as Ray has it. None: it went well."""
+    """Return Ray's error of a finished call. None: it succeeded."""
     import ray
     from ray.exceptions import RayError
 
@@ -175,14 +175,14 @@ def _failure(call: Any) -> BaseException | None:
 
 
 def _group(model: Path, settings: TrainerSettings, objective: Objective | None, places: list[Any], device: str, own: bool) -> Any:
-    """Verl's worker group, a rank a place."""
+    """Return verl's worker group, one rank per reserved place."""
     import ray
     from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, sort_placement_group_by_node_ip
 
     from trainer.optim.rank import Rank
 
     class Group(RayWorkerGroup):
-        """Ranks meet by `Rank.join`: verl would start a process of Ray's to find a port."""
+        """Worker group whose ranks meet by `Rank.join`: verl would start a process of Ray's to find a port."""
 
         def _get_master_addr_port(self, *_: object, **__: object) -> None:
             self._master_addr, self._master_port = "127.0.0.1", "0"

@@ -1,7 +1,7 @@
-"""A batch as verl's workers take it, and what they answer as NumPy arrays and numbers.
+"""Conversion of a batch to the input of verl's workers, and of their outputs to NumPy arrays and numbers.
 
 In: a `Batch`; verl's outputs. Out: verl's jagged TensorDict; arrays shaped as the batch's responses, floats. Invariant: values are the
-batch's, row by row; what verl tells of tokens that were not sampled is 0.
+batch's, row by row; outputs for tokens that were not sampled are 0.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainer.data.batch import Batch
 
 
 def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool = False, **flags: bool | int) -> Any:
-    """Verl's jagged layout of a batch, with a temperature a row.
+    """Return verl's jagged layout of a batch, with one temperature per row.
 
     Args:
-        batch: its rows divide by the number of workers.
-        role: which of a worker's models takes it (`trainer.optim.rank`).
-        entropy: whether the loss looks at it.
-        stepped: whether an optimiser step follows, which the learning rate's warm-up counts.
-        flags: verl's own, of a pass.
+        batch: its number of rows is a multiple of the number of workers.
+        role: model of a worker that takes it (`trainer.optim.rank`).
+        entropy: True if the loss has an entropy term.
+        stepped: True if an optimizer step follows, which the learning rate's warm-up counts.
+        flags: verl's own flags of a pass.
     """
     import torch
     from tensordict import TensorDict
@@ -66,21 +66,21 @@ def tensordict(batch: Batch, *, role: str, entropy: bool = False, stepped: bool 
 
 
 def padded(output: Any, name: str, rows: Any, batch: Batch) -> NDArray[np.float32]:
-    """What a forward pass told of the sampled tokens, by verl's name; 0 elsewhere."""
+    """Return an output of a forward pass for the sampled tokens, by verl's name; 0 elsewhere."""
     from verl.workers.utils.padding import no_padding_2_padding
 
     return no_padding_2_padding(output[name], rows).float().cpu().numpy() * batch.response_mask.astype(np.float32)
 
 
 def scalars(output: Any) -> dict[str, float]:
-    """Verl's metrics of a pass."""
+    """Return verl's metrics of a pass."""
     from verl.utils import tensordict_utils as tu
 
     return {name: _scalar(value) for name, value in tu.get(output, "metrics").items()}
 
 
 def _scalar(value: Any) -> float:
-    """Metrics of verl come as numbers, or as one `Metric` of micro-batches a rank."""
+    """Return a metric of verl as a number; verl gives numbers, or one `Metric` of micro-batches per rank."""
     from verl.utils.metric import Metric
 
     if isinstance(value, list) and isinstance(value[0], Metric):

@@ -1,4 +1,4 @@
-"""Copies of a model's weights in main memory: those of earlier versions, and those that a refused step goes back to.
+"""Copies of a model's weights in main memory: those of earlier versions, and those that a refused step restores.
 
 In: verl's engine of one rank. Out: the same engine with earlier weights, for a forward pass or for good. Invariant: a rank copies its own
 shards of trained parameters and nothing else, exactly; FSDP2's gathered copies are dropped whenever shards change under them.
@@ -21,30 +21,30 @@ Shards = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A rank's shards of the trained weights and, where a step may have to be undone, of the optimizer's state."""
+    """Shards of a rank of the trained weights and, where a step may have to be undone, of the optimizer's state."""
 
     weights: Shards
     moments: list[dict[str, Any]] | None
-    """Of each parameter; None: only the weights were asked for."""
+    """Optimizer state of each parameter. None: only the weights were copied."""
     schedule: dict[str, Any] | None
 
 
 def take(engine: Any, *, moments: bool) -> Snapshot:
-    """Copy what a step changes.
+    """Copy the tensors that a step changes.
 
     Args:
         engine: verl's, of this rank.
-        moments: whether the optimizer's state is copied beside the weights.
+        moments: True to copy the optimizer's state beside the weights.
     """
     weights = [_local(parameter).detach().to("cpu", copy=True) for parameter in _trained(engine)]
     if not moments:
         return Snapshot(weights, None, None)
-    state = [{name: _copy(value) for name, value in engine.optimizer.state.get(one, {}).items()} for one in _trained(engine)]
+    state = [{name: _copy(value) for name, value in engine.optimizer.state.get(parameter, {}).items()} for parameter in _trained(engine)]
     return Snapshot(weights, state, engine.lr_scheduler.state_dict())
 
 
 def restore(engine: Any, snapshot: Snapshot) -> None:
-    """Put back what `take` copied: every bit of it."""
+    """Restore exactly what `take` copied."""
     _load(engine, snapshot.weights)
     if snapshot.moments is None:
         return
@@ -61,23 +61,23 @@ def restore(engine: Any, snapshot: Snapshot) -> None:
 
 
 class EarlierWeights:
-    """The weights of the last versions, newest first."""
+    """Weights of the last versions, newest first."""
 
     def __init__(self, count: int) -> None:
-        """Hold those of `count` versions at most."""
+        """Hold the weights of `count` versions at most."""
         self._held = deque[Shards](maxlen=count)
 
     def hold(self, weights: Shards) -> None:
-        """Add the weights that the step just ended began with."""
+        """Add the weights from the start of the step that has just ended."""
         self._held.appendleft(weights)
 
     @contextlib.contextmanager
     def loaded(self, engine: Any, behind: int) -> Generator[None]:
-        """Have an engine compute with the weights of some versions ago, then with its own again.
+        """Make an engine compute with the weights of an earlier version, then with its own again.
 
         Args:
             engine: verl's, of this rank; no gradients may wait in it.
-            behind: how many versions ago; 1 is the one before.
+            behind: number of versions back; 1 is the previous one.
         """
         own = take(engine, moments=False).weights
         try:

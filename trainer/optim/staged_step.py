@@ -1,4 +1,4 @@
-"""An optimizer step in two halves: gradients first, the weights once somebody has looked at what the forward passes gave.
+"""Optimizer step in two halves: gradients first, the weights once the caller has checked the outputs of the forward passes.
 
 In: verl's TrainingWorker, rows in verl's layout. Out: its metrics and model outputs; the gradient's norm. Invariant: between the halves the
 gradients of all micro-batches lie summed and sharded in `.grad`, where `discard` clears them; weights and moments move in `apply` alone.
@@ -16,10 +16,10 @@ from verl.utils import tensordict_utils as tu
 
 
 def accumulate(worker: Any, rows: Any) -> Any:
-    """Pass rows forward and backward and leave their gradients; collective.
+    """Pass rows forward and backward and keep their gradients; collective.
 
     Returns:
-        What `TrainingWorker.train_batch` returns, without a gradient's norm, and with the model's outputs row by row beside it.
+        The result of `TrainingWorker.train_batch`, without a gradient's norm, and with the model's outputs row by row beside it.
     """
     config, engine = worker.engine_config, worker.engine
     defaults = {
@@ -43,7 +43,7 @@ def accumulate(worker: Any, rows: Any) -> Any:
 
 
 def apply(worker: Any) -> float:
-    """Step the optimizer and its schedule by the gradients that `accumulate` left, and clear them; collective.
+    """Step the optimizer and its schedule by the gradients of `accumulate`, and clear them; collective.
 
     Returns:
         The gradient's norm before clipping. Where it is not finite, weights, moments and schedule are as before.
@@ -56,5 +56,5 @@ def apply(worker: Any) -> float:
 
 
 def discard(worker: Any) -> None:
-    """Clear the gradients that `accumulate` left."""
+    """Clear the gradients of `accumulate`."""
     worker.engine.optimizer_zero_grad()

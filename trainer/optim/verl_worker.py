@@ -1,4 +1,4 @@
-"""verl's TrainingWorker (FSDP2) of one model: its configuration, its loss, and what verl lacks on a CPU.
+"""TrainingWorker of verl (FSDP2) for one model: its configuration, its loss, and additions to verl for a CPU.
 
 In: a model directory, settings. Out: a worker with its weights loaded and its loss set. Invariant: weights are held in float32 whatever the
 file holds; every rank of a group makes the same worker.
@@ -28,15 +28,15 @@ _NO_END = 1 << 62
 def training_worker(
     model: Path, settings: TrainerSettings, device: str, *, critic: bool = False, rank: int = 0, objective: Objective | None = None
 ) -> Any:
-    """A worker of the process group that this process has joined.
+    """Return a worker of the process group that this process has joined.
 
     Args:
         model: a Hugging Face directory, which every rank can read.
         settings: the trainer's.
         device: cuda or cpu.
-        critic: whether the model has a value head and learns the returns.
-        rank: of the adapters; 0: the weights are trained.
-        objective: what is optimised. None: what the settings say, on batches of rollouts.
+        critic: True if the model has a value head and is trained on the returns.
+        rank: rank of the adapters; 0: the weights are trained.
+        objective: objective of a run over files. None: that of the settings, on batches of rollouts.
     """
     from transformers.utils import logging as transformers_logging
     from verl.trainer.config import CheckpointConfig
@@ -104,7 +104,7 @@ def training_worker(
 
 @functools.cache
 def _register_cpu_engine() -> None:
-    """Verl registers its FSDP2 engine for accelerators only."""
+    """Register verl's FSDP2 engine for CPUs; verl registers it for accelerators only."""
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -114,7 +114,7 @@ def _register_cpu_engine() -> None:
 
 @contextlib.contextmanager
 def _value_head() -> Iterator[None]:
-    """Verl loads value models with flash attention only, whatever the configuration says: load them as it loads policies."""
+    """Load value models as verl loads policies; its own loader always uses flash attention, against the configuration."""
     import transformers
     from verl.utils import model as verls
 
@@ -126,11 +126,11 @@ def _value_head() -> Iterator[None]:
     def head_is_new(record: logging.LogRecord) -> bool:
         return record.levelno > logging.WARNING
 
-    told = logging.getLogger("transformers.modeling_utils")
+    log = logging.getLogger("transformers.modeling_utils")
     original, verls.load_valuehead_model = verls.load_valuehead_model, load
-    told.addFilter(head_is_new)  # a level of its own would have transformers check, and tell of, a plan for tensor parallelism
+    log.addFilter(head_is_new)  # with a level of its own transformers would check, and log, a plan for tensor parallelism
     try:
         yield
     finally:
         verls.load_valuehead_model = original
-        told.removeFilter(head_is_new)
+        log.removeFilter(head_is_new)

@@ -1,7 +1,7 @@
-"""The processes that hold the model, as the engine sees them: one here, or several under Ray (`trainer.optim.ray_workers`).
+"""Processes that hold the model, as the optimizer sees them: one here, or several under Ray (`trainer.optim.ray_workers`).
 
-In: a model directory, settings. Out: calls of `trainer.optim.rank.Rank`'s methods. Invariant: the engine cannot tell the two apart but by
-their size.
+In: a model directory, settings. Out: calls of `trainer.optim.rank.Rank`'s methods. Invariant: the two kinds differ for the optimizer only
+in their size.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from trainer.sft.objective import Objective
 
 
 class Workers(Protocol):
-    """Ranks that do the same at the same time."""
+    """Ranks that execute the same calls at the same time."""
 
     device: str
-    """What they compute on: cuda or cpu."""
+    """Device that they compute on: cuda or cpu."""
 
     @property
     def size(self) -> int:
-        """Among how many rows are shared out."""
+        """Return the number of parts that rows are divided into."""
         ...
 
     def everywhere(self, method: str, *arguments: object) -> Any:
-        """Call a method on every rank; the first rank's answer."""
+        """Call a method on every rank; return the first rank's result."""
         ...
 
     def by_rows(self, method: str, rows: Any) -> Any:
-        """Call a method on every rank with its part of the rows; the answers, one after the other."""
+        """Call a method on every rank with its part of the rows; return the concatenated results."""
         ...
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The policy's parameters by name."""
+        """Yield the policy's parameters by name."""
         ...
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class LocalWorkers:
 
     @property
     def size(self) -> int:
-        """One."""
+        """Return 1."""
         return 1
 
     def everywhere(self, method: str, *arguments: object) -> Any:
@@ -72,23 +72,23 @@ class LocalWorkers:
         return getattr(self._rank, method)(rows.copy())
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The policy's parameters by name."""
+        """Yield the policy's parameters by name."""
         return self._rank.weights()
 
     def close(self) -> None:
-        """Nothing runs elsewhere; memory goes with the last reference."""
+        """Do nothing: no process runs elsewhere, and memory is freed with the last reference."""
 
 
 def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> Workers:
-    """The workers that trainer.workers asks for, with the model loaded.
+    """Start the workers of trainer.workers, with the model loaded.
 
     Args:
         model: a Hugging Face model directory.
         settings: of the trainer.
-        objective: of a run over files. None: the trainer's own.
+        objective: objective of a run over files. None: the trainer's own.
 
     Raises:
-        SettingsError: what the settings ask for cannot be done.
-        TrainerError: Ray has no place for them.
+        SettingsError: the settings cannot be carried out.
+        TrainerError: Ray has no resources for them.
     """
     return RayWorkers(model, settings, objective) if settings.workers else LocalWorkers(model, settings, objective)

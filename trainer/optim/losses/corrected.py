@@ -1,4 +1,4 @@
-"""Verl's policy losses, and the correction before them.
+"""Policy losses of verl, and the rollout correction before them.
 
 In: the trainer's settings; batches with logprobs. Out: verl's losses and metrics. Invariant: a loss is the same however verl cuts its rows
 into micro-batches, but for those that look at all tokens of one (`clip_cov`, `kl_cov`).
@@ -18,7 +18,7 @@ from trainer.optim.losses.policy_loss import policy_loss
 from trainer.optim.losses.rollout_tokens import RolloutTokens
 
 _WRAPPED = "spangrad_"
-"""What begins verl's names of losses that are wrapped here."""
+"""Prefix of the names under which wrapped losses are registered with verl."""
 _CORRECTION = {
     "rollout_is_mean": "correction_weight_mean",
     "rollout_is_min": "correction_weight_min",
@@ -29,11 +29,11 @@ _CORRECTION = {
     "rollout_rs_masked_fraction": "correction_rejected",
     "kl": "correction_kl",
 }
-"""Verl's metrics of a correction that are kept, and their names here."""
+"""Names of verl's metrics of a correction that are kept, with their names here."""
 
 
 def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
-    """Verl's configuration of a policy's loss."""
+    """Return verl's configuration of a policy's loss."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.workers.config import FSDPActorConfig
     from verl.workers.config.actor import PolicyLossConfig
@@ -66,12 +66,12 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
 
 
 def policy_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
-    """The policy's loss, by verl, with entropy and KL beside it."""
+    """Return the policy's loss, by verl, with entropy and KL terms."""
     return functools.partial(policy_loss, actor_config(settings, optimizer), settings)
 
 
 def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
-    """The critic's loss, by verl."""
+    """Return the critic's loss, by verl."""
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
@@ -82,7 +82,7 @@ def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
 
 
 def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
-    """Weigh and reject tokens by how far the trainer's logprobs lie from those that were sampled with, by verl; a sequence is a rollout.
+    """Weigh and reject tokens by the distance of the trainer's logprobs from the sampled ones, by verl; a sequence is a rollout.
 
     Args:
         batch: with `old_logprobs`.
@@ -96,7 +96,7 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
 
     assert batch.old_logprobs is not None
     tokens = RolloutTokens.of(batch)  # without no-op rows, which would count in the means of the metrics
-    laid = (torch.from_numpy(tokens.lay(one)) for one in (batch.old_logprobs, batch.logprobs, batch.response_mask))
+    laid = (torch.from_numpy(tokens.lay(values)) for values in (batch.old_logprobs, batch.logprobs, batch.response_mask))
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(*laid, **correction_of(settings))
     mask = tokens.back(kept.numpy()).astype(np.int64)
     changes: dict[str, Any] = {"response_mask": mask, "advantages": batch.advantages * mask.astype(np.float32)}
@@ -106,12 +106,12 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
 
 
 def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """What verl tells of a correction, under the names of this project."""
-    return {ours: metrics[f"rollout_corr/{theirs}"] for theirs, ours in _CORRECTION.items() if f"rollout_corr/{theirs}" in metrics}
+    """Return verl's metrics of a correction, under the names of this project."""
+    return {name: metrics[f"rollout_corr/{verl}"] for verl, name in _CORRECTION.items() if f"rollout_corr/{verl}" in metrics}
 
 
 def correction_of(settings: TrainerSettings) -> dict[str, Any]:
-    """Verl's parameters of trainer.correction."""
+    """Return verl's parameters of trainer.correction."""
     correction = settings.correction
     return {
         "rollout_is": correction.weights,
@@ -123,14 +123,14 @@ def correction_of(settings: TrainerSettings) -> dict[str, Any]:
 
 
 def _geo_mean(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
-    """Verl takes the mean over the rows of a micro-batch, no-op rows among them: make it the sum over the batch's rows by their number."""
+    """Divide the sum over the batch's rows by their number; verl takes the mean over a micro-batch's rows, no-op rows included."""
     loss, metrics = verl(**facts)
     info = facts["config"].global_batch_info
     return loss * len(facts["log_prob"]) / info["global_batch_size"] * info["dp_size"], metrics
 
 
 def _bypass_mode(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
-    """Verl refuses a micro-batch of no-op rows: let their tokens through, whose advantages are 0.
+    """Unmask the tokens of a micro-batch of no-op rows, which verl refuses; their advantages are 0.
 
     Weights that are given are those of a correction by rollouts (`rollout_losses`), in place of the one by rows within verl's.
     """

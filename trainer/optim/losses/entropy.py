@@ -1,6 +1,6 @@
 """The policy's entropy as a metric, from the logits that a forward pass has anyway.
 
-In: verl's engine of a model. Out: the same engine, whose forward passes tell the entropy at each token of a response. Invariant: no
+In: verl's engine of a model. Out: the same engine, whose forward passes return the entropy at each token of a response. Invariant: no
 gradient, and no memory beyond a chunk of the logits: where the loss rewards entropy, verl computes it with its gradient instead.
 """
 
@@ -17,7 +17,7 @@ _CHUNK = 512
 
 
 def measure_entropy(engine: Any) -> None:
-    """Have an engine's passes that are flagged `measure_entropy` give `measured_entropy`, jagged as its log_probs (nats)."""
+    """Make an engine's passes flagged `measure_entropy` return `measured_entropy`, jagged as its log_probs (nats)."""
     prepare = engine.prepare_model_outputs
 
     def prepare_model_outputs(output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
@@ -31,7 +31,7 @@ def measure_entropy(engine: Any) -> None:
 
 @torch.no_grad()
 def _of_responses(logits: Any, micro_batch: Any) -> Any:
-    """Entropy at the tokens of the responses, whose distributions stand one place before them; 0 elsewhere.
+    """Return the entropy (nats) at the tokens of the responses, whose distributions are one position before them; 0 elsewhere.
 
     Args:
         logits: (rows, longest, vocabulary), or packed (1, tokens, vocabulary).

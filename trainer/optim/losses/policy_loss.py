@@ -1,4 +1,4 @@
-"""The policy's loss of a micro-batch: verl's, entropy and KL beside it, and what is counted of its tokens.
+"""Policy loss of a micro-batch: verl's loss, entropy and KL terms, and metrics of its tokens.
 
 In: verl's configuration, the trainer's settings, a forward pass and the rows that it was given. Out: a loss and verl's metrics. Invariant:
 each term is a sum of rows' parts of the whole batch's, so that it does not depend on micro-batches; a sequence is a rollout
@@ -17,7 +17,7 @@ _CLIPPED = {"vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "bypass_mode"}
 
 
 def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
-    """Loss of a micro-batch, whose sum over all is the batch's.
+    """Compute the loss of a micro-batch; the sum over all micro-batches is the batch's.
 
     Args:
         config: of `losses.actor_config`; verl's ppo_loss writes the batch's sizes into it.
@@ -43,7 +43,7 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
         return agg_loss(loss_mat=values * share, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
 
     def mean(values: Any) -> Any:
-        """The micro-batch's part of a mean over the batch's tokens; verl averages over ranks, and sums over micro-batches."""
+        """Return the micro-batch's part of a mean over the batch's tokens; verl averages over ranks, and sums over micro-batches."""
         total = (values.detach().float() * mask).sum() * data["dp_size"] / max(data["batch_num_tokens"], 1)
         return Metric(AggregationType.SUM, total)
 
@@ -63,9 +63,9 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
 
 
 def _clipped(config: Any, settings: TrainerSettings, log_ratio: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
-    """Which tokens' ratios lie below the lower bound, and above the upper one, where the loss clips them.
+    """Return masks of the tokens whose ratios are below the lower bound, and above the upper one, where the loss clips them.
 
-    It clips ratios below where the advantage is negative and above where it is positive; `cispo` on both sides whatever the advantage.
+    It clips ratios below where the advantage is negative and above where it is positive; `cispo` on both sides for any advantage.
     `gspo` compares the ratio of the whole response; `geo_mean` bounds the logarithm.
     """
     if settings.loss == "gspo":

@@ -24,7 +24,7 @@ from trainer.credit.learning import bounds
 from trainer.data.batch import Batch
 
 _LARGEST = 20.0
-"""Nats: of ratios beyond e^20 no truncation is left to tell."""
+"""Largest absolute log-ratio, in nats: ratios beyond e^20 are truncated alike."""
 
 
 def corrected(batch: Batch, logprobs: NDArray[np.float32], threshold: str) -> tuple[Batch, dict[str, float]]:
@@ -41,7 +41,7 @@ def corrected(batch: Batch, logprobs: NDArray[np.float32], threshold: str) -> tu
         reshaped_weight_mean (before the threshold) and reshaped_truncated (share of the reshaped tokens beyond it).
 
     Raises:
-        BadRowsError: a logprob of a reshaped row is no finite number.
+        BadRowsError: a logprob of a reshaped row is not finite.
     """
     sampled = batch.response_mask.astype(bool)
     tokens = sampled & batch.reshaped[:, None]

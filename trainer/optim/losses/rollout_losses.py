@@ -1,17 +1,17 @@
-"""Losses that look at whole responses, where a rollout's calls lie in several rows.
+"""Losses over whole responses, where a rollout's calls are in several rows.
 
 In: a `Batch` of an optimiser step, the trainer's settings, and the logprobs of its tokens under the weights that are stepped, where the
 loss needs them. Out: the batch with what verl's functions, which take a row for a response, need so that loss and gradient are those of a
 row a rollout. Invariant: they are, however rows are merged and however they fall into micro-batches, mini-batches' parts or workers.
 
-A response is all that the policy said in a rollout: the trained tokens of its calls, without what came between, as a row of verl's agent
+A response is all of the policy's output in a rollout: the trained tokens of its calls, without observations, as a row of verl's agent
 loop is. Three things of a loss depend on it:
 
 - `seq-mean-token-mean` (and `sapo`, which has no other): a row's mean is weighed by the row's share of its rollout's tokens;
 - `gspo`: the ratio of a rollout, exp(mean over its tokens of log(pi / pi_old)), whose gradient verl stops, stands for each row's own;
 - `geo_mean`: a row's geometric mean is multiplied so that value and gradient are the row's part of the rollout's.
 
-Sums over sequences (`seq-mean-token-sum`, and Dr. GRPO's) are the same whatever is a row; only their divisor counts rollouts.
+Sums over sequences (`seq-mean-token-sum`, and Dr. GRPO's) do not depend on the division into rows; only their divisor counts rollouts.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MEAN = "seq-mean-token-mean"
 
 
 def several_rows(batch: Batch) -> bool:
-    """Whether a rollout has more than one row."""
+    """Return whether a rollout has more than one row."""
     rollouts = batch.rollout[: batch.real_rows]
     return len(np.unique(rollouts)) < len(rollouts)
 
 
 def needs_logprobs(settings: TrainerSettings) -> bool:
-    """Whether the loss needs logprobs of whole rollouts under the weights that are stepped: a forward pass before each step."""
+    """Return whether the loss needs logprobs of whole rollouts under the current weights: a forward pass before each step."""
     if settings.loss == "bypass_mode":
         correction = settings.correction
         whole = correction.weights == "sequence" or any(name.startswith("seq") for name in correction.reject)
@@ -46,10 +46,10 @@ def needs_logprobs(settings: TrainerSettings) -> bool:
 
 
 def by_rollout(batch: Batch, settings: TrainerSettings, logprobs: NDArray[np.float32] | None = None) -> tuple[Batch, dict[str, float]]:
-    """Prepare a batch in which a rollout has several rows for an optimiser step.
+    """Prepare a batch in which a rollout has several rows for an optimizer step.
 
     Args:
-        batch: the step's.
+        batch: the rows of the step.
         settings: loss, aggregation, clipping and correction.
         logprobs: of the sampled tokens under the weights that are stepped (nats), shaped as `batch.logprobs`. None: the loss needs none
             (`needs_logprobs`).
@@ -63,11 +63,11 @@ def by_rollout(batch: Batch, settings: TrainerSettings, logprobs: NDArray[np.flo
     changes: dict[str, Any] = {"row_share": shares} if mean else {}
     metrics: dict[str, float] = {}
     if settings.loss == "bypass_mode" and logprobs is not None:
-        weights, metrics = _bypassed(replace(batch, old_logprobs=logprobs), settings, mean=mean)
+        weights, metrics = _bypass_weights(replace(batch, old_logprobs=logprobs), settings, mean=mean)
         return replace(batch, weights=weights, **changes), metrics
     if settings.loss == "geo_mean":
         assert logprobs is not None
-        return replace(batch, weights=_geometric(batch, tokens, settings, logprobs), **changes), metrics
+        return replace(batch, weights=_geo_mean_weights(batch, tokens, settings, logprobs), **changes), metrics
     if mean or settings.loss == "sapo":
         changes["weights"] = (_ones(batch) if batch.weights is None else batch.weights) * shares[:, None]
     if settings.loss == "gspo":
@@ -86,8 +86,8 @@ def _ones(batch: Batch) -> NDArray[np.float32]:
     return np.ones_like(batch.logprobs)
 
 
-def _bypassed(batch: Batch, settings: TrainerSettings, *, mean: bool) -> tuple[NDArray[np.float32], dict[str, float]]:
-    """The factor of each token in verl's `bypass_mode`, corrected by rollouts: its mask, its weight with `reinforce`, its row's share."""
+def _bypass_weights(batch: Batch, settings: TrainerSettings, *, mean: bool) -> tuple[NDArray[np.float32], dict[str, float]]:
+    """Return each token's factor in verl's `bypass_mode`, corrected by rollouts: mask, weight with `reinforce`, and share of the row."""
     changes, metrics = correct(batch, settings)
     kept = changes["response_mask"].astype(np.float32)
     weights = kept * (changes.get("weights", 1.0) if settings.correction.objective == "reinforce" else 1.0)
@@ -100,13 +100,13 @@ def _bypassed(batch: Batch, settings: TrainerSettings, *, mean: bool) -> tuple[N
     return weights.astype(np.float32), metrics
 
 
-def _geometric(batch: Batch, tokens: RolloutTokens, settings: TrainerSettings, logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What verl's `geo_mean` multiplies each row by, on all of its tokens.
+def _geo_mean_weights(batch: Batch, tokens: RolloutTokens, settings: TrainerSettings, logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the factor of each row in verl's `geo_mean`, on all of its tokens.
 
     A row's loss is -A exp(mean over the row of x), with x = log(pi / pi_old) clipped at the token. The rollout's is -A exp(mean over the
     rollout of x), and a row's part of its value, and of its gradient, is the row's share of the tokens.
     """
-    low, high = (settings.clip_ratio if one is None else one for one in (settings.clip_ratio_low, settings.clip_ratio_high))
+    low, high = (settings.clip_ratio if bound is None else bound for bound in (settings.clip_ratio_low, settings.clip_ratio_high))
     ratio, sign = logprobs - _old(batch), np.sign(batch.advantages)
     clipped = sign * np.minimum(sign * ratio, sign * np.clip(ratio, -low, high))
     factors = np.exp(tokens.means(clipped) - tokens.row_means(clipped)) * tokens.row_shares[tokens.row]

@@ -1,8 +1,8 @@
-"""A batch's trained tokens, a row a rollout: what a loss that looks at whole responses takes for one.
+"""Trained tokens of a batch with one row per rollout: the responses for losses over whole responses.
 
-In: a `Batch`, whose rows are calls, or several calls of a rollout merged. Out: arrays with a row a rollout, its trained tokens one after
-the other in the order of its rows, observations left out; and back. Invariant: every trained token of a real row has one cell, whichever
-rows its rollout's calls lie in.
+In: a `Batch`, whose rows are calls, or several calls of a rollout merged. Out: arrays with one row per rollout, its trained tokens one
+after the other in the order of its rows, observations left out; and back. Invariant: every trained token of a real row has one cell, in
+whichever rows its rollout's calls are.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from trainer.data.batch import Batch
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """The place of each trained token among those of its rollout. Arrays have an element a token."""
+    """Position of each trained token among those of its rollout. Arrays have one element per token."""
 
     row: NDArray[np.int64]
+    """Row of each token in the batch."""
     column: NDArray[np.int64]
+    """Index of each token in its row's response."""
     rollout: NDArray[np.int64]
-    """Numbered from 0 among those of the batch that have a trained token."""
+    """Number of each token's rollout, from 0, among the rollouts of the batch with a trained token."""
     place: NDArray[np.int64]
-    """Among its rollout's."""
+    """Index of each token among its rollout's trained tokens."""
     shape: tuple[int, int]
-    """Of the batch's arrays: rows, response tokens."""
+    """Shape of the batch's arrays: rows, response tokens."""
 
     @classmethod
     def of(cls, batch: Batch) -> RolloutTokens:
-        """Those of a batch."""
+        """Return the trained tokens of a batch."""
         row, column = np.nonzero(batch.response_mask[: batch.real_rows])
         order = np.argsort(batch.rollout[row], kind="stable")
         row, column = row[order], column[order]
@@ -40,35 +42,35 @@ class RolloutTokens:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Trained tokens of each rollout."""
+        """Return the number of trained tokens of each rollout."""
         return np.bincount(self.rollout)
 
     def lay(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
-        """Values of the batch's shape, a row a rollout; 0 beyond its tokens."""
+        """Lay out values of the batch's shape with one row per rollout; 0 beyond its tokens."""
         laid = np.zeros((int(self.rollout.max(initial=-1)) + 1, int(self.place.max(initial=-1)) + 1), values.dtype)
         laid[self.rollout, self.place] = values[self.row, self.column]
         return laid
 
     def back(self, laid: NDArray[np.generic]) -> NDArray[np.generic]:
-        """What `lay` gives, in the batch's shape; 0 where nothing is trained."""
+        """Return values laid out by `lay` in the batch's shape; 0 where nothing is trained."""
         values = np.zeros(self.shape, laid.dtype)
         values[self.row, self.column] = laid[self.rollout, self.place]
         return values
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Of values of the batch's shape: the mean over each rollout's tokens, an element a token."""
+        """Return the mean of values of the batch's shape over each rollout's tokens, one element per token."""
         sums = np.bincount(self.rollout, values[self.row, self.column].astype(np.float64))
         return (sums / np.maximum(self.lengths, 1))[self.rollout]
 
     def row_means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Of values of the batch's shape: the mean over each row's tokens, an element a token."""
+        """Return the mean of values of the batch's shape over each row's tokens, one element per token."""
         counts = np.bincount(self.row, minlength=self.shape[0])
         sums = np.bincount(self.row, values[self.row, self.column].astype(np.float64), self.shape[0])
         return (sums / np.maximum(counts, 1))[self.row]
 
     @property
     def row_shares(self) -> NDArray[np.float32]:
-        """Of each row: its share of its rollout's trained tokens; 0 where it has none."""
+        """Return the share of each row in its rollout's trained tokens; 0 where it has none."""
         counts, shares = np.bincount(self.row, minlength=self.shape[0]), np.zeros(self.shape[0], np.float32)
         shares[self.row] = counts[self.row] / self.lengths[self.rollout]
         return shares
