@@ -98,7 +98,7 @@ def test_nccl_without_a_gpu_is_refused_with_the_remedy(sender: Sender, monkeypat
 
 def test_a_port_that_is_taken_is_told(sender: Sender):
     taken = int(sender.url.rpartition(":")[2])
-    with pytest.raises(SettingsError, match=rf"trainer\.transfer_port = {taken}: nobody can listen there"):
+    with pytest.raises(SettingsError, match=rf"trainer\.transfer_port = {taken}: cannot listen there"):
         Sender(TrainerSettings(transfer_port=taken))
     (free,) = free_ports(1)
     Sender(TrainerSettings(transfer_port=free)).close()

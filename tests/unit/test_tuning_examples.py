@@ -139,7 +139,7 @@ def test_files_that_are_none(policy: Path, tmp_path: Path):
     faults = {
         r"there is no file .*missing\.jsonl": [tmp_path / "missing.jsonl"],
         r"empty\.jsonl is empty. Write it again": [empty],
-        r"broken\.jsonl, line 2, is no JSON .*Mend the file": [broken],
+        r"broken\.jsonl, line 2, is no JSON .*Fix the file": [broken],
         r"line 1, is no JSON object": [write_rows(tmp_path / "list.jsonl", [[1, 2]])],
         r"copy\.jsonl holds the same as .*good\.jsonl": [good, write_rows(tmp_path / "copy.jsonl", [tokens(3, 4)])],
         r"holds no file named": [policy.parent],

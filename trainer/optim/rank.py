@@ -183,7 +183,7 @@ class Rank(Worker):
         return self._earlier.loaded(self._engine(role), behind)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters alone, by PEFT's; collective."""
+        """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; collective."""
         module, settings = self._engine(Role.POLICY).module, self._settings
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         if settings.road == "adapter":

@@ -1,9 +1,9 @@
-"""Policy versions as directories: a Hugging Face model that any engine can serve, or an adapter, and the optimiser's state beside it.
+"""Checkpoints: directories with a Hugging Face model that any engine can serve, or an adapter, and the optimizer's state beside it.
 
-In: named weights and a function that writes the optimiser's state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
+In: named weights and a function that writes the optimizer's state. Out: `<directory>/<policy>/<branch>/v<version>`, and its checksum.
 Invariant: a directory of that name is whole. It is written under a temporary name, every file is synced to disk, the marker
-`STABLE` is written last, and one rename makes it visible. Weights are float32, whatever config.json says: that is what training
-goes on from, and an engine casts them as it loads. A model that adapters below the same directory are of is not pruned.
+`STABLE` is written last, and one rename makes it visible. Weights are float32, whichever dtype config.json names: training resumes from
+them, and an engine casts them as it loads. The base model of adapters below the same directory is not pruned.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WEIGHTS = "model.safetensors"
 STATE = "optimizer.pt"
 _TEMPORARY = ".writing-"
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-"""Weights and optimiser states, which a new version has its own of."""
+"""Suffixes of weights and optimizer states, which each version has of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A version's directory, as its marker describes it."""
+    """Directory of a version, as its marker describes it."""
 
     path: Path
     policy: str
@@ -45,17 +45,17 @@ class Checkpoint:
     parent: int
     batch_id: str
     checksum: str
-    """Of the weights: `spangrad.weights.checksums.checksum_directory`."""
+    """Checksum of the weights (`spangrad.weights.checksums.checksum_directory`)."""
     tokenizer_hash: str
 
 
 def branch_directory(directory: Path, policy: str, branch: str) -> Path:
-    """Where a branch's versions lie; names are quoted, so that a slash in one makes no directory."""
+    """Return the directory of a branch's versions; names are quoted, so that a slash in one makes no directory."""
     return directory.absolute() / quote(policy, safe="") / quote(branch, safe="")
 
 
 def version_directory(directory: Path, policy: str, branch: str, version: int) -> Path:
-    """Where a version lies once it is whole."""
+    """Return the directory of a version, which exists once the version is whole."""
     return branch_directory(directory, policy, branch) / f"v{version}"
 
 
@@ -78,16 +78,16 @@ def write(
         directory: trainer.directory.
         policy: its name.
         branch: its branch.
-        version: its number; nothing may lie there yet.
+        version: its number; its directory must not exist yet.
         parent: the version that was trained.
-        batch_id: what it was trained on.
+        batch_id: id of the batch that it was trained on.
         base: a model directory whose configuration and tokenizer are copied.
         save_weights: writes the parameters into a directory, as `save_weights` below does.
-        save_state: writes the optimiser's state into a directory.
-        adapter: what the weights adapt. None: they are a whole model.
+        save_state: writes the optimizer's state into a directory.
+        adapter: base model, rank and alpha of the adapter. None: the weights are a whole model.
 
     Raises:
-        CheckpointError: the version is there already, or cannot be written: the disk is full, say.
+        CheckpointError: the version exists already, or cannot be written, for instance because the disk is full.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -106,11 +106,11 @@ def write(
             with safe_open(temporary / adapters.WEIGHTS, "numpy") as opened:
                 adapters.write_config(temporary, adapter, opened.keys())
         save_state(temporary)
-        made = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
+        written = Checkpoint(final, policy, branch, version, parent, batch_id, checksum_directory(temporary), tokenizer_hash(temporary))
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         for name in sizes:
             _sync(temporary / name)
-        facts = {**asdict(made), "path": str(final), "files": sizes}
+        facts = {**asdict(written), "path": str(final), "files": sizes}
         (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
         _sync(temporary / MARKER)
         _sync(temporary)
@@ -123,7 +123,7 @@ def write(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return made
+    return written
 
 
 def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float32]]], file: str = WEIGHTS) -> None:
@@ -134,10 +134,10 @@ def save_weights(directory: Path, weights: Iterable[tuple[str, NDArray[np.float3
 
 
 def verify(path: Path, checksum: str) -> None:
-    """Make sure that a model directory holds the weights that the ledger says.
+    """Check that a model directory holds the weights that the ledger names.
 
     Raises:
-        CheckpointError: it is missing, a file was cut, or the weights are others.
+        CheckpointError: it is missing, a file is truncated, or the weights are different.
     """
     if not path.is_dir():
         raise CheckpointError(f"the model directory {path} is missing. Restore it from a copy, or begin a new trainer.branch.")
@@ -148,10 +148,10 @@ def verify(path: Path, checksum: str) -> None:
             if not file.exists() or file.stat().st_size != size:
                 there = f"{file.stat().st_size} bytes" if file.exists() else "missing"
                 raise CheckpointError(f"{file} is {there}, and was written with {size}. Restore {path} from a copy.")
-    found = checksum_directory(path)
-    if found != checksum:
+    actual = checksum_directory(path)
+    if actual != checksum:
         raise CheckpointError(
-            f"{path} holds weights with checksum {found}, and the ledger says {checksum}. Restore the directory from a copy."
+            f"{path} holds weights with checksum {actual}, and the ledger says {checksum}. Restore the directory from a copy."
         )
 
 
@@ -176,24 +176,24 @@ def prune(directory: Path, policy: str, branch: str, *, committed: Collection[in
 
 
 def _adapted(directory: Path) -> set[Path]:
-    """The models that adapters below a directory are of."""
-    found = set[Path]()
+    """Return the base models of the adapters below a directory."""
+    bases = set[Path]()
     for config in directory.absolute().glob(f"*/*/v*/{adapters.CONFIG}"):
-        with contextlib.suppress(CheckpointError):  # nobody can serve it
+        with contextlib.suppress(CheckpointError):  # no engine can serve it
             if facts := adapters.adapter_facts(config.parent):
-                found.add(facts.base)
-    return found
+                bases.add(facts.base)
+    return bases
 
 
 def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:
-    """Remove what a crash left half-written or half-removed, and versions that were never committed.
+    """Remove half-written and half-removed versions that a crash left, and versions that were never committed.
 
     Args:
         directory: trainer.directory.
         policy: its name.
         branch: its branch.
-        statuses: of the branch's versions, None where a step is under way. They are asked for once the directories have been seen: what
-            another trainer writes by then is under way or committed.
+        statuses: returns the statuses of the branch's versions, None where a step is under way. It is called once the directories have been
+            listed: versions that another trainer writes by then are under way or committed.
     """
     left = sorted(branch_directory(directory, policy, branch).glob(f"{_TEMPORARY}v*"))
     whole = sorted(branch_directory(directory, policy, branch).glob("v*"))
@@ -208,7 +208,7 @@ def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapp
 
 
 def _number(path: Path) -> int:
-    """Of the version that a directory is named after; -1 where it is named after none."""
+    """Return the number of the version that a directory is named after; -1 where it is named after none."""
     digits = path.name.rpartition("v")[2]
     return int(digits) if digits.isdecimal() else -1
 

@@ -1,7 +1,7 @@
-"""LoRA's adapters: folded into the weights that they adapt, or by themselves.
+"""LoRA adapters: merged into the weights that they adapt, or alone.
 
 In: the parameters of a model under PEFT, by PEFT's names. Out: the merged weights by Hugging Face's names, or the adapter's tensors by the
-names that PEFT's files have. Invariant: in float32 whatever the engine trains in, so that what is served has the logprobs of what is
+names that PEFT's files have. Invariant: in float32 for any dtype of training, so that what is served has the logprobs of what is
 trained; nothing of the model changes.
 
 Source: LoRA (https://arxiv.org/abs/2106.09685), section 4.1: W + alpha / r B A.
@@ -21,11 +21,11 @@ from trainer.publish.checkpoint import WEIGHTS
 
 _BASE = ".base_layer."
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""In the model; in files they have no `default`."""
+"""Suffixes of the adapters' tensors in the model; in files they have no `default`."""
 
 
 def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str, Any]]:
-    """Each weight with its adapter, if it has one, added to it.
+    """Yield each weight with its adapter, if it has one, added to it.
 
     Args:
         parameters: tensors (full or FSDP2's) by PEFT's names.
@@ -42,36 +42,36 @@ def merged(parameters: Mapping[str, Any], scaling: float) -> Iterator[tuple[str,
 
 
 def alone(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each A and B, without what they adapt.
+    """Yield each A and B, without the weights that they adapt.
 
     Args:
         parameters: tensors (full or FSDP2's) by PEFT's names.
     """
     for name, value in parameters.items():
-        for ours, theirs in ((_A, A), (_B, B)):
-            if name.endswith(ours):
-                yield name.removesuffix(ours) + theirs, _full(value)
+        for in_model, in_file in ((_A, A), (_B, B)):
+            if name.endswith(in_model):
+                yield name.removesuffix(in_model) + in_file, _full(value)
 
 
 def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, Any]:
-    """What a version's state holds of them: what its merged weights do not tell apart, or with trainer.road `adapter` the adapters."""
+    """Return the parameters of a version's state: all, as merging loses the adapters; with trainer.road `adapter` the adapters alone."""
     return {name: value for name, value in parameters.items() if ".lora_" in name or settings.road != "adapter"}
 
 
 def require_adapters(
     file: Path, held: Mapping[str, Any] | None, alpha: int | None, parameters: Mapping[str, Any], settings: TrainerSettings
 ) -> None:
-    """See that a version's state has the adapters that the settings make.
+    """Check that a version's state has the adapters that the settings make.
 
     Args:
-        file: for errors.
-        held: what `kept` gave when it was written. None: it was written without adapters.
-        alpha: what trainer.lora_alpha was then.
-        parameters: the model's, as the settings make them.
+        file: named in errors.
+        held: result of `kept` when the state was written. None: it was written without adapters.
+        alpha: trainer.lora_alpha at that time.
+        parameters: parameters of the model, as the settings make them.
         settings: the trainer's.
 
     Raises:
-        CheckpointError: it has others, or none.
+        CheckpointError: it has different adapters, or none.
     """
     if (held is not None) != bool(settings.lora_rank):
         raise CheckpointError(
@@ -100,18 +100,18 @@ def require_adapters(
 
 
 def weights_file(settings: TrainerSettings) -> str:
-    """What the file of a version's parameters is called."""
+    """Return the name of the file of a version's parameters."""
     return ADAPTER if settings.road == "adapter" else WEIGHTS
 
 
 def model_of(version: Path) -> Path:
-    """The model that a version's directory holds, or that its adapter is of."""
+    """Return the directory of the model in a version's directory, or of the base model of its adapter."""
     adapter = adapter_facts(version)
     return adapter.base if adapter else version
 
 
 def adapter_of(parent: Path, settings: TrainerSettings) -> AdapterFacts | None:
-    """What the adapter is of that a step makes: what its parent's adapter is of, or its parent. None: a step makes a whole model."""
+    """Return base model, rank and alpha of the adapter that a step makes from a parent. None: a step makes a whole model."""
     if settings.road != "adapter":
         return None
     return AdapterFacts(model_of(parent), settings.lora_rank, settings.lora_alpha)

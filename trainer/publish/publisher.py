@@ -1,8 +1,8 @@
-"""Hands committed versions to the gateway, which alone touches engines.
+"""Client that publishes committed versions to the gateway, which alone controls engines.
 
-In: a committed version, and maybe its weights, which are then sent when the gateway asks for them. Out: the gateway serves it.
-Invariant: a version is published by path and checksum, so that what an engine loads is what the ledger committed; publishing the version
-that is served already changes nothing.
+In: a committed version, and optionally its weights, which are then sent when the gateway requests them. Out: the gateway serves it.
+Invariant: a version is published by path and checksum, so that an engine loads the weights that the ledger committed; publishing the
+version that is served already changes nothing.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from spangrad.types import PolicyVersion
 from trainer.publish.sender import Sender, Weights
 
 _REFUSALS = {400, 401, 403, 405, 409, 413, 422}
-"""HTTP statuses of refusals that asking again does not change; others, such as those of a proxy before a gateway that starts, pass."""
+"""HTTP statuses of permanent refusals; others, such as those of a proxy before a gateway that starts, are transient."""
 _REMEDY = (
     "The version stays committed and is published when `spangrad train` starts again; trainer.publish = false trains without a gateway."
 )
 
 
 class GatewayRefusedError(GatewayError):
-    """The gateway refuses for good: the version, the token or the request is not what it takes."""
+    """The gateway refuses permanently: it does not accept the version, the token or the request."""
 
 
 class Publisher:
     """HTTP client of the gateway's administration of policies."""
 
     stages: Mapping[str, float] = {}
-    """Seconds of each step of the last publication, of the engine that took the longest; `files`: what was read before. Empty: no engine
-    had to take anything."""
+    """Seconds of each stage of the last publication, of the engine that took the longest; `files`: reading before it. Empty: no engine had
+    to load anything."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Publisher:
         sender: Sender | None = None,
         calls: Mapping[str, object] | None = None,
     ) -> None:
-        """Talk to gateway.url, with gateway.token when there is one.
+        """Send requests to gateway.url, with gateway.token when there is one.
 
         Args:
-            gateway: where it is.
-            remedy: ends what is said when that fails.
+            gateway: URL, token and timeout of the gateway.
+            remedy: last sentence of an error's text.
             sender: sends weights to engines. None: they read files.
             calls: the publication's `in_flight` and `drain_seconds`. None: the gateway's defaults.
         """
@@ -58,7 +58,7 @@ class Publisher:
         self._calls = calls or {}
 
     def served(self, policy: str) -> int | None:
-        """The version that the gateway serves. None: it has not admitted its engine yet.
+        """Return the version that the gateway serves. None: it has not admitted its engine yet.
 
         Raises:
             GatewayError: it does not answer, or does not know the policy.
@@ -67,18 +67,18 @@ class Publisher:
         return None if version is None else int(version)
 
     def publish(self, version: PolicyVersion, *, again: bool = False, weights: Weights | None = None) -> float:
-        """Have the gateway serve a version, and wait until its engines do.
+        """Make the gateway serve a version, and wait until its engines do.
 
         Args:
-            version: which one.
-            again: even if it is older than what is served, or was rolled back.
-            weights: gives the version's, for the sender if there is one. None: nobody has them in memory.
+            version: the version to serve.
+            again: True to serve it even if it is older than the served one, or was rolled back.
+            weights: yields the version's weights, for the sender if there is one. None: they are not in memory.
 
         Returns:
             Seconds that the gateway took.
 
         Raises:
-            GatewayRefusedError: it refuses for good.
+            GatewayRefusedError: it refuses permanently.
             GatewayError: it does not answer, or cannot now.
         """
         body: dict[str, object] = {"version": version.version, "path": version.path, "checksum": version.checksum, **self._calls}
@@ -87,10 +87,10 @@ class Publisher:
         with self._sender.offering(weights) if self._sender and weights else contextlib.nullcontext() as sender:
             if sender:
                 body["sender"] = sender
-            made = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
-        seconds = float(made["seconds"])
-        engines: list[dict[str, float]] = list(made.get("stages", {}).values())
-        slowest = max(engines, key=lambda one: sum(one.values()), default={})
+            response = self._ask("POST", f"/admin/policies/{quote(version.policy, safe='')}/versions", body)
+        seconds = float(response["seconds"])
+        engines: list[dict[str, float]] = list(response.get("stages", {}).values())
+        slowest = max(engines, key=lambda stages: sum(stages.values()), default={})
         self.stages = {"files": max(seconds - sum(slowest.values()), 0.0), **slowest} if slowest else {}
         return seconds
 
@@ -109,10 +109,10 @@ class Publisher:
 
 
 def publisher_of(settings: Settings) -> Publisher | None:
-    """As the settings want it. None: versions are not published.
+    """Return the publisher of the settings. None: versions are not published.
 
     Raises:
-        SettingsError: nobody can listen at trainer.transfer_host.
+        SettingsError: this process cannot listen at trainer.transfer_host.
     """
     if not settings.trainer.publish:
         return None

@@ -1,8 +1,8 @@
-"""Keeps the branch's head served: at once where the gateway answers, else in the background, with back-off, while training goes on.
+"""Publication of the branch's head: at once where the gateway answers, else in the background, with back-off, while training continues.
 
-In: the ledger, which says what the head is. Out: publications. Invariant: whatever fails for a while is tried again until it succeeds; of
-several versions that wait for the gateway only the newest is published, since each attempt asks the ledger for the head anew; one attempt
-is under way at a time. Only a refusal of the head for good is an error.
+In: the ledger, which names the head. Out: publications. Invariant: transient failures are retried until they succeed; of several versions
+that wait for the gateway only the newest is published, since each attempt reads the head from the ledger again; one attempt is under way at
+a time. Only a permanent refusal of the head is an error.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _FIRST_RETRY_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ServedHead:
-    """A version that the gateway was brought to serve."""
+    """Version that the gateway was made to serve."""
 
     version: int
     metrics: Mapping[str, float]
-    """seconds_publish, and seconds_publish_STAGE of the engine that took the longest."""
+    """Metrics: seconds_publish, and seconds_publish_STAGE of the engine that took the longest."""
 
 
 class HeadPublisher:
-    """Publishes the head of one branch."""
+    """Publisher of the head of one branch."""
 
     def __init__(self, publisher: Publisher, ledger: Ledger, settings: Settings, shutdown: Shutdown) -> None:
-        """Publish through `publisher` what `ledger` has for a head."""
+        """Publish the head of `ledger` through `publisher`."""
         self.publisher = publisher
         self._ledger = ledger
         self._settings = settings
@@ -59,29 +59,29 @@ class HeadPublisher:
         self._shutdown = shutdown
         self.outage = Outage("the gateway")
         self._lock = threading.Lock()
-        """Held to change what follows."""
+        """Lock of the following attributes."""
         self._thread: threading.Thread | None = None
-        """Tries again what failed. None: nothing did."""
+        """Thread that retries a failed publication. None: none failed."""
         self._late: list[ServedHead] = []
         self._refused: GatewayRefusedError | None = None
         self._closed = threading.Event()
 
     @property
     def is_behind(self) -> bool:
-        """Whether a publication failed and has not succeeded since."""
+        """Return whether a publication failed and has not succeeded since."""
         return self._thread is not None
 
     def start(self, held: LedgerVersion, weights: Weights) -> None:
-        """Wait until the gateway has an engine, which may be starting beside us, and have the head served.
+        """Wait until the gateway has an engine, which may still be starting, and publish the head.
 
-        Also where that version is said to be served: the gateway compares weights, not numbers, and brings up what is down.
+        A head that is reported as served is published, too: the gateway compares weights, not numbers, and restores engines that are down.
 
         Args:
-            held: the version that this process has in memory.
-            weights: gives its parameters.
+            held: version that this process has in memory.
+            weights: yields its parameters.
 
         Raises:
-            GatewayRefusedError: the gateway refuses the head for good.
+            GatewayRefusedError: the gateway refuses the head permanently.
             GatewayError: there is no gateway, or it has no engine, in the time that an engine has to start.
         """
         end = time.monotonic() + self._settings.engine.start_timeout_seconds
@@ -89,21 +89,21 @@ class HeadPublisher:
         self._retried(lambda: self._attempt(held.version, weights), end)
 
     def publish(self, held: LedgerVersion, weights: Weights) -> ServedHead | None:
-        """Have the head served.
+        """Publish the head.
 
         Args:
-            held: the version that this process has in memory.
-            weights: gives its parameters, until this call returns.
+            held: version that this process has in memory.
+            weights: yields its parameters, until this call returns.
 
         Returns:
-            None: the gateway cannot serve it now, and is asked again in the background; or somebody moved the head meanwhile.
+            None: the gateway cannot serve it now, and it is retried in the background; or another process moved the head meanwhile.
 
         Raises:
-            GatewayRefusedError: the gateway refuses the head for good.
+            GatewayRefusedError: the gateway refuses the head permanently.
         """
         with self._lock:
             if self.is_behind:
-                return None  # the background asks for the head anew before it ends
+                return None  # the background reads the head again before it ends
         try:
             return self._attempt(held.version, weights)
         except GatewayRefusedError:
@@ -114,10 +114,10 @@ class HeadPublisher:
             return None
 
     def look(self, held: LedgerVersion, weights: Weights) -> None:
-        """Have the head served where something else is: an engine that was restarted serves what it was started with.
+        """Publish the head if another version is served: a restarted engine serves the weights that it was started with.
 
         Raises:
-            GatewayRefusedError: the gateway refuses the head for good.
+            GatewayRefusedError: the gateway refuses the head permanently.
         """
         if self.is_behind:
             return
@@ -125,17 +125,17 @@ class HeadPublisher:
             served = self.publisher.served(self._policy)
             self.outage.over()
         except GatewayError as error:
-            # Also a refusal: it is an error when something is to be published.
+            # Also a refusal: it is an error only when a version is published.
             self.outage.failed(error, is_retry=False)
             return
         if served not in {None, newest_version(self._ledger).version}:
             self.publish(held, weights)
 
     def collect(self) -> list[ServedHead]:
-        """Return what the background has published since the last call.
+        """Return the versions published in the background since the last call.
 
         Raises:
-            GatewayRefusedError: the gateway refused the head for good.
+            GatewayRefusedError: the gateway refused the head permanently.
         """
         with self._lock:
             late, self._late = self._late, []
@@ -145,7 +145,7 @@ class HeadPublisher:
         return late
 
     def wait(self) -> None:
-        """Wait until nothing is behind, or the background was refused.
+        """Wait until the head is served, or the background was refused.
 
         Raises:
             GatewayError: the gateway did not serve the head in the time that an engine has to start.
@@ -161,25 +161,25 @@ class HeadPublisher:
             self._shutdown.sleep(self._settings.trainer.poll_seconds)
 
     def close(self) -> None:
-        """Begin no attempt more; one that is under way is left to the gateway, which carries it out."""
+        """Start no further attempt; the gateway completes one that is under way."""
         self._closed.set()
 
     def _retried(self, work: Callable[[], object], end: float) -> None:
-        retried(work, lambda error: _passes(error) and time.monotonic() < end, self.outage, self._shutdown)
+        retried(work, lambda error: _is_transient(error) and time.monotonic() < end, self.outage, self._shutdown)
 
     def _await_engine(self) -> None:
         if self.publisher.served(self._policy) is None:
             raise GatewayError(f"the gateway at {self._settings.gateway.url} has no engine. Start one with `spangrad engine`.")
 
     def _attempt(self, held: int | None = None, weights: Weights | None = None) -> ServedHead | None:
-        """Have the head served, also where that is older than what is: the branch was rolled back, and nobody told the gateway.
+        """Publish the head, even if it is older than the served version: after a rollback that did not reach the gateway.
 
         Args:
-            held: the version that `weights` are of.
-            weights: gives parameters that are in memory. None: they are read from files.
+            held: version of `weights`.
+            weights: yields parameters that are in memory. None: they are read from files.
         """
         served = self.publisher.served(self._policy)
-        head = newest_version(self._ledger)  # read last: what is served and newer was committed before, and the head was moved since
+        head = newest_version(self._ledger)  # read last: a served version that is newer was committed before, and the head was moved since
         back = served is not None and head.version < served and served in self._ledger.committed_versions()
         path = Path(head.policy_version.path)
         chosen = weights if head.version == held else self._from_files(path)
@@ -187,7 +187,7 @@ class HeadPublisher:
             seconds = self.publisher.publish(head.policy_version, again=back, weights=chosen)
         except GatewayError:
             if newest_version(self._ledger).version != head.version:
-                return None  # somebody has moved the head, and publishes it
+                return None  # another process has moved the head, and publishes it
             raise
         self.outage.over()
         logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
@@ -195,7 +195,7 @@ class HeadPublisher:
         return ServedHead(head.version, {"seconds_publish": seconds, **stages})
 
     def _from_files(self, path: Path) -> Weights | None:
-        """Parameters of a version that this process has written, read again: those in memory may be in the middle of a step.
+        """Return a reader of a version's parameters from its files: those in memory may be in the middle of a step.
 
         None: the engines read the version's files.
         """
@@ -212,9 +212,9 @@ class HeadPublisher:
         self._closed.wait(seconds)
 
     def _retry(self) -> None:
-        """Publish the head, in a thread of its own, until that succeeds or is refused for good."""
+        """Publish the head, in a thread of its own, until that succeeds or is refused permanently."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_passes),
+            retry=tenacity.retry_if_exception(_is_transient),
             wait=BACK_OFF,
             stop=lambda _: self._closed.is_set(),
             sleep=self._sleep,
@@ -239,8 +239,8 @@ class HeadPublisher:
                     return
 
 
-def _passes(error: BaseException) -> bool:
-    """Whether an error of a publication may pass: no refusal for good, and not the ledger's word that there is no version."""
+def _is_transient(error: BaseException) -> bool:
+    """Return whether an error of a publication is worth a retry: one of gateway or ledger that is not a permanent refusal."""
     return isinstance(error, GatewayError | LedgerError) and not isinstance(error, GatewayRefusedError)
 
 

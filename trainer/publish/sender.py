@@ -1,10 +1,10 @@
-"""Sends a version's weights to the engines' workers, when the gateway asks for it: the trainer's side of vLLM's weight-transfer protocol.
+"""Sender of a version's weights to the engines' workers on the gateway's request: the trainer's side of vLLM's weight-transfer protocol.
 
 In: a version's weights, and the gateway's requests (gateway/weights/transfer.py has their form). Out: the weights, to one engine at a
-time, in the engine's dtype, over a carrier that the engine names: `http` anywhere, `nccl` between two GPUs. Invariant: nobody without the
-token, which only the gateway is given, is sent anything; what is sent is what the checksum is of.
+time, in the engine's dtype, over a carrier that the engine names: `http` anywhere, `nccl` between two GPUs. Invariant: weights are sent
+only on requests with the token, which only the gateway gets; the weights sent are those of the checksum.
 
-Each engine has a connection (group) of its own, so that one that fails holds up no other. Over NCCL the sender is rank 0 of a group with
+Each engine has a connection (group) of its own, so that one that fails delays no other. Over NCCL the sender is rank 0 of a group with
 the engine's workers; it is PyTorch's own, since vLLM is not installed beside the trainer: vLLM's workers join by a unique id.
 """
 
@@ -32,11 +32,11 @@ from spangrad.weights.checksums import checksum_arrays, nbytes, words_of
 logger = logging.getLogger(__name__)
 
 Weights = Callable[[], Iterator[tuple[str, NDArray[np.float32]]]]
-"""Gives each parameter by its Hugging Face name."""
+"""Function that yields each parameter by its Hugging Face name."""
 
 
 class _Offer:
-    """The weights of one version, fetched when they are first asked for."""
+    """Weights of one version, fetched at the first request."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -48,37 +48,37 @@ class _Offer:
 
     @property
     def named(self) -> dict[str, NDArray[np.float32]]:
-        """By name, in the order in which they are sent."""
+        """Return the weights by name, in the order in which they are sent."""
         with self._lock:
             return self._named
 
     def update(self, dtype: str) -> dict[str, Any]:
-        """What vLLM's workers are told of it."""
+        """Return the description for vLLM's workers: names, dtypes and shapes."""
         named = self.named
-        shapes = [list(one.shape) for one in named.values()]
+        shapes = [list(array.shape) for array in named.values()]
         return {"names": list(named), "dtype_names": [dtype] * len(named), "shapes": shapes}
 
 
 class Sender:
-    """An HTTP server of the trainer's that stands by during publications."""
+    """HTTP server of the trainer for publications."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         """Listen at trainer.transfer_host.
 
         Raises:
-            SettingsError: that is no address of this machine, or the port is taken.
+            SettingsError: it is not an address of this machine, or the port is taken.
         """
         self.token = secrets.token_urlsafe(24)
         self._offer: _Offer | None = None
         self._keys: dict[str, tuple[_Offer, str]] = {}
-        """What may be fetched once over HTTP, and in which dtype."""
+        """Weights, and their dtype, that may be fetched once over HTTP, by key."""
         self._groups: dict[str, Any] = {}
-        """NCCL's communicators that stand."""
+        """Connected NCCL communicators, by group."""
         try:
             self._server = ThreadingHTTPServer((settings.transfer_host, settings.transfer_port), _handler(self))
         except OSError as error:
             raise SettingsError(
-                f"trainer.transfer_host = {settings.transfer_host!r}, trainer.transfer_port = {settings.transfer_port}: nobody can listen "
+                f"trainer.transfer_host = {settings.transfer_host!r}, trainer.transfer_port = {settings.transfer_port}: cannot listen "
                 f"there ({error}). Set an address of this machine that the gateway and the engines reach."
             ) from error
         self._server.daemon_threads = True
@@ -87,13 +87,13 @@ class Sender:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="sender of weights", daemon=True).start()
 
     def close(self) -> None:
-        """Stand by no more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
     @contextlib.contextmanager
     def offering(self, weights: Weights) -> Generator[Mapping[str, str]]:
-        """While the block runs, send these weights to whoever the gateway names; what the gateway is told of the sender."""
+        """Offer these weights to the engines that the gateway names, until the block ends; yield URL and token for the gateway."""
         self._offer = _Offer(weights)
         try:
             yield {"url": self.url, "token": self.token}
@@ -102,10 +102,10 @@ class Sender:
             self._keys.clear()
 
     def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What the gateway is told.
+        """Return the response to a request of the gateway.
 
         Raises:
-            TrainerError: it cannot have that.
+            TrainerError: the request cannot be met.
         """
         offer = self._offer
         if offer is None:
@@ -125,7 +125,7 @@ class Sender:
                 raise TrainerError(f"weights are sent over http or nccl, not {over!r}.")
 
     def fetched(self, key: str) -> tuple[_Offer, str] | None:
-        """What a worker may fetch with a key, once. None: nothing."""
+        """Return the weights that a worker may fetch with a key, once, and their dtype. None: the key is not valid."""
         return self._keys.pop(key, None)
 
     def _over_http(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Sender:
         return {"group": "http", "init": None if body["group"] == "http" else {}, "update": update}
 
     def _over_nccl(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Not run by the tests of this project, which have no GPU."""
+        """Start to send over NCCL; return the transfer's description. The tests of this project, without a GPU, do not run it."""
         import torch
 
         nccl: Any = importlib.import_module("torch.cuda.nccl")
@@ -147,15 +147,15 @@ class Sender:
         group, init = body["group"], None
         if group not in self._groups:
             group, unique_id = secrets.token_urlsafe(8), nccl.unique_id()
-            said = base64.b64encode(unique_id).decode()
-            init = {"nccl_unique_id_b64": said, "rank_offset": 1, "world_size": body["workers"] + 1, "packed": False}
+            encoded = base64.b64encode(unique_id).decode()
+            init = {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": body["workers"] + 1, "packed": False}
 
             def communicator() -> Any:
-                made = nccl.init_rank(body["workers"] + 1, unique_id, 0)
-                # vLLM's workers begin with a sum of one element, which waits for everybody.
-                nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[made])
-                self._groups[group] = made
-                return made
+                connection = nccl.init_rank(body["workers"] + 1, unique_id, 0)
+                # vLLM's workers begin with a sum of one element, which waits for all ranks.
+                nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[connection])
+                self._groups[group] = connection
+                return connection
         else:
 
             def communicator() -> Any:
@@ -182,31 +182,31 @@ def _handler(sender: Sender) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             text = self.rfile.read(int(self.headers.get("content-length", 0)))
             if not secrets.compare_digest(self.headers.get("authorization", "").encode(), f"Bearer {sender.token}".encode()):
-                self._say(401, b"another token is needed.")
+                self._respond(401, b"another token is needed.")
                 return
             try:
-                said = sender.answer(self.path, json.loads(text))
+                response = sender.answer(self.path, json.loads(text))
             except SpangradError as error:
-                self._say(409, str(error).encode())
+                self._respond(409, str(error).encode())
             except (ValueError, KeyError, TypeError) as error:
-                self._say(400, f"that is no request of the gateway's: {error!r}".encode())
+                self._respond(400, f"that is no request of the gateway's: {error!r}".encode())
             else:
-                self._say(200, json.dumps(said).encode(), "application/json")
+                self._respond(200, json.dumps(response).encode(), "application/json")
 
         def do_GET(self) -> None:
-            found = sender.fetched(self.path.removeprefix("/weights/"))
-            if found is None:
-                self._say(404, b"nothing is offered there.")
+            offered = sender.fetched(self.path.removeprefix("/weights/"))
+            if offered is None:
+                self._respond(404, b"nothing is offered there.")
                 return
-            offer, dtype = found
+            offer, dtype = offered
             named = offer.named
             self.send_response(200)
-            self.send_header("content-length", str(sum(nbytes(one, dtype) for one in named.values())))
+            self.send_header("content-length", str(sum(nbytes(array, dtype) for array in named.values())))
             self.end_headers()
-            for one in named.values():
-                self.wfile.write(words_of(one, dtype).data)
+            for array in named.values():
+                self.wfile.write(words_of(array, dtype).data)
 
-        def _say(self, status: int, body: bytes, kind: str = "text/plain") -> None:
+        def _respond(self, status: int, body: bytes, kind: str = "text/plain") -> None:
             self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(body)))

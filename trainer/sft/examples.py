@@ -1,11 +1,11 @@
-"""What a run of `spangrad tune` trains on: rows of files as token sequences, and the rows that cannot be trained, counted with a reason.
+"""Examples of a run of `spangrad tune`: rows of files as token sequences, and rows that cannot be trained, counted by reason.
 
-In: files, the policy's model directory, which method. Out: `Examples`: those to train, those held out, counts. Invariant: ids that a row
+In: files, the policy's model directory, the method. Out: `Examples`: those to train, those held out, counts. Invariant: ids that a row
 holds are used as they are; only a row without ids of this tokenizer is tokenised. Every row of every file is trained, held out or counted
 in `left_out`; the same files give the same examples in the same order.
 
-What is held out is drawn by groups of rollouts, so that what is measured was not trained under another name; rows of rollouts of mode
-`validate` (or `probe`) are held out whatever the share.
+Held-out rows are drawn by groups of rollouts, so that no measured group was trained; rows of rollouts of mode `validate` (or `probe`) are
+always held out.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _READ = {
     *("prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask", "chosen_return", "rejected_return"),
     *("preferred_output", "non_preferred_output"),
 }
-"""Columns of which something is known."""
+"""Known columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What counts as one in a batch: a sequence, or in preference training the chosen one and the rejected one."""
+    """Unit of a batch: a sequence, or in preference training a chosen and a rejected one."""
 
     sequences: tuple[Tokens, ...]
     unit: str
@@ -49,54 +49,54 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its sequences."""
-        return sum(len(one.ids) for one in self.sequences)
+        """Return the number of tokens of all its sequences."""
+        return sum(len(sequence.ids) for sequence in self.sequences)
 
 
 @dataclass(slots=True)
 class Examples:
-    """What files gave."""
+    """Examples of files, with counts of their rows."""
 
     trained: list[Example] = field(default_factory=list[Example])
     held_out: list[Example] = field(default_factory=list[Example])
     rows: int = 0
-    """That the files hold."""
+    """Number of rows of the files."""
     with_ids: int = 0
-    """Rows whose own token ids are used."""
+    """Number of rows whose own token ids are used."""
     rendered: int = 0
-    """Rows that were tokenised here."""
+    """Number of rows that were tokenised here."""
     left_out: Counter[str] = field(default_factory=Counter[str])
-    """Rows that are neither trained nor held out, by reason."""
+    """Number of rows that are neither trained nor held out, by reason."""
     unread: set[str] = field(default_factory=set[str])
-    """Columns that say nothing to us."""
+    """Unknown columns, which are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What fits the policy."""
+    """Limits of examples for a policy."""
 
     vocabulary: int
-    """Ids are smaller."""
+    """Size of the vocabulary: token ids are smaller."""
     longest: int
-    """Tokens of a sequence."""
+    """Largest number of tokens of a sequence."""
     device: int
-    """Tokens of an example: they go through a device together."""
+    """Largest number of tokens of an example, whose sequences are processed on a device together."""
     tokenizer: str
-    """Its hash."""
+    """Hash of the policy's tokenizer."""
 
     @classmethod
     def of(cls, model: Path, tokenizer: str, settings: TuningSettings, device: int) -> Limits:
-        """Those of a model directory.
+        """Return the limits of a model directory.
 
         Raises:
-            TrainerError: its config.json lacks what is needed.
+            TrainerError: its config.json has no vocab_size.
         """
         config = json.loads((model / "config.json").read_text())
         config = {**config, **config.get("text_config", {})}
         if "vocab_size" not in config:
             raise TrainerError(f"{model / 'config.json'} has no vocab_size, without which token ids cannot be checked. Add it.")
         lengths = (config.get("max_position_embeddings"), settings.max_tokens, device)
-        return cls(int(config["vocab_size"]), min(int(one) for one in lengths if one), device, tokenizer)
+        return cls(int(config["vocab_size"]), min(int(length) for length in lengths if length), device, tokenizer)
 
 
 def read_examples(
@@ -107,69 +107,69 @@ def read_examples(
     settings: TuningSettings,
     trained_before: Callable[[Sequence[RolloutOrigin]], Collection[RolloutOrigin]] = lambda _: (),
 ) -> Examples:
-    """Read everything.
+    """Read all examples of some files.
 
     Args:
         sources: the files.
-        method: what they are read for.
+        method: the training method.
         renderer: of the policy.
         limits: of the policy.
         settings: the share that is held out, and the seed.
-        trained_before: which of some rollouts the branch has trained; rows of those are left out as `trained_before`.
+        trained_before: returns the rollouts that the branch has trained; their rows are left out as `trained_before`.
 
     Raises:
-        TrainerError: a file is damaged, or nothing is left to train; the message says why.
+        TrainerError: a file is damaged, or nothing is left to train; the message names the reason.
     """
-    found = Examples()
+    examples = Examples()
     measured: list[Example] = []
     rest: list[Example] = []
     for source in sources:
         for row in read_rows(source):
-            found.rows += 1
+            examples.rows += 1
             try:
                 if row.is_of_no_use:
                     raise UnfitRowError("mode_not_trained")
                 if not row.is_held_out and trained_before(row.origins):
                     raise UnfitRowError("trained_before")
-                made = list(_examples(row, method, renderer, limits, found))
+                row_examples = list(_examples(row, method, renderer, limits, examples))
             except UnfitRowError as unfit:
-                found.left_out[str(unfit)] += 1
+                examples.left_out[str(unfit)] += 1
                 continue
-            (measured if row.is_held_out else rest).extend(made)
-    units = list(dict.fromkeys(one.unit for one in rest))
+            (measured if row.is_held_out else rest).extend(row_examples)
+    units = list(dict.fromkeys(example.unit for example in rest))
     dice = np.random.default_rng(settings.seed)
     drawn = dice.permutation(len(units))[: round(settings.held_out * len(units))]
     chosen = {units[at] for at in drawn}
-    found.trained = [one for one in rest if one.unit not in chosen]
-    found.held_out = measured + [one for one in rest if one.unit in chosen]
-    if not found.trained:
-        raise TrainerError(_nothing(found, sources, method))
-    return found
+    examples.trained = [example for example in rest if example.unit not in chosen]
+    examples.held_out = measured + [example for example in rest if example.unit in chosen]
+    if not examples.trained:
+        raise TrainerError(_nothing_to_train(examples, sources, method))
+    return examples
 
 
-def _nothing(found: Examples, sources: Sequence[Source], method: Method) -> str:
-    files = ", ".join(one.name for one in sources)
-    why = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items()))
-    held = f", {len(found.held_out)} held out" if found.held_out else ""
+def _nothing_to_train(examples: Examples, sources: Sequence[Source], method: Method) -> str:
+    files = ", ".join(source.name for source in sources)
+    why = ", ".join(f"{count} {reason}" for reason, count in sorted(examples.left_out.items()))
+    held = f", {len(examples.held_out)} held out" if examples.held_out else ""
     return (
-        f"nothing in {files} can be trained: of {found.rows} rows {why or 'none is left out'}{held}. {method} reads these columns: "
+        f"nothing in {files} can be trained: of {examples.rows} rows {why or 'none is left out'}{held}. {method} reads these columns: "
         f"{_KNOWN[method]} (docs/tuning.md)."
     )
 
 
-def _examples(row: Row, method: Method, renderer: Renderer, limits: Limits, found: Examples) -> Iterator[Example]:
-    if "PromptIds" not in row.values:  # else a whole transition, of which we know every column
-        found.unread.update(row.values.keys() - _READ)
+def _examples(row: Row, method: Method, renderer: Renderer, limits: Limits, counts: Examples) -> Iterator[Example]:
+    if "PromptIds" not in row.values:  # else a whole transition, whose columns are all known
+        counts.unread.update(row.values.keys() - _READ)
     ours = row.tokenizers <= {limits.tokenizer}
     read = _supervised if method == "sft" else _pair
     sequences, has_ids = read(row.values, renderer, ours)
     for group in sequences:
-        for one in group:
-            _check(one, limits)
-        if sum(len(one.ids) for one in group) > limits.device:
+        for sequence in group:
+            _check(sequence, limits)
+        if sum(len(sequence.ids) for sequence in group) > limits.device:
             raise UnfitRowError("too_long")
-    found.with_ids += has_ids
-    found.rendered += not has_ids
+    counts.with_ids += has_ids
+    counts.rendered += not has_ids
     yield from (Example(tuple(group), row.unit, row.source, row.origins) for group in sequences)
 
 
@@ -181,14 +181,14 @@ def _check(tokens: Tokens, limits: Limits) -> None:
         raise UnfitRowError("no_reply")
     if len(tokens.ids) > limits.longest:
         raise UnfitRowError("too_long")
-    if not all(one in range(limits.vocabulary) for one in tokens.ids):  # a file may hold anything: what is no int is in no range
+    if not all(token in range(limits.vocabulary) for token in tokens.ids):  # a file may hold anything: only an int is in a range
         raise UnfitRowError("unknown_token")
     if not set(tokens.mask) <= {0, 1}:
         raise UnfitRowError("mask_not_0_or_1")
 
 
 def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[Tokens]], bool]:
-    """The sequences of a row, and whether their ids are its own."""
+    """Return the sequences of a row, and whether their ids are its own."""
     match values:
         case {"input_ids": list(ids), "loss_mask": list(mask)}:
             _require_own(ours)
@@ -197,17 +197,17 @@ def _supervised(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tu
             _require_own(ours)
             return [[Tokens([*prompt, *response], [0] * len(prompt) + [1] * len(response))]], True
         case {"messages": list(messages)}:
-            return [[one] for one in _conversation(messages, 0, values.get("tools"), renderer)], False
+            return [[sequence] for sequence in _conversation(messages, 0, values.get("tools"), renderer)], False
         case {"prompt": str(prompt), "completion": str(completion)}:
             return [[_completion(prompt, completion, renderer)]], False
         case {"prompt": list(prompt), "completion": list(completion)}:
-            return [[one] for one in _conversation([*prompt, *completion], len(prompt), values.get("tools"), renderer)], False
+            return [[sequence] for sequence in _conversation([*prompt, *completion], len(prompt), values.get("tools"), renderer)], False
         case _:
             raise UnfitRowError("unknown_columns")
 
 
 def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[list[list[Tokens]], bool]:
-    """Chosen and rejected of a row, and whether their ids are its own."""
+    """Return the chosen and rejected sequences of a row, and whether their ids are its own."""
     match values:
         case {
             "prompt_ids": list(prompt),
@@ -219,13 +219,13 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, ours: bool) -> tuple[li
             before = [0] * len(prompt)
             pair = [Tokens([*prompt, *chosen], before + chosen_mask), Tokens([*prompt, *rejected], before + rejected_mask)]
         case {"prompt": prompt, "chosen": chosen, "rejected": rejected}:
-            pair = [_going_on(prompt, one, values.get("tools"), renderer) for one in (chosen, rejected)]
+            pair = [_continuation(prompt, reply, values.get("tools"), renderer) for reply in (chosen, rejected)]
         case {"input": {"messages": prompt, **more}, "preferred_output": chosen, "non_preferred_output": rejected}:
-            pair = [_going_on(prompt, one, more.get("tools"), renderer) for one in (chosen, rejected)]
+            pair = [_continuation(prompt, reply, more.get("tools"), renderer) for reply in (chosen, rejected)]
         case {"chosen": list(chosen), "rejected": list(rejected)}:  # whole conversations that begin alike
             alike = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
-            both = ((one[:alike], one[alike:]) for one in (chosen, rejected))
-            pair = [_going_on(prompt, one, values.get("tools"), renderer) for prompt, one in both]
+            both = ((messages[:alike], messages[alike:]) for messages in (chosen, rejected))
+            pair = [_continuation(prompt, reply, values.get("tools"), renderer) for prompt, reply in both]
         case {"prompt_ids": _}:
             raise UnfitRowError("other_tokenizer")
         case _:
@@ -240,16 +240,16 @@ def _require_own(ours: bool) -> None:
         raise UnfitRowError("other_tokenizer")
 
 
-def _going_on(prompt: Any, reply: Any, tools: Any, renderer: Renderer) -> Tokens:
-    """One sequence of a prompt and what follows it, both texts or both messages."""
+def _continuation(prompt: Any, reply: Any, tools: Any, renderer: Renderer) -> Tokens:
+    """Return one sequence of a prompt and its reply, both texts or both messages."""
     if isinstance(prompt, str) and isinstance(reply, str):
         return _completion(prompt, reply, renderer)
     if not isinstance(prompt, list) or not isinstance(reply, list):
         raise UnfitRowError("unknown_columns")
-    made = _conversation([*prompt, *reply], len(prompt), tools, renderer)
-    if len(made) != 1:
+    sequences = _conversation([*prompt, *reply], len(prompt), tools, renderer)
+    if len(sequences) != 1:
         raise UnfitRowError("reply_not_in_one_sequence")
-    return made[0]
+    return sequences[0]
 
 
 def _completion(prompt: str, completion: str, renderer: Renderer) -> Tokens:
@@ -259,13 +259,13 @@ def _completion(prompt: str, completion: str, renderer: Renderer) -> Tokens:
 
 
 def _conversation(messages: Sequence[Message], first: int, tools: Any, renderer: Renderer) -> list[Tokens]:
-    """Sequences of a conversation; the assistant's messages from `first` on are trained, but for those of weight 0.
+    """Return the sequences of a conversation; the assistant's messages from `first` on are trained, except those of weight 0.
 
-    A greeting that nothing stands before is none: no engine is asked with nothing.
+    An assistant's message at the beginning is not trained: no engine samples from an empty prompt.
     """
-    if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise UnfitRowError("unknown_messages")
-    trained = [at >= max(first, 1) and one["role"] == "assistant" and one.get("weight", 1) != 0 for at, one in enumerate(messages)]
+    trained = [at >= max(first, 1) and it["role"] == "assistant" and it.get("weight", 1) != 0 for at, it in enumerate(messages)]
     if not any(trained):
         raise UnfitRowError("no_reply")
     renderer.require_template()
@@ -273,19 +273,19 @@ def _conversation(messages: Sequence[Message], first: int, tools: Any, renderer:
 
 
 def digest_of(examples: Iterable[Example]) -> str:
-    """A name for exactly these examples in this order: 16 hex digits of SHA-256."""
+    """Return a digest of exactly these examples in this order: 16 hexadecimal digits of SHA-256."""
     import hashlib
 
     digest = hashlib.sha256()
-    for one in examples:
-        for tokens in one.sequences:
+    for example in examples:
+        for tokens in example.sequences:
             for values in (tokens.ids, tokens.mask):
                 digest.update(np.asarray([len(values), *values], np.int64).tobytes())
     return digest.hexdigest()[:16]
 
 
 def batches(examples: Sequence[Example], settings: TuningSettings) -> list[list[int]]:
-    """Places of the examples of each optimiser step, over all epochs; every epoch in an order of its own."""
+    """Return the indices of the examples of each optimizer step, over all epochs; every epoch in an order of its own."""
     steps: list[list[int]] = []
     for epoch in range(settings.epochs):
         order = np.random.default_rng((settings.seed, epoch)).permutation(len(examples)).tolist()

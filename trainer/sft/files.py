@@ -1,4 +1,4 @@
-"""Files of examples, row by row: JSON lines and Parquet, as `spangrad export` writes them or as people have them.
+"""Files of examples, row by row: JSON lines and Parquet, as `spangrad export` writes them or in common formats.
 
 In: paths of files and directories. Out: `Source`s with their checksums, and `Row`s. Invariant: a file is known by what is in it, not by
 its name; a file that cannot be read to its end is an error that names the place, never a shorter file.
@@ -25,23 +25,23 @@ _HELD_OUT_MODES = frozenset({Mode.VALIDATE.value, Mode.PROBE.value})
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file that is trained on."""
+    """File that is trained on."""
 
     path: Path
     checksum: str
-    """SHA-256 of its contents, in hex."""
+    """SHA-256 of its contents, in hexadecimal."""
     size: int
-    """Bytes."""
+    """Size of the file, in bytes."""
 
     @property
     def name(self) -> str:
-        """Without its directory, which says nothing on another machine."""
+        """Return the file's name, without its directory, which has no meaning on another machine."""
         return self.path.name
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutOrigin:
-    """The attempt of a rollout that a row came from."""
+    """Attempt of a rollout that a row came from."""
 
     run_id: str
     mode: str
@@ -49,79 +49,79 @@ class RolloutOrigin:
     rollout_id: str
     attempt: int
     build_spec: str
-    """Empty: the row does not say."""
+    """Build specification. Empty: the row has none."""
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file."""
+    """Row of a file."""
 
     source: Source
     number: int
-    """From 1; of a JSON lines file, the line."""
+    """Number of the row, from 1; of a JSON lines file, the line."""
     values: Mapping[str, Any]
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """Return file and row number for messages."""
         return f"{self.source.path}, row {self.number}"
 
     @property
     def origins(self) -> tuple[RolloutOrigin, ...]:
-        """The rollouts that it came from, as our exports write them; none: a row of somebody else's."""
+        """Return the rollouts that it came from, as spangrad's exports name them; empty: the row is from another program."""
         if "RolloutId" in self.values:
             return (_of_transition(self.values),)
-        return tuple(_of_meta(one) for one in _metas(self.values) if one.get("rollout"))
+        return tuple(_of_meta(meta) for meta in _metas(self.values) if meta.get("rollout"))
 
     @property
     def tokenizers(self) -> frozenset[str]:
-        """Hashes of the tokenizers that its token ids are of; none: it does not say."""
+        """Return the hashes of the tokenizers of its token ids; empty: it names none."""
         if "TokenizerHash" in self.values:
             return frozenset({str(self.values["TokenizerHash"])})
-        return frozenset(str(name) for one in _metas(self.values) for name in one.get("tokenizers") or ())
+        return frozenset(str(name) for meta in _metas(self.values) for name in meta.get("tokenizers") or ())
 
     @property
     def unit(self) -> str:
-        """What may not be torn apart between training and held-out part: the group of rollouts, else the row."""
-        groups = sorted({f"{one.run_id}/{one.group_id}" for one in self.origins if one.group_id})
+        """Return the unit that is trained or held out as a whole: the group of rollouts, else the row."""
+        groups = sorted({f"{origin.run_id}/{origin.group_id}" for origin in self.origins if origin.group_id})
         return "|".join(groups) or f"{self.source.checksum}:{self.number}"
 
     @property
     def is_held_out(self) -> bool:
-        """Whether a rollout of it was held out."""
-        return any(one.mode in _HELD_OUT_MODES for one in self.origins)
+        """Return whether a rollout of it was held out."""
+        return any(origin.mode in _HELD_OUT_MODES for origin in self.origins)
 
     @property
     def is_of_no_use(self) -> bool:
-        """Whether a rollout of it is of a mode that is neither trained nor held out: it belongs to a group that is."""
-        return any(one.mode not in _TRAINED_MODES | _HELD_OUT_MODES for one in self.origins)
+        """Return whether a rollout of it has a mode that is neither trained nor held out: it belongs to a group that is."""
+        return any(origin.mode not in _TRAINED_MODES | _HELD_OUT_MODES for origin in self.origins)
 
 
 def find_sources(paths: Sequence[Path]) -> list[Source]:
-    """The files that are meant, with their checksums; of a directory, every .jsonl and .parquet file in it, by name.
+    """Return the files at some paths, with their checksums; of a directory, every .jsonl and .parquet file in it, by name.
 
     Raises:
         TrainerError: there is no such file, a directory has none, a file is empty, or two have the same contents.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for path in paths:
         if not path.exists():
             raise TrainerError(f"there is no file {path}. Write one with `spangrad export`.")
-        files = sorted(one for one in path.rglob("*") if one.suffix in _KINDS) if path.is_dir() else [path]
+        files = sorted(file for file in path.rglob("*") if file.suffix in _KINDS) if path.is_dir() else [path]
         if not files:
             raise TrainerError(f"the directory {path} holds no file named *.jsonl or *.parquet. Name the files themselves.")
-        found += [_source(one) for one in files]
+        sources += [_source(file) for file in files]
     first: dict[str, Source] = {}
-    for one in found:
-        same = first.setdefault(one.checksum, one)
-        if same is not one:
-            raise TrainerError(f"{one.path} holds the same as {same.path}. Name it once; tuning.epochs goes through it several times.")
-    return found
+    for source in sources:
+        same = first.setdefault(source.checksum, source)
+        if same is not source:
+            raise TrainerError(f"{source.path} holds the same as {same.path}. Name it once; tuning.epochs goes through it several times.")
+    return sources
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """All rows of a file, in order.
+    """Yield all rows of a file, in order.
 
     Raises:
         TrainerError: it is damaged; the message names the row.
@@ -139,7 +139,7 @@ def _json_lines(source: Source) -> Iterator[Row]:
             try:
                 values = json.loads(line)
             except ValueError as error:
-                raise TrainerError(f"{source.path}, line {number}, is no JSON ({error}). Mend the file, or write it again.") from None
+                raise TrainerError(f"{source.path}, line {number}, is no JSON ({error}). Fix the file, or write it again.") from None
             if not isinstance(values, dict):
                 raise TrainerError(f"{source.path}, line {number}, is no JSON object. A line holds one row: {{...}}.")
             yield Row(source, number, values)
@@ -161,20 +161,20 @@ def _parquet(source: Source) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every message the keys of all: what is null there was not there."""
+    """Return a value without keys whose value is null: Parquet gives every message the keys of all."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    holds_keys = isinstance(value, list) and any(isinstance(one, dict) for one in value)
-    return [_without_nulls(one) for one in value] if holds_keys else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    holds_keys = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    return [_without_nulls(item) for item in value] if holds_keys else value
 
 
 def _source(path: Path) -> Source:
     digest, size = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
-            while some := file.read(1 << 20):
-                digest.update(some)
-                size += len(some)
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+                size += len(chunk)
     except OSError as error:
         raise TrainerError(f"{path} cannot be read ({error.strerror or error}).") from error
     if not size:
@@ -183,12 +183,12 @@ def _source(path: Path) -> Source:
 
 
 def _metas(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What our exports say of a row: of a pair, a mapping for each of the two."""
+    """Return the metadata that spangrad's exports add to a row: for a pair, one mapping for each of the two."""
     meta = values.get("meta")
     if not isinstance(meta, dict):
         return []
     both = [meta.get("chosen"), meta.get("rejected")]
-    return [one for one in (both if any(both) else [meta]) if isinstance(one, dict)]
+    return [item for item in (both if any(both) else [meta]) if isinstance(item, dict)]
 
 
 def _of_meta(meta: Mapping[str, Any]) -> RolloutOrigin:

@@ -1,8 +1,8 @@
-"""The losses of training on files: verl's own for supervised rows, and DPO over verl's forward pass.
+"""Losses of training on files: verl's own for supervised rows, and DPO over verl's forward pass.
 
-In: what a forward pass gave and the jagged rows that it was given. Out: a loss and metrics, scaled as verl wants them: it sums over
+In: outputs of a forward pass and its jagged rows. Out: a loss and metrics, scaled for verl, which sums over
 micro-batches and averages over ranks. Invariant: a loss is the same however verl cuts its rows into micro-batches; a no-op row (mask 0
-throughout) counts nothing.
+throughout) does not count.
 
 Sources: verl.workers.utils.losses.sft_loss. DPO: Rafailov et al., Direct Preference Optimization (https://arxiv.org/abs/2305.18290),
 equation 7. Label smoothing: Mitchell, A note on DPO with noisy preferences (https://ericmitchell.ai/cdpo.pdf), equation 3.
@@ -19,15 +19,16 @@ from trainer.sft.objective import Objective
 
 
 class Preferences(NamedTuple):
-    """Of each pair, a value."""
+    """DPO loss and implicit rewards, one value per pair."""
 
     losses: torch.Tensor
     chosen: torch.Tensor
-    """The implicit reward of the chosen reply: beta times how far its logprob (nats) rose above the reference's."""
+    """Implicit reward of the chosen reply: beta times the difference of its logprob (nats) and the reference's."""
     rejected: torch.Tensor
+    """Implicit reward of the rejected reply."""
 
     def figures(self) -> dict[str, torch.Tensor]:
-        """What is told of each pair beside its loss, by the metric's name; without a gradient."""
+        """Return the metrics of each pair beside its loss, by name; without a gradient."""
         chosen, rejected = self.chosen.detach(), self.rejected.detach()
         margins = chosen - rejected
         return {
@@ -39,13 +40,13 @@ class Preferences(NamedTuple):
 
 
 def preferences(sums: torch.Tensor, reference: torch.Tensor, beta: float, smoothing: float) -> Preferences:
-    """DPO's loss of each pair: -(1 - e) log s(m) - e log s(-m), where m = chosen - rejected reward and s is the logistic function.
+    """Return DPO's loss of each pair: -(1 - e) log s(m) - e log s(-m), with m = chosen - rejected reward and s the logistic function.
 
     Args:
         sums: logprob (nats) of each reply under the policy, chosen and rejected in turn; shape (2 pairs,).
         reference: the same under the reference.
-        beta: how strongly the policy is held to the reference.
-        smoothing: e, the share of pairs that are taken to be labelled the wrong way round.
+        beta: strength of the KL constraint to the reference.
+        smoothing: e, the assumed share of pairs with swapped labels.
     """
     rewards = beta * (sums - reference)
     chosen, rejected = rewards[0::2], rewards[1::2]
@@ -55,7 +56,7 @@ def preferences(sums: torch.Tensor, reference: torch.Tensor, beta: float, smooth
 
 
 def loss_of(objective: Objective) -> Any:
-    """What verl calls after a forward pass. SFT's is verl's own: the mean of -logprob (nats) over the trained tokens of the whole batch."""
+    """Return verl's loss function. SFT's is verl's own: the mean of -logprob (nats) over the trained tokens of the whole batch."""
     from verl.workers.utils.losses import sft_loss
 
     if objective.method == "sft":
@@ -64,26 +65,26 @@ def loss_of(objective: Objective) -> Any:
 
 
 def dpo_loss(beta: float, smoothing: float, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
-    """The mean of DPO's loss over the pairs of the whole batch; rows are chosen and rejected in turn."""
+    """Return the mean of DPO's loss over the pairs of the whole batch, and metrics; rows are chosen and rejected in turn."""
     from verl.utils.metric import AggregationType, Metric
 
     sums = row_sums(model_output["log_probs"], data["loss_mask"])
-    made = preferences(sums, data["reference"].to(sums.device), beta, smoothing)
+    pairs = preferences(sums, data["reference"].to(sums.device), beta, smoothing)
     real = data["is_real"].to(sums.device)[0::2]
     share = real / data["pairs"] * data["dp_size"]
-    metrics = {name: Metric(AggregationType.SUM, (value * share).sum()) for name, value in made.figures().items()}
-    return (made.losses * share).sum(), metrics
+    metrics = {name: Metric(AggregationType.SUM, (value * share).sum()) for name, value in pairs.figures().items()}
+    return (pairs.losses * share).sum(), metrics
 
 
 def row_sums(log_probs: Any, loss_mask: Any) -> torch.Tensor:
-    """Sum of the logprobs of each row's trained tokens.
+    """Return the sum of the logprobs of each row's trained tokens.
 
     Args:
-        log_probs: jagged; at each place that of the token which comes next.
+        log_probs: jagged; at each position that of the next token.
         loss_mask: jagged; 1 on the tokens that are trained, never a row's first.
     """
     offsets = loss_mask.offsets().to(log_probs.device)
-    # What stands at a row's last place is the mask of the next row's first token, which is 0.
+    # A row's last position gets the mask of the next row's first token, which is 0.
     values = log_probs.values() if log_probs.is_nested else log_probs
     masked = values.float() * torch.roll(loss_mask.values(), shifts=-1, dims=0)
     rows = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=masked.device), offsets.diff())

@@ -1,4 +1,4 @@
-"""What a worker optimises when it trains on files, as one value that travels to processes under Ray.
+"""Objective of training on files, as one value that is sent to processes under Ray.
 
 In: settings, a method. Out: an `Objective`. Invariant: each rank makes the same loss and the same schedule of it; it holds nothing of
 PyTorch's.
@@ -13,29 +13,29 @@ from spangrad.settings import TuningSettings
 
 Method = Literal["sft", "dpo"]
 LEARNING_RATES: dict[Method, float] = {"sft": 1e-5, "dpo": 5e-7}
-"""Where tuning.learning_rate names none."""
+"""Default learning rate of each method, where tuning.learning_rate is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss, and how the learning rate goes."""
+    """Loss and learning-rate schedule of a run over files."""
 
     method: Method
     learning_rate: float
     schedule: Literal["constant", "cosine"]
     warmup_steps: int
     steps: int
-    """Optimiser steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     beta: float
     label_smoothing: float
 
     @classmethod
     def of(cls, method: Method, settings: TuningSettings, steps: int) -> Objective:
-        """Of a run of so many optimiser steps."""
+        """Return the objective of a run of `steps` optimizer steps."""
         rate = settings.learning_rate or LEARNING_RATES[method]
         return cls(method, rate, settings.schedule, round(settings.warmup * steps), steps, settings.beta, settings.label_smoothing)
 
     @property
     def sequences(self) -> int:
-        """Rows of an example, which no rank and no micro-batch may tear apart."""
+        """Return the number of rows of an example, which stay in one rank and one micro-batch."""
         return 2 if self.method == "dpo" else 1

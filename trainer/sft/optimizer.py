@@ -1,8 +1,8 @@
-"""The optimiser of a run over files: examples through verl's workers, in this process or several under Ray.
+"""Optimizer of a run over files: examples through verl's workers, in this process or several under Ray.
 
 In: a model directory, settings, `Example`s. Out: metrics of a step, logprobs of examples; weights and the run's state as files. Invariant:
-a run that goes on from a saved state is the run that was not stopped, bit by bit on a CPU: the state holds the optimiser, the schedule, the
-random states, adapters, and what the reference said of each pair, which is asked once, before the first step.
+a run that is resumed from a saved state equals the run that was not stopped, bit by bit on a CPU: the state holds the optimizer, the
+schedule, the random states, adapters, and the reference's logprobs of each pair, which are computed once, before the first step.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from trainer.sft.rendering import Tokens
 
 _NO_OP = Tokens([0, 0], [0, 0])
 _KEPT = ("loss", "grad_norm", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
-_ALONE = {"kl_coef": 0.0, "estimator": "grpo"}
-"""Of the trainer's settings: neither a reference nor a critic is loaded beside the policy."""
+_POLICY_ONLY = {"kl_coef": 0.0, "estimator": "grpo"}
+"""Values of the trainer's settings by which neither a reference nor a critic is loaded beside the policy."""
 
 
 class Tuner:
-    """A model, its optimiser, and what a run over files does with them."""
+    """Model with its optimizer, and the steps of a run over files."""
 
     def __init__(self, model: Path, settings: Settings, method: Method, steps: int) -> None:
-        """Load the weights of `model` in float32, for a run of so many optimiser steps.
+        """Load the weights of `model` in float32, for a run of `steps` optimizer steps.
 
         Raises:
-            SettingsError: what the settings ask for cannot be done.
-            TrainerError: Ray has no place for the workers.
+            SettingsError: the settings cannot be carried out.
+            TrainerError: Ray has no resources for the workers.
         """
         self._tuning, self._objective = settings.tuning, Objective.of(method, settings.tuning, steps)
-        trainer = settings.trainer.model_copy(update=_ALONE)
+        trainer = settings.trainer.model_copy(update=_POLICY_ONLY)
         self._workers = begin(model, trainer, self._objective)
         self.device = self._workers.device
         self.reference: NDArray[np.float32] | None = None
-        """Of every sequence of every example, trained before held out, its logprob under the reference. None: not asked yet, or SFT."""
+        """Logprob (nats) of each sequence of all examples under the reference, trained before held out. None: not computed yet, or SFT."""
 
     def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
-        """One optimiser step.
+        """Take one optimizer step; return its metrics.
 
         Args:
             examples: of the batch.
-            reference: DPO: logprob of each of their sequences under the reference.
+            reference: for DPO, logprob (nats) of each of their sequences under the reference.
 
         Returns:
-            loss (SFT: nats a token; DPO: a pair), grad_norm, tokens (trained ones), and with DPO preference_accuracy, preference_margin,
-            chosen_reward, rejected_reward.
+            loss (SFT: nats per token; DPO: per pair), grad_norm, tokens (trained ones), and with DPO preference_accuracy,
+            preference_margin, chosen_reward, rejected_reward.
 
         Raises:
             TrainerError: the gradient is not finite; the weights are as before.
         """
         raw = scalars(self._workers.by_rows("train", self._rows(examples, reference)))
-        told = {name: raw[name] for name in _KEPT if name in raw}
-        if not np.isfinite(told["grad_norm"]):
+        metrics = {name: raw[name] for name in _KEPT if name in raw}
+        if not np.isfinite(metrics["grad_norm"]):
             raise TrainerError(
-                f"the gradient's norm is {told['grad_norm']}, so no step was taken. Look for odd rows in this batch, and lower "
+                f"the gradient's norm is {metrics['grad_norm']}, so no step was taken. Look for odd rows in this batch, and lower "
                 "tuning.learning_rate if earlier steps grew."
             )
-        return {**told, "tokens": float(_trained_tokens(examples))}
+        return {**metrics, "tokens": float(_trained_tokens(examples))}
 
     def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
-        """Of each sequence, the sum of its trained tokens' logprobs (nats) under the weights as they are."""
-        found = [self._sums(part) for part in _portions(examples, self._tuning.batch_size)]
-        return np.concatenate(found) if found else np.zeros(0, np.float32)
+        """Return for each sequence the sum of its trained tokens' logprobs (nats) under the current weights."""
+        sums = [self._sums(part) for part in _slices(examples, self._tuning.batch_size)]
+        return np.concatenate(sums) if sums else np.zeros(0, np.float32)
 
     def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
-        """Metrics of held-out examples, as `step` names them, without a step; nothing of none."""
+        """Return the metrics of held-out examples, named as in `step`, without a step; empty where there are no examples."""
         import torch
 
         from trainer.sft.losses import preferences
@@ -86,19 +86,19 @@ class Tuner:
             return {"loss": -float(sums.sum()) / _trained_tokens(examples)}
         assert reference is not None
         both = torch.from_numpy(sums), torch.from_numpy(reference)
-        made = preferences(*both, self._objective.beta, self._objective.label_smoothing)
-        return {"loss": float(made.losses.mean()), **{name: float(value.mean()) for name, value in made.figures().items()}}
+        pairs = preferences(*both, self._objective.beta, self._objective.label_smoothing)
+        return {"loss": float(pairs.losses.mean()), **{name: float(value.mean()) for name, value in pairs.figures().items()}}
 
     def save_weights(self, directory: Path) -> None:
         """Write every parameter by its Hugging Face name, with adapters merged."""
         self._workers.everywhere("save_weights", directory.absolute())
 
     def save_state(self, directory: Path) -> None:
-        """Write what the weights do not hold; in the place of the order of mini-batches, which a run draws from its seed, the reference."""
+        """Write the state beside the weights; the reference's logprobs take the place of the order of mini-batches, drawn from the seed."""
         self._workers.everywhere("save_state", directory.absolute(), self.reference)
 
     def load_state(self, directory: Path) -> None:
-        """Read what `save_state` wrote, by however many workers.
+        """Read what `save_state` wrote, by any number of workers.
 
         Raises:
             CheckpointError: the file is missing or damaged.
@@ -118,23 +118,23 @@ class Tuner:
         return row_sums(output["log_probs"].cpu(), rows["loss_mask"])[:sequences].numpy()
 
     def _rows(self, examples: Sequence[Example], reference: NDArray[np.float32] | None, **flags: bool) -> Any:
-        """Verl's jagged layout, chosen and rejected in turn, with no-op rows up to a multiple of the number of workers."""
+        """Return verl's jagged layout, chosen and rejected in turn, with no-op rows up to a multiple of the number of workers."""
         import torch
         from tensordict import TensorDict
         from verl.utils import tensordict_utils as tu
 
         size = self._objective.sequences
-        sequences = [one for example in examples for one in example.sequences]
+        sequences = [sequence for example in examples for sequence in example.sequences]
         padding = -len(sequences) % (size * self._workers.size)
         whole = [*sequences, *[_NO_OP] * padding]
 
         def jagged(values: list[list[int]]) -> Any:
-            return torch.nested.as_nested_tensor([torch.tensor(one, dtype=torch.long) for one in values], layout=torch.jagged)
+            return torch.nested.as_nested_tensor([torch.tensor(row, dtype=torch.long) for row in values], layout=torch.jagged)
 
         columns = {
-            "input_ids": jagged([one.ids for one in whole]),
-            "position_ids": jagged([list(range(len(one.ids))) for one in whole]),
-            "loss_mask": jagged([one.mask for one in whole]),
+            "input_ids": jagged([sequence.ids for sequence in whole]),
+            "position_ids": jagged([list(range(len(sequence.ids))) for sequence in whole]),
+            "loss_mask": jagged([sequence.mask for sequence in whole]),
         }
         if size == 2:
             assert reference is not None
@@ -146,7 +146,7 @@ class Tuner:
             role="policy",
             temperature=1.0,
             global_batch_size=len(sequences),
-            global_token_num=[len(one.ids) for one in whole],
+            global_token_num=[len(sequence.ids) for sequence in whole],
             force_group_size=size,
             pairs=len(examples),
             update_lr_scheduler=True,
@@ -156,9 +156,9 @@ class Tuner:
 
 
 def _trained_tokens(examples: Sequence[Example]) -> int:
-    return sum(sum(one.mask) for example in examples for one in example.sequences)
+    return sum(sum(sequence.mask) for example in examples for sequence in example.sequences)
 
 
-def _portions(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
+def _slices(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
     for at in range(0, len(examples), size):
         yield examples[at : at + size]

@@ -1,12 +1,12 @@
-"""A run of `spangrad tune`: files -> examples -> optimiser steps -> checkpoints -> commits -> publication.
+"""Run of `spangrad tune`: files -> examples -> optimizer steps -> checkpoints -> commits -> publication.
 
-In: settings, a method, files. Out: policy versions, one an epoch (or tuning.steps_per_version steps), the last of them published.
-Invariant: at every instruction the ledger knows enough to go on. What a commit holds is never trained again by the same command, and what
-no commit holds is trained as if nothing had happened: the files' checksums, the settings and the examples name the run, the ledger says at
-which step of it the branch's head is, and the head's directory holds the state from which the next step is made.
+In: settings, a method, files. Out: policy versions, one per epoch (or per tuning.steps_per_version steps), the last of them published.
+Invariant: at every instruction the ledger knows enough to resume. Committed steps are never trained again by the same command, and steps
+without a commit are trained as if nothing had happened: the files' checksums, the settings and the examples identify the run, the ledger
+records the step of the run at the branch's head, and the head's directory holds the state from which the next step is made.
 
-A step goes to the branch's head only. When somebody else moves the head meanwhile, the run ends with an error and can be gone on with once
-the head is back.
+A step goes to the branch's head only. When another process moves the head meanwhile, the run ends with an error and can be resumed once the
+head is back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEARNING = ("lora_rank", "lora_alpha", "lora_modules", "betas", "weight_decay", "clip_grad", "dtype", "max_tokens_per_device")
-"""The trainer's settings that decide what a run learns."""
+"""Names of the trainer's settings that decide what a run learns."""
 _REMEDY = (
     "The version stays committed and is published when the same `spangrad tune` is started again; trainer.publish = false trains without."
 )
@@ -59,55 +59,55 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is about to do."""
+    """Plan of a run over files."""
 
     method: Method
     run: str
-    """Its name: `run_name`."""
+    """Name of the run (`run_name`)."""
     base: LedgerVersion
-    """The weights that it goes on from."""
+    """Version that the run starts from."""
     done: Tuning | None
-    """The batch that made `base`, where that is one of this run."""
+    """Batch that made `base`, where it is one of this run. None: the run has not begun."""
     sources: Sequence[Source]
     examples: Examples
     digest: str
     steps: list[list[int]]
-    """Places of the examples of each optimiser step; none when the run is whole, whose files are not read."""
+    """Indices of the examples of each optimizer step; empty when the run is whole, as its files are not read."""
     ends: list[int]
-    """Steps after which a version is committed."""
+    """Numbers of the steps after which a version is committed."""
 
     @property
     def at(self) -> int:
-        """Steps that are committed."""
+        """Return the number of committed steps."""
         return self.done.step if self.done else 0
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a run did."""
+    """Result of a run over files."""
 
     plan: Plan
     versions: list[LedgerVersion]
-    """That it committed, oldest first; empty: the run had been whole before."""
+    """Versions that it committed, oldest first; empty: the run had been whole before."""
 
 
 class Observer(Protocol):
-    """Who is told how a run goes."""
+    """Observer of a run's progress."""
 
     def planned(self, plan: Plan) -> None:
-        """The files are read, and training is about to begin."""
+        """Handle the plan: the files are read, and training is about to begin."""
         ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """An optimiser step was made."""
+        """Handle an optimizer step with its metrics."""
         ...
 
     def committed(self, version: LedgerVersion) -> None:
-        """A version was committed."""
+        """Handle a committed version."""
         ...
 
 
-class _Nobody:
+class _NoObserver:
     def planned(self, plan: Plan) -> None: ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -124,8 +124,8 @@ def tune(
         settings: the whole tree; its own section, the trainer's, the store's and the gateway's are read.
         method: sft or dpo.
         paths: files, or directories of them.
-        again: also train rows whose rollouts the branch has trained, and a whole run over again.
-        observer: told how it goes.
+        again: True to train also rows whose rollouts the branch has trained, and to repeat a whole run.
+        observer: receives the run's progress.
 
     Returns:
         None: stopped by a signal.
@@ -144,16 +144,16 @@ def tune(
     shutdown = Shutdown()
     try:
         with shutdown.listening():
-            return _Run(settings, method, sources, again, observer or _Nobody(), shutdown).go()
+            return _Run(settings, method, sources, again, observer or _NoObserver(), shutdown).go()
     except Stopped:
         logger.info("stopped by %s: the same command goes on from the last version", shutdown.requested)
         return None
 
 
 def run_name(settings: Settings, method: Method, sources: Sequence[Source], *, again: bool) -> str:
-    """What a run is known by: 16 hex digits over the method, the files' contents and every setting that decides what is learnt."""
+    """Return a run's name: 16 hexadecimal digits of a hash of the method, the files and every setting that decides what is learnt."""
     trainer = settings.trainer.model_dump(mode="json", include=set(_LEARNING))
-    facts = [method, [one.checksum for one in sources], settings.tuning.model_dump(mode="json"), trainer, again]
+    facts = [method, [source.checksum for source in sources], settings.tuning.model_dump(mode="json"), trainer, again]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -173,7 +173,7 @@ class _Run:
         try:
             head = prepare(ledger, self.settings)
             if publisher:
-                publisher.served(self.settings.trainer.policy)  # so that a gateway that is not there is missed before the work, not after
+                publisher.served(self.settings.trainer.policy)  # so that a missing gateway is an error before the work, not after
             plan = self._plan(ledger, head)
             versions: list[LedgerVersion] = []
             if plan.steps:
@@ -216,7 +216,7 @@ class _Run:
         known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, done)
 
         def trained_before(origins: Sequence[RolloutOrigin]) -> list[RolloutOrigin]:
-            return [one for one in origins if (one.run_id, one.rollout_id, one.attempt) in known]
+            return [origin for origin in origins if (origin.run_id, origin.rollout_id, origin.attempt) in known]
 
         examples = read_examples(self.sources, self.method, Renderer(model), limits, tuning, trained_before)
         digest = digest_of([*examples.trained, *examples.held_out])
@@ -235,20 +235,20 @@ class _Run:
             return self._versions(ledger, client, watchers, plan, tuner)
 
     def _versions(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: Plan, tuner: Tuner) -> list[LedgerVersion]:
-        head, made = plan.base, list[LedgerVersion]()
+        head, versions = plan.base, list[LedgerVersion]()
         before = _named("held_out", self._held_out(tuner, plan)) if not plan.at else {}
-        for begin, end in pairwise([plan.at, *(one for one in plan.ends if one > plan.at)]):
+        for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
             self.clock.begin()
             head = self._version(ledger, tuner, plan, head, begin, end, {f"{name}_before": value for name, value in before.items()})
             before = {}
-            made.append(head)
+            versions.append(head)
             self.observer.committed(head)
             _copy(client, self.settings, ledger)
             batch = ledger.batch(head.policy_version.batch_id or "")
             watchers.stepped(Step(len(ledger.committed_versions()) - 1, head, batch, self.clock.stages))
             prune(ledger, self.settings)
             self.clock.end()
-        return made
+        return versions
 
     def _tuner(self, plan: Plan) -> Tuner:
         from trainer.sft.optimizer import Tuner
@@ -269,15 +269,15 @@ class _Run:
     def _version(
         self, ledger: Ledger, tuner: Tuner, plan: Plan, parent: LedgerVersion, begin: int, end: int, facts: dict[str, float]
     ) -> LedgerVersion:
-        """Make one version of some steps; when anything goes wrong before the commit, undo the lease."""
+        """Make one version of some steps; on any error before the commit, undo the lease."""
         trained = [plan.examples.trained[at] for at in sorted({at for step in plan.steps[begin:end] for at in step})]
         tuning = Tuning(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
         try:
             lease = self._lease(ledger, _rollouts(trained), parent, tuning)
             with beating(ledger, lease):
                 with self.clock.stage("train"):
-                    told = [self._step(tuner, plan, at) for at in range(begin, end)]
-                    metrics = _means(told) | _named("held_out", self._held_out(tuner, plan)) | facts
+                    steps = [self._step(tuner, plan, at) for at in range(begin, end)]
+                    metrics = _means(steps) | _named("held_out", self._held_out(tuner, plan)) | facts
                 written = self._checkpoint(tuner, plan, parent, lease, is_last=end == len(plan.steps))
             whole = len(plan.steps) // self.settings.tuning.epochs
             metrics |= {"epoch": end / whole, "tuning_step": float(end), "rows": float(len(trained)), **self.clock.seconds()}
@@ -287,7 +287,7 @@ class _Run:
                 )
         except BaseException:
             self.shutdown.end()
-            with suppress(SpangradError, OSError):  # what went wrong first is to be told; the next start cleans up
+            with suppress(SpangradError, OSError):  # the first error is raised; the next start cleans up
                 undo_leases(ledger, self.settings)
             raise
         return ledger.version(lease.version)
@@ -298,9 +298,9 @@ class _Run:
         reference = None
         if tuner.reference is not None:
             reference = tuner.reference.reshape(-1, 2)[places].reshape(-1)
-        told = tuner.step([plan.examples.trained[one] for one in places], reference)
-        self.observer.stepped(at + 1, told)
-        return told
+        metrics = tuner.step([plan.examples.trained[place] for place in places], reference)
+        self.observer.stepped(at + 1, metrics)
+        return metrics
 
     def _checkpoint(self, tuner: Tuner, plan: Plan, parent: LedgerVersion, lease: Lease, *, is_last: bool) -> checkpoint.Checkpoint:
         trainer = self.settings.trainer
@@ -315,7 +315,7 @@ class _Run:
                 batch_id=lease.batch_id,
                 base=Path(parent.policy_version.path),
                 save_weights=tuner.save_weights,
-                save_state=nothing if is_last else tuner.save_state,  # a whole run goes on nowhere
+                save_state=nothing if is_last else tuner.save_state,  # a whole run is not resumed
             )
 
     def _lease(self, ledger: Ledger, rollouts: list[BatchRollout], parent: LedgerVersion, tuning: Tuning) -> Lease:
@@ -329,7 +329,7 @@ class _Run:
             if head != parent.version:
                 raise TrainerError(
                     f"branch {branch} was moved from version {parent.version} to {head} meanwhile, so step {tuning.step} of this run has "
-                    "no place there. Stop whoever trains that branch, go back with `spangrad policy rollback "
+                    "no place there. Stop the other training of that branch, go back with `spangrad policy rollback "
                     f"{self.settings.trainer.policy}@{parent.version}`, and start again."
                 )
             holder = ledger.holder()
@@ -340,25 +340,27 @@ class _Run:
 
 
 def _rollouts(examples: Sequence[Example]) -> list[BatchRollout]:
-    """The rollouts that examples came from, each once."""
-    found: dict[tuple[str, str, int], BatchRollout] = {}
+    """Return the rollouts that examples came from, each once."""
+    rollouts: dict[tuple[str, str, int], BatchRollout] = {}
     for example in examples:
-        for one in example.origins:
-            group = Group(one.run_id, one.mode, one.build_spec, one.group_id)
-            found.setdefault((one.run_id, one.rollout_id, one.attempt), BatchRollout(group, one.rollout_id, one.attempt, one.revision))
-    return list(found.values())
+        for origin in example.origins:
+            group = Group(origin.run_id, origin.mode, origin.build_spec, origin.group_id)
+            rollouts.setdefault(
+                (origin.run_id, origin.rollout_id, origin.attempt), BatchRollout(group, origin.rollout_id, origin.attempt, origin.revision)
+            )
+    return list(rollouts.values())
 
 
 def _files(sources: Sequence[Source], examples: Sequence[Example]) -> tuple[TunedFile, ...]:
-    counts = {one.checksum: 0 for one in sources}
+    counts = {source.checksum: 0 for source in sources}
     for example in examples:
         counts[example.source.checksum] += 1
-    return tuple(TunedFile(one.name, one.checksum, one.size, counts[one.checksum]) for one in sources if counts[one.checksum])
+    return tuple(TunedFile(file.name, file.checksum, file.size, counts[file.checksum]) for file in sources if counts[file.checksum])
 
 
-def _means(told: Sequence[dict[str, float]]) -> dict[str, float]:
+def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     sums = {"tokens"}
-    return {name: sum(one[name] for one in told) if name in sums else fmean(one[name] for one in told) for name in told[0]}
+    return {name: sum(step[name] for step in steps) if name in sums else fmean(step[name] for step in steps) for name in steps[0]}
 
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -366,7 +368,7 @@ def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _store(settings: Settings) -> Client | None:
-    """The span store. None: it is away; what it lacks is copied there by whoever trains the branch next."""
+    """Connect to the span store. None: it does not answer; the next run on the branch copies the missing rows."""
     try:
         return connect(settings.store, consistent=True)
     except StoreError as error:
