@@ -32,8 +32,8 @@ def failed_shares(loaded: Loaded, policy: str, lineage: Sequence[int], alarm: fl
     Returns:
         failed_share: share of the rollouts whose attempt failed. failed_share_REASON: the share of each reason that occurs.
         failed_share_staleness_N: share among the rollouts whose newest call of the policy was sampled N committed versions before the one
-        about to be trained, which tells it version by version; a rollout without such a call is in none. failed_alarm: 1 where failed_share
-        is more than `alarm`, else 0.
+        about to be trained, so that versions are separate; a rollout without such a call is in none. failed_alarm: 1 where failed_share is
+        more than `alarm`, else 0.
     """
     total = len(loaded.rollouts)
     if not total:

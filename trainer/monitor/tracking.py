@@ -50,8 +50,8 @@ class Trackers:
 
     @property
     def _tracking(self) -> Any:
-        # Not before there is something to say: a run without a batch opens nothing, and verl is not imported before the engine has said
-        # on which platform it is.
+        # Not before there is something to log: a run without a batch opens nothing, and verl is not imported before the optimizer has
+        # chosen its platform.
         if self._opened is None:
             self._opened = _open(self._settings)
         return self._opened

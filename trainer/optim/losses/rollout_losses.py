@@ -1,6 +1,6 @@
 """Losses over whole responses, where a rollout's calls are in several rows.
 
-In: a `Batch` of an optimiser step, the trainer's settings, and the logprobs of its tokens under the weights that are stepped, where the
+In: a `Batch` of an optimizer step, the trainer's settings, and the logprobs of its tokens under the weights that are stepped, where the
 loss needs them. Out: the batch with what verl's functions, which take a row for a response, need so that loss and gradient are those of a
 row a rollout. Invariant: they are, however rows are merged and however they fall into micro-batches, mini-batches' parts or workers.
 
