@@ -371,9 +371,9 @@ def verl_module(name: str) -> ModuleType:
 
 
 def verl_datasets_file() -> str:
-    import transition_builder.export
+    import transition_builder.export.writers
 
-    return str(Path(transition_builder.export.__file__).with_name("verl_datasets.py"))
+    return str(Path(transition_builder.export.writers.__file__).with_name("verl_datasets.py"))
 
 
 def test_what_the_builder_made_is_exported(store: StoreSettings, tmp_path: Path) -> None:
