@@ -1,5 +1,5 @@
-"""The runner: puts tasks to an agent, many times over, and says in one root span per attempt how each went.
+"""The runner: runs an agent on tasks, many rollouts of each, and writes one root span per attempt.
 
-In: tasks and an agent that knows nothing of all this. Out: root spans with rewards, and outcomes for the caller.
-Invariant: every attempt that was begun has one root span; a failing agent is data, never a stopped run.
+In: tasks, and an agent that knows nothing of rollouts. Out: root spans with rewards, and outcomes for the caller.
+Invariant: every attempt that began has one root span; a failing agent is recorded as data and never stops the run.
 """

@@ -1,11 +1,11 @@
-"""Answers what trainers want of a run: enqueues groups until as many are there, and cancels those that come too late or are not needed.
+"""Task source of a run: enqueues groups until the trainers' demand is met, and cancels groups that are stale or no longer needed.
 
-In: tasks, and the demand that the queue holds. Out: groups in the queue. Invariant: the demand is a level: what is enqueued is told by the
-queue each time, so a source that is killed and started again enqueues nothing twice and leaves nothing out. One source a run.
+In: tasks, and the demand that the queue holds. Out: groups in the queue. Invariant: the demand is a level, and each look reads from the
+queue what is enqueued, so a source that is killed and started again enqueues nothing twice and omits nothing. One source per run.
 
-A group that the trainer skips raises the level, and one that is cancelled lowers what counts as enqueued; either way its place is
-filled by the next task. With runner.extra_groups more run than are wanted, and those that are still at it when the trainer has what it
-wants are cancelled: the extra ones come back with the next level, not before.
+A group that the trainer skips raises the level, and a cancelled group lowers what counts as enqueued; in both cases the next task takes its
+place. With runner.extra_groups, more groups run than are demanded; those still running when the trainer has all that it demanded are
+cancelled, and the extra ones are replaced only when the level rises again.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ _PAGE = 1000
 
 Queued = Callable[[Rollout, Settings], NewRollout]
 Served = Callable[[str], Awaitable[int | None]]
-"""The version of a policy that is served. None: none is, or nobody can say."""
+"""Function that gives the newest version of a policy that is served, or None: no version is served, or the version is unknown."""
 
 
 def task_at(tasks: Sequence[Task], place: int, seed: int) -> Task:
-    """The task of the run's n-th group: all tasks in an order of the seed's, then all of them in another one."""
-    lap, index = divmod(place, len(tasks))
-    return tasks[_order(len(tasks), seed, lap)[index]]
+    """Return the task of the run's group number `place` (from 0): all tasks in a shuffled order, then all of them in another order."""
+    epoch, index = divmod(place, len(tasks))
+    return tasks[_order(len(tasks), seed, epoch)[index]]
 
 
 @lru_cache(maxsize=2)
-def _order(count: int, seed: int, lap: int) -> Sequence[int]:
+def _order(count: int, seed: int, epoch: int) -> Sequence[int]:
     order = list(range(count))
-    random.Random(f"{seed}/{lap}").shuffle(order)
+    random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What one look at the demand has led to."""
+    """Result of one look at the demand, in groups."""
 
-    wanted: int
-    """Groups, in all."""
+    demanded: int
+    """Groups that the trainers demand, since the run's beginning."""
     enqueued: int
-    """Groups, by now."""
+    """Groups enqueued and not cancelled, since the run's beginning."""
     cancelled: int
-    """Groups that had become too old, or were not needed any more."""
+    """Groups that this look cancelled: they were stale, or no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What lies between what is wanted and what is there."""
+    """Difference between the demanded groups and the enqueued ones."""
 
     enqueue: int
-    """Groups to be enqueued."""
+    """Groups to enqueue."""
     cancel: int
-    """Groups to be cancelled at most: of those that have not ended, the newest."""
+    """Upper limit of the groups to cancel: the newest of those that have not ended."""
 
 
 def difference(demand: Demand, extra: int) -> Difference:
-    """What is to be done about a demand; done again and again it comes to rest, for what was cancelled comes back only when more is wanted.
+    """Compute what to do about a demand; repeated looks come to rest, since cancelled groups are replaced only when the demand rises.
 
     Args:
-        demand: with what is enqueued.
-        extra: groups in flight beyond those that are wanted, until the trainer has as many as it wants.
+        demand: with the number of groups enqueued.
+        extra: groups in flight beyond the demanded ones, until the trainer has as many as it demands.
     """
     beyond = demand.enqueued - demand.groups
     if all(one.filled >= one.groups for one in demand.branches if one.groups == demand.groups):
@@ -84,18 +84,18 @@ def difference(demand: Demand, extra: int) -> Difference:
 
 
 class DemandSource:
-    """The task source of one run."""
+    """Task source of one run."""
 
     def __init__(self, settings: Settings, queue: QueueClient, tasks: Sequence[Task], *, seed: int, queued: Queued, served: Served) -> None:
-        """Look at nothing yet.
+        """Store the arguments; the first request is sent by `look`.
 
         Args:
-            settings: the run, the group's size.
-            queue: that holds the demand.
-            tasks: taken in an order of the seed's, again and again.
-            seed: of that order.
-            queued: makes a rollout what the queue takes.
-            served: tells which version of a policy is served.
+            settings: name the run and the group size.
+            queue: holds the demand.
+            tasks: taken in an order that depends on the seed, again and again.
+            seed: determines that order.
+            queued: converts a rollout to the queue's form.
+            served: returns the version of a policy that is served.
         """
         self._settings = settings
         self._queue = queue
@@ -105,27 +105,27 @@ class DemandSource:
         self._served = served
         self._greedy = wants_greedy(settings, Mode.TRAIN)
         self._begun: dict[tuple[str, int], dict[str, int]] = {}
-        """Attempts that run: the version of each policy that was served when they were seen first."""
+        """Attempts that run, each with the versions of all policies that were served when it was first seen."""
 
     async def look(self) -> Answered:
-        """Compare once, and mend the difference.
+        """Compare demand and queue once; enqueue or cancel groups accordingly.
 
         Raises:
-            QueueError: the queue stays away.
+            QueueError: the queue does not answer.
         """
         run = self._settings.runner.run_id
         demand = await self._queue.demand(run)
         cancelled = await self._cancel_old(demand)
         if cancelled:
             demand = await self._queue.demand(run)
-        found = difference(demand, self._settings.runner.extra_groups)
-        if found.cancel:
-            stragglers = await self._cancel_stragglers(found.cancel)
+        todo = difference(demand, self._settings.runner.extra_groups)
+        if todo.cancel:
+            stragglers = await self._cancel_stragglers(todo.cancel)
             return Answered(demand.groups, demand.enqueued - stragglers, cancelled + stragglers)
-        place, enqueued = demand.enqueued + demand.cancelled, 0
-        while enqueued < found.enqueue:
-            count = min(found.enqueue - enqueued, _GROUPS_AT_ONCE)
-            tasks = [task_at(self._tasks, place + enqueued + n, self._seed) for n in range(count)]
+        position, enqueued = demand.enqueued + demand.cancelled, 0
+        while enqueued < todo.enqueue:
+            count = min(todo.enqueue - enqueued, _GROUPS_AT_ONCE)
+            tasks = [task_at(self._tasks, position + enqueued + n, self._seed) for n in range(count)]
             rollouts = rollouts_of(tasks, run, Mode.TRAIN, self._settings.runner.group_size, greedy=self._greedy)
             await self._queue.enqueue(run, [self._queued(one, self._settings) for one in rollouts])
             enqueued += count
@@ -133,11 +133,11 @@ class DemandSource:
         return Answered(demand.groups, demand.enqueued + enqueued, cancelled)
 
     async def _cancel_stragglers(self, most: int) -> int:
-        """Cancel groups that have not ended, at most so many: those that wait before those that run, the newest first; how many."""
+        """Cancel at most `most` groups that have not ended, queued before running, newest first; return how many."""
         opened: dict[str, None] = {}
         for state in (State.RUNNING, State.QUEUED):
-            async for one in self._rollouts(state):
-                opened[one.group_id] = None
+            async for rollout in self._rollouts(state):
+                opened[rollout.group_id] = None
         stragglers = list(opened)[-most:]
         for group in stragglers:
             await self._queue.cancel(Which(run_id=self._settings.runner.run_id, group_id=group))
@@ -146,16 +146,16 @@ class DemandSource:
         return len(stragglers)
 
     async def _rollouts(self, state: State) -> AsyncGenerator[Standing]:
-        """The run's rollouts in a state that answer the demand."""
+        """Yield the run's rollouts in a state that count for the demand: those of mode train and greedy."""
         after = 0
         while (page := await self._queue.rollouts(run_id=self._settings.runner.run_id, state=state, after=after, limit=_PAGE)).rollouts:
             after = page.cursor
-            for one in page.rollouts:
-                if one.mode in {Mode.TRAIN, Mode.GREEDY}:
-                    yield one
+            for rollout in page.rollouts:
+                if rollout.mode in {Mode.TRAIN, Mode.GREEDY}:
+                    yield rollout
 
     async def _cancel_old(self, demand: Demand) -> int:
-        """Cancel the groups of attempts that began before the oldest version that a branch can still train; how many."""
+        """Cancel the groups of attempts that began before the oldest version that a branch can still train; return how many."""
         oldest: dict[str, int] = {}
         for branch in demand.branches:
             if branch.oldest_version is not None:
@@ -164,16 +164,16 @@ class DemandSource:
             return 0
         serving = {policy: version for policy in oldest if (version := await self._served(policy)) is not None}
         begun: dict[tuple[str, int], dict[str, int]] = {}
-        late: set[str] = set()
-        async for one in self._rollouts(State.RUNNING):
-            key = (one.rollout_id, one.attempts[-1].attempt)
+        stale: set[str] = set()
+        async for rollout in self._rollouts(State.RUNNING):
+            key = (rollout.rollout_id, rollout.attempts[-1].attempt)
             versions = begun[key] = self._begun.get(key, serving)
-            # Where several policies are trained, a group is late when no policy has a use for it.
+            # Where several policies are trained, a group is stale when it is too old for each of them.
             if all(policy in versions and versions[policy] < oldest[policy] for policy in oldest):
-                late.add(one.group_id)
+                stale.add(rollout.group_id)
         self._begun = begun
-        for group in late:
+        for group in stale:
             await self._queue.cancel(Which(run_id=self._settings.runner.run_id, group_id=group))
-        if late:
-            _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(late), oldest)
-        return len(late)
+        if stale:
+            _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(stale), oldest)
+        return len(stale)

@@ -1,7 +1,7 @@
-"""A queue of one's own: the queue's service in this process, over a file that no other process has.
+"""Embedded queue: the queue's service in this process, over a file that no other process opens.
 
-In: a directory, and a run. Out: a `QueueClient` that asks the service without HTTP. Invariant: each process that runs rollouts has a file
-of its own; one whose rollouts have all ended is removed, one that was left by a process that died can be opened again.
+In: a directory, and a run. Out: a `QueueClient` that calls the service without HTTP. Invariant: each process that runs rollouts has a file
+of its own; it is removed when all its rollouts have ended, and one that a dead process left can be opened again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OPEN = (State.QUEUED, State.RUNNING)
 
 
 class EmbeddedQueue(QueueClient):
-    """The service in this process, asked as the server would be."""
+    """Client of a queue service in this process; answers as the server would."""
 
     def __init__(self, file: Path, defaults: Defaults) -> None:
         """Open a file, within a running event loop.
 
         Raises:
-            QueueError: it is no queue, or another process has it.
+            QueueError: the file is not a queue's database, or another process has it open.
         """
         super().__init__("embedded")
         self.file = file
@@ -43,13 +43,13 @@ class EmbeddedQueue(QueueClient):
 
     @classmethod
     def begin(cls, settings: RunnerSettings) -> Self:
-        """A new one, for a run."""
+        """Create the queue of a new run."""
         return cls(_directory(settings) / f"{next(ordered_ids())}.db", _defaults(settings))
 
     @classmethod
     async def left(cls, settings: RunnerSettings) -> list[tuple[Self, int]]:
-        """The queues of a run that processes left when they died, oldest first, each opened, with how many rollouts have not ended."""
-        found: list[tuple[Self, int]] = []
+        """Open the queues of a run that dead processes left, oldest first; return each with its number of rollouts that have not ended."""
+        queues: list[tuple[Self, int]] = []
         for file in sorted(_directory(settings).glob("*.db")):
             try:
                 queue = cls(file, _defaults(settings))
@@ -57,10 +57,10 @@ class EmbeddedQueue(QueueClient):
                 continue  # its process is alive, or it was killed before there was a table
             states = {state: count for run in await queue._service.counts() for state, count in run.states.items()}
             if open_ := sum(states.get(state, 0) for state in _OPEN):
-                found.append((queue, open_))
+                queues.append((queue, open_))
             else:
                 await queue.close()
-        return found
+        return queues
 
     async def close(self) -> None:
         """Close the file; remove it where all its rollouts have ended."""
@@ -72,35 +72,35 @@ class EmbeddedQueue(QueueClient):
             _remove(self.file)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
-        """What the server would answer to a body, without the way there."""
+        """Return what the server would answer to a request body."""
         _, work = self._service.changes[path]
         answer = await work(body)
         assert isinstance(answer, kind)
         return answer
 
     async def run(self, run_id: str) -> Run:
-        """How the rollouts of one run stand."""
+        """Return the number of rollouts of one run, by state."""
         return await self._service.run(run_id)
 
     async def rollout(self, rollout_id: str) -> Rollout:
-        """One rollout, with its attempts."""
-        found = await self._service.rollout(rollout_id)
-        if found is None:
+        """Return one rollout, with its attempts."""
+        rollout = await self._service.rollout(rollout_id)
+        if rollout is None:
             raise QueueError(f"the queue has no rollout {rollout_id}.")
-        return found
+        return rollout
 
     async def rollouts(
         self, *, run_id: str | None = None, state: State | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
     ) -> Rollouts:
-        """Rollouts in order of arrival."""
+        """Return rollouts in order of arrival."""
         return await self._service.listed(run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
 
     async def ended(self, run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:
-        """A run's rollouts in the order in which they ended."""
+        """Return a run's rollouts in the order in which they ended."""
         return await self._service.ends(run_id, after=after, limit=limit, wait_seconds=wait_seconds)
 
     async def demand(self, run_id: str) -> Demand:
-        """What trainers want of a run."""
+        """Return the trainers' demand for a run."""
         return await self._service.demand(run_id)
 
 
@@ -115,9 +115,9 @@ def _defaults(settings: RunnerSettings) -> Defaults:
 
 
 def _opened(file: Path) -> QueueDatabase:
-    """The file's database, whose commits survive this process, but are not waited for until they are on the disk.
+    """Open the file's database without a disk sync per commit: commits survive the end of this process, but not of the machine.
 
-    Who embeds a queue has nobody else who counts on it: when the machine dies, so does whoever was told of the last commits.
+    That is enough, since only this process uses an embedded queue: when the machine dies, the only reader of the last commits dies as well.
     """
     database = QueueDatabase(f"sqlite:///{file}")
     event.listen(database.engine, "connect", _relax)

@@ -1,7 +1,6 @@
-"""Asks a service over HTTP again while it is busy or away, as long as whoever asks is patient.
+"""Retries HTTP requests while a service is busy or away, up to a time limit.
 
-In: a request. Out: its answer, when it is one. Invariant: only what a later try may mend is tried again: 429, 503, and connections that
-fail.
+In: a request. Out: its response. Invariant: only what a later try may fix is tried again: HTTP 429, HTTP 503, and connections that fail.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ _RETRY_AFTER_MOST = 30.0
 
 
 class AgainError(Exception):
-    """The service is busy or away."""
+    """The service is busy or away, and may be asked again."""
 
-    def __init__(self, said: str, after_seconds: float | None = None) -> None:
-        """Say what.
+    def __init__(self, message: str, after_seconds: float | None = None) -> None:
+        """Keep the service's message.
 
         Args:
-            said: for people.
-            after_seconds: when the service wants to be asked again. None: it does not say.
+            message: for people.
+            after_seconds: pause that the service asks for, in seconds. None: it asks for none.
         """
-        super().__init__(said)
+        super().__init__(message)
         self.after_seconds = after_seconds
 
 
 class TimeUpError(Exception):
-    """It stayed busy or away for as long as there was time; with what was said last."""
+    """The service stayed busy or away until the time limit; the message is that of the last try."""
 
 
 async def again(work: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Do a piece of work until it is done.
+    """Call `work` until it succeeds.
 
     Args:
         work: raises AgainError where it may be tried again.
-        seconds: for all tries together.
+        seconds: time limit of all tries together.
 
     Raises:
-        TimeUpError: it was not done in time.
+        TimeUpError: no try succeeded within the time limit.
     """
     last = "it has not answered"
 
-    def note(state: RetryCallState) -> None:
+    def remember(state: RetryCallState) -> None:
         nonlocal last
         assert state.outcome is not None
         last = str(state.outcome.exception())
@@ -56,7 +55,7 @@ async def again(work: Callable[[], Awaitable[T]], seconds: float) -> T:
     async def once() -> T:  # tenacity awaits what it sees to be a coroutine function, and nothing else
         return await work()
 
-    retrying = AsyncRetrying(retry=retry_if_exception_type(AgainError), wait=_pause, after=note, sleep=asyncio.sleep)
+    retrying = AsyncRetrying(retry=retry_if_exception_type(AgainError), wait=_pause, after=remember, sleep=asyncio.sleep)
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
@@ -68,10 +67,10 @@ async def again(work: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 async def checked(answer: aiohttp.ClientResponse) -> bytes:
-    """The content of an answer.
+    """Return the content of a response.
 
     Raises:
-        AgainError: it is 429 or 503.
+        AgainError: its status is 429 or 503.
     """
     content = await answer.read()
     if answer.status in {429, 503}:
@@ -80,7 +79,7 @@ async def checked(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def away(error: BaseException) -> AgainError:
-    """What a connection that failed is."""
+    """Return the error of a failed connection as one that may be retried."""
     return AgainError(str(error) or type(error).__name__)
 
 
@@ -94,4 +93,4 @@ def _after(text: str | None) -> float | None:
     try:
         return min(max(float(text or ""), 0.0), _RETRY_AFTER_MOST)
     except ValueError:
-        return None  # none, or a date: our own pauses do
+        return None  # no header, or a date: our own pauses apply

@@ -1,8 +1,8 @@
-"""Runs rollouts: n of each task, through a queue, by a worker in this process and by whoever else serves that queue.
+"""Runs rollouts: a group of each task, through a queue, by a worker in this process and by any other worker of that queue.
 
-In: tasks, an agent, settings. Out: one root span `rollout` an attempt, with its rewards or its failure and the number of its policy
-calls, and an `Outcome` a rollout. Invariant: when `run` returns, all its rollouts have ended, and the store has acknowledged the root spans
-of all attempts; a failed attempt carries a reason, and a reward only where the policy caused the failure.
+In: tasks, an agent, settings. Out: one root span `rollout` per attempt, with its rewards or its failure and the number of its policy
+calls, and an `Outcome` per rollout. Invariant: when `run` returns, all its rollouts have ended, and the store has acknowledged the root
+spans of all attempts; a failed attempt carries a reason, and a reward only where the policy caused the failure.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ _STORE_PATIENCE_SECONDS = 30.0
 _NEWS_SECONDS = 10.0
 _NEWS_MOST = 1000
 _DEMAND_SECONDS = 0.5
-"""Between two looks at the demand."""
+"""Pause between two looks at the demand, in seconds."""
 _WORDS = 1000
-"""Rollouts in one cancellation."""
+"""Rollouts in one cancellation request."""
 _STOPPED = Why(AttemptFailure.CANCELLED, "the runner was stopped", final=True, told=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rollout ended."""
+    """Result of a rollout."""
 
     key: RolloutKey
-    """Its last attempt."""
+    """Key of its last attempt."""
     task_id: str
     mode: Mode
-    """What it was for."""
+    """Purpose of the rollout."""
     reward: Rewards | None
-    """Final rewards by name, or by name and role. None: it failed, and has no reward for that (`runner.failure_rewards`); empty when the
+    """Final rewards by name, or by name and role. None: it failed, and has no reward for that (`runner.failure_rewards`); empty if the
     agent has rewarded itself: its spans then hold the rewards."""
     failure: AttemptFailure | None
-    """Why its last attempt failed. None when it succeeded."""
+    """Failure of its last attempt. None: it succeeded."""
     detail: str
-    """What happened, for people; empty when it succeeded."""
+    """Explanation for people; empty if it succeeded."""
     seconds: float
-    """That the agent ran in the last attempt; 0 where nobody knows."""
+    """Time that the agent ran in the last attempt, in seconds; 0 if it is unknown."""
     calls: int | None
-    """Policy calls of the last attempt. None: there is no gateway to ask, or it has forgotten the attempt, which then failed."""
+    """Policy calls of the last attempt. None: there is no gateway, or it does not know the attempt any more, which then failed."""
 
 
 class Runner:
-    """A queue, a worker, and the agent hosts that it has; an async context manager.
+    """A queue, a worker, and the worker's agent hosts; an async context manager.
 
     Args:
-        settings: where store, gateway and queue are, and how many rollouts run at once.
-        agent: what to run.
-        resume: go on with the newest queue that a killed process has left of this run, instead of beginning one. Of a queue that is served
-            (runner.queue_url) everything that waits is run anyway.
+        settings: addresses of store, gateway and queue, and the number of rollouts that run at once.
+        agent: the agent to run.
+        resume: continue with the newest queue that a killed process has left of this run, instead of creating one. With a queue server
+            (runner.queue_url), all waiting rollouts of the run are run anyway.
     """
 
     def __init__(self, settings: Settings, agent: AgentSpec, *, resume: bool = False) -> None:
@@ -90,13 +90,13 @@ class Runner:
         self._stack = AsyncExitStack()
         self._cursor = 0
         self._prompt: PromptVersion | None = None
-        """What rollouts are pinned to whose tasks name no prompt. None: nothing."""
+        """Prompt version that rollouts are pinned to whose tasks name no prompt. None: they are not pinned."""
         self.queue: QueueClient
         self._worker: Worker
         self._attempts: Attempts
 
     async def __aenter__(self) -> Self:
-        """Check that store and gateway are there, then start the agent hosts.
+        """Check that store and gateway answer, then start the agent hosts.
 
         Raises:
             StoreError: the store takes no spans.
@@ -115,30 +115,30 @@ class Runner:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop all processes, then send what spans are left, for a bounded time."""
+        """Stop all processes, then send the remaining spans, in bounded time."""
         await self._stack.aclose()
 
     async def run(
         self, tasks: Sequence[Task], *, mode: Mode, group_size: int, progress: Callable[[Outcome], None] | None = None
     ) -> list[Outcome]:
-        """Run `group_size` rollouts of each task, which share a new group, and a greedy one of each where that is wanted.
+        """Run `group_size` rollouts of each task, in a new group per task, and a greedy rollout of each task where the settings ask for it.
 
         Args:
-            tasks: what to ask the agent.
-            mode: what the rollouts are for.
-            group_size: rollouts a task.
-            progress: called with each outcome as it comes.
+            tasks: inputs of the agent.
+            mode: purpose of the rollouts.
+            group_size: rollouts per task.
+            progress: called with each outcome as it arrives.
 
         Returns:
-            the outcomes, by task, then by rollout; a task's greedy one is its first.
+            Outcomes, by task, then by rollout; a task's greedy one is its first.
 
         Raises:
-            SettingsError: greedy rollouts are wanted, and there is no gateway.
-            GatewayError: the gateway stays away.
+            SettingsError: greedy rollouts are configured, and there is no gateway.
+            GatewayError: the gateway does not answer.
             AgentError: a crashed agent cannot be loaded any more.
-            StoreError: the root spans are not taken.
-            QueueError: the queue stays away.
-            PromptError: what prompts.pin names is not published.
+            StoreError: the root spans are not accepted.
+            QueueError: the queue does not answer.
+            PromptError: the prompt that prompts.pin names is not published.
         """
         settings = self._settings.runner
         greedy = wants_greedy(self._settings, mode)
@@ -154,10 +154,10 @@ class Runner:
             raise
 
     async def finish(self, progress: Callable[[Outcome], None] | None = None) -> list[Outcome]:
-        """Run what is in the queue already; `resume` has opened it.
+        """Run what is in the queue already, after `resume` has opened it.
 
         Returns:
-            the outcomes of all its rollouts, also of those that had ended before.
+            Outcomes of all its rollouts, including those that had ended before.
 
         Raises:
             SpangradError: as `run`.
@@ -170,12 +170,12 @@ class Runner:
             raise
 
     async def follow(self, tasks: Sequence[Task], ending: asyncio.Event, *, seed: int) -> None:
-        """Enqueue groups of mode train as trainers want them, and work on them, until `ending` is set; then drain.
+        """Enqueue groups of mode train as trainers demand them, and work on them, until `ending` is set; then drain.
 
         Args:
-            tasks: taken in an order of the seed's, again and again.
-            ending: set when it is to end; what is not done by then stays in the queue.
-            seed: of that order.
+            tasks: taken in an order that depends on the seed, again and again.
+            ending: event that ends the work; rollouts that are not done by then stay in the queue.
+            seed: determines that order.
 
         Raises:
             SpangradError: as `run`.
@@ -185,47 +185,47 @@ class Runner:
             return await self._attempts.gateway.served(policy) if self._attempts.gateway is not None else None
 
         source = DemandSource(self._settings, self.queue, tasks, seed=seed, queued=self._queued, served=served)
-        told = asyncio.create_task(ending.wait())
+        stopping = asyncio.create_task(ending.wait())
         try:
-            while not told.done():
+            while not stopping.done():
                 await self._look_up_prompt()
                 await source.look()
-                waits: set[asyncio.Future[Any]] = {told, self._worker.failed}
+                waits: set[asyncio.Future[Any]] = {stopping, self._worker.failed}
                 await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if self._worker.failed.done():
                     raise self._worker.failed.result()
         finally:
-            told.cancel()
+            stopping.cancel()
             await self._worker.drain(0 if self._worker.failed.done() else self._settings.runner.drain_seconds)
 
     async def waiting(self) -> list[str]:
-        """Every rollout of the run that is in the queue, in the order of arrival."""
+        """Return the ids of the run's rollouts in the queue, in order of arrival."""
         ids: list[str] = []
         after = 0
         while (page := await self.queue.rollouts(run_id=self._settings.runner.run_id, after=after, limit=_NEWS_MOST)).rollouts:
-            ids += [one.rollout_id for one in page.rollouts]
+            ids += [rollout.rollout_id for rollout in page.rollouts]
             after = page.cursor
         return ids
 
     async def _look_up_prompt(self) -> None:
-        """Which version of prompts.pin is published now."""
+        """Look up the published version of the prompt that prompts.pin names."""
         name, settings = self._settings.prompts.pin, self._settings.runner
         if name is None:
             return
         if settings.queue_url is None:
             raise SettingsError("prompts.pin needs runner.queue_url: the queue's server keeps the prompts.")
         token = settings.queue_token.get_secret_value() if settings.queue_token else None
-        found = await asyncio.to_thread(PromptStore(settings.queue_url, token).get, name)
-        self._prompt = PromptVersion(name, found.version)
+        prompt = await asyncio.to_thread(PromptStore(settings.queue_url, token).get, name)
+        self._prompt = PromptVersion(name, prompt.version)
 
     def _queued(self, rollout: Rollout, settings: Settings) -> NewRollout:
-        """A rollout as the queue takes it, pinned to the prompt that its task names, else to that of prompts.pin."""
+        """Convert a rollout to the queue's form, pinned to the prompt that its task names, else to that of prompts.pin."""
         task = rollout.task if rollout.task.prompt else replace(rollout.task, prompt=self._prompt)
         return queued(replace(rollout, task=task), settings)
 
     async def _wait(self, ids: Sequence[str], cursor: int, progress: Callable[[Outcome], None] | None) -> list[Outcome]:
         left = set(ids)
-        found: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome] = {}
         while left:
             news = asyncio.create_task(
                 self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST, wait_seconds=_NEWS_SECONDS)
@@ -239,19 +239,19 @@ class Runner:
             page = news.result()
             cursor = page.cursor
             self._cursor = max(cursor, self._cursor)
-            for one in page.rollouts:
-                await self._attempts.mourn(one)
-                if one.rollout_id in left:
-                    left.discard(one.rollout_id)
-                    outcome = found[one.rollout_id] = outcome_of(one)
+            for rollout in page.rollouts:
+                await self._attempts.mourn(rollout)
+                if rollout.rollout_id in left:
+                    left.discard(rollout.rollout_id)
+                    outcome = outcomes[rollout.rollout_id] = outcome_of(rollout)
                     if progress is not None:
                         progress(outcome)
         await self._worker.without(ids)
         await self._attempts.roots.acknowledged(_STORE_PATIENCE_SECONDS)
-        return [found[name] for name in ids]
+        return [outcomes[name] for name in ids]
 
     async def _abandon(self, ids: Sequence[str], cursor: int) -> None:
-        """Cancel what has not ended, and see that each attempt that was begun has its root."""
+        """Cancel the rollouts that have not ended, and wait until each attempt that began has its root span."""
         for start in range(0, len(ids), _WORDS):
             await self.queue.cancel(Which(rollout_ids=list(ids[start : start + _WORDS])))
         self._worker.stop(set(ids), _STOPPED)
@@ -260,10 +260,10 @@ class Runner:
             page = await self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST)
             cursor = page.cursor
             if not page.rollouts:
-                break  # what is not there was not enqueued
-            for one in page.rollouts:
-                await self._attempts.mourn(one)
-            left -= {one.rollout_id for one in page.rollouts}
+                break  # the missing rollouts were not enqueued
+            for rollout in page.rollouts:
+                await self._attempts.mourn(rollout)
+            left -= {rollout.rollout_id for rollout in page.rollouts}
         await self._worker.without(ids)
         await self._attempts.roots.acknowledged(_STORE_PATIENCE_SECONDS)
 
@@ -287,10 +287,10 @@ class Runner:
 async def open_attempts(
     settings: Settings, agent: AgentSpec, stack: AsyncExitStack, queue: Callable[[], Awaitable[QueueClient]]
 ) -> Attempts:
-    """What attempts are made with, once it is all there; `stack` closes it.
+    """Open the services that attempts need, and start the agent hosts; `stack` closes them.
 
     Raises:
-        SpangradError: the store, the gateway, the queue or the agent is not there.
+        SpangradError: the store, the gateway, the queue or the agent is not available.
     """
     await require_store(settings.store)
     gateway = None
@@ -318,10 +318,10 @@ async def open_attempts(
 
 
 async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: AsyncExitStack) -> Services:
-    """What the agent is leased and judged by over HTTP.
+    """Connect to the environment service and the reward service, where the agent names them by URL.
 
     Raises:
-        EnvironmentsError: a service does not answer, or refuses us.
+        EnvironmentsError: a service does not answer, or refuses the token.
     """
     environments = rewards = None
     if agent.environment and is_service(agent.environment):
@@ -337,7 +337,7 @@ async def _open_services(settings: RunnerSettings, agent: AgentSpec, stack: Asyn
 
 
 def queued(rollout: Rollout, settings: Settings) -> NewRollout:
-    """A rollout as the queue takes it."""
+    """Convert a rollout to the queue's form."""
     return new_rollout(
         rollout.task.task_id,
         rollout.task.input,
@@ -352,7 +352,7 @@ def queued(rollout: Rollout, settings: Settings) -> NewRollout:
 
 
 def outcome_of(standing: Standing) -> Outcome:
-    """How a rollout that has ended went."""
+    """Return the outcome of a rollout that has ended."""
     last = standing.attempts[-1] if standing.attempts else None
     succeeded = standing.state is State.SUCCEEDED
     failure = None if succeeded else (last and last.reason) or AttemptFailure.CANCELLED

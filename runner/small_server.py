@@ -1,7 +1,7 @@
-"""What the services of the runner share: environments and rewards over HTTP, and how the queue meets requests.
+"""HTTP server shared by the runner's services: environments, rewards, and the queue's middleware.
 
-In: routes, an address, a token. Out: a server that runs until it is told to end. Invariant: beyond loopback nobody is answered without the
-token; who leaves is not worked for any more.
+In: routes, an address, a token. Out: a server that runs until it is stopped. Invariant: beyond loopback each request needs the token; a
+handler whose client has left is cancelled.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from spangrad.processes import require_free_port, require_safe_bind
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_BYTES = 64 * 2**20
-"""Largest body of a request."""
+"""Largest body of a request, in bytes."""
 DRAIN_SECONDS = 5.0
-"""That requests have to end when the server does."""
+"""Time that requests have to end when the server stops, in seconds."""
 _OPEN = frozenset({"/healthz"})
-"""Paths that tell nothing and ask for no token."""
+"""Paths that reveal nothing and need no token."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a service listens, and what it asks for."""
+    """Address of a service, and the token that it asks for."""
 
     service: str
-    """Its name in the settings: runner.SERVICE_host, and so on."""
+    """Name of the service in the settings: runner.SERVICE_host, and so on."""
     page: str
-    """That describes it."""
+    """Documentation page of the service."""
     host: str
     port: int
     token: SecretStr | None
-    """None: it asks for nothing, and only loopback may be bound."""
+    """None: the service asks for no token, and only loopback may be bound."""
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """URL of the service for its clients."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 class BusyError(Exception):
-    """It may be asked again in a moment."""
+    """The service is busy; the client may retry in a moment."""
 
 
 def serve(address: Address, running: Callable[[], AbstractAsyncContextManager[str]]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        address: that may be bound.
-        running: the service, listening; it says what is told to people.
+        address: address to bind.
+        running: context manager that runs the service, and yields a summary for the log.
 
     Raises:
         SpangradError: the address may not be bound, or is in use.
@@ -74,14 +74,14 @@ async def _serve(address: Address, running: Callable[[], AbstractAsyncContextMan
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with running() as said:
-        log.info("%s ready: %s, %s", address.service, address.url, said)
+    async with running() as summary:
+        log.info("%s ready: %s, %s", address.service, address.url, summary)
         await stopping.wait()
 
 
 @asynccontextmanager
 async def listening(address: Address, routes: list[web.RouteDef]) -> AsyncGenerator[None]:
-    """A server of these routes, listening, and of /healthz."""
+    """Serve these routes and /healthz for as long as the block."""
     app = web.Application(middlewares=[guard(address.service, address.page, address.token)], client_max_size=BODY_BYTES)
     app.add_routes([*routes, web.get("/healthz", _healthy)])
     silent = SilentConnections(app)
@@ -100,13 +100,13 @@ async def listening(address: Address, routes: list[web.RouteDef]) -> AsyncGenera
 
 
 async def body(request: web.Request) -> bytes:
-    """The body, in bounded time."""
+    """Return the body of a request, read in bounded time."""
     async with asyncio.timeout(BODY_SECONDS):
         return await request.read()
 
 
 def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """A JSON answer."""
+    """Build a JSON response."""
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json", headers=headers)
 
 
@@ -123,15 +123,15 @@ def guard(
     smaller: str = "Send less.",
     busy: type[Exception] = BusyError,
 ) -> Any:
-    """Asks for the token, and makes sentences of what is wrong with a request.
+    """Build a middleware that checks the token, and turns errors into JSON responses that explain them.
 
     Args:
-        service: its name in the settings.
-        page: that describes it.
-        token: None: it asks for nothing.
-        noun: what people call it.
-        smaller: what to do about a body that is too large.
-        busy: what a handler raises when it may be asked again in a moment.
+        service: name of the service in the settings.
+        page: its documentation page.
+        token: token to ask for. None: none.
+        noun: name of the service in sentences.
+        smaller: remedy for a body that is too large.
+        busy: exception of handlers that the client may retry in a moment.
     """
     expected = token.get_secret_value() if token else None
 
@@ -160,5 +160,5 @@ def guard(
 
 
 def refusal(status: int, sentence: str) -> web.Response:
-    """A sentence that says what is wrong."""
+    """Build an error response with a sentence that says what is wrong."""
     return answer({"error": sentence}, status)

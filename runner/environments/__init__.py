@@ -1,5 +1,5 @@
 """Environments that attempts lease over HTTP.
 
-`instance.py` is one of them, `pool.py` gives them to one user after the other, `server.py` answers HTTP, `client.py` asks it, `wire.py` is
-what both say.
+`instance.py` is one environment, `pool.py` leases several of them, `server.py` serves the pool over HTTP, `client.py` is its client, and
+`wire.py` holds the messages.
 """

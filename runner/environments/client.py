@@ -1,8 +1,8 @@
-"""Leases environments of a service for attempts.
+"""Client of an environment service: leases environments for attempts.
 
-In: attempts. Out: instances, each held by heartbeats until it is given back. Invariant: what was asked for is given back, whatever was
-heard of it; an instance counts as lost before its service can hand it to somebody else: when the service says so, or when its lease would
-run out before the next heartbeat.
+In: attempts. Out: instances, each held by heartbeats until it is released. Invariant: each requested lease is released, even when no answer
+arrived; an instance counts as lost before its service can lease it to another attempt: when the service reports so, or when its lease
+would expire before the next heartbeat.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 
 _LINE_SECONDS = 20.0
-"""That one request stays in line."""
+"""Time that one request waits in the service's line, in seconds."""
 _RELEASE_SECONDS = 5.0
-"""That a service which is away is told again: leases run out by themselves."""
+"""Time for which a release is retried while the service is away, in seconds; after it, the lease expires by itself."""
 _REQUEST_SECONDS = 10.0
 _SILENT_MOST = 1 - 1.25 / BEATS
-"""Of a lease's time: after the next heartbeat that fails it would be over."""
+"""Share of a lease's time without a successful heartbeat after which the lease would expire before the next one."""
 _logger = logging.getLogger(__name__)
 
 
 class NoInstanceError(Exception):
-    """The attempt got no environment."""
+    """No environment was leased to the attempt."""
 
-    def __init__(self, failure: AttemptFailure, said: str) -> None:
-        """Say why, as the attempt's failure."""
-        super().__init__(said)
+    def __init__(self, failure: AttemptFailure, detail: str) -> None:
+        """Keep the attempt's failure and its explanation."""
+        super().__init__(detail)
         self.failure = failure
 
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """An environment that an attempt has."""
+    """Environment that an attempt has leased."""
 
     lease: str
     name: str
     environment: Any
-    """What the agent is handed."""
+    """Value that is passed to the agent."""
     lease_seconds: float
     heard: float
-    """When a request began that the service has answered, by our monotonic clock."""
+    """Start of the last request that the service answered, in seconds of the local monotonic clock."""
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done, with a sentence, when it is not ours any more."""
+    """Done, with a sentence, when the lease is lost."""
 
 
 class EnvironmentClient:
-    """A connection to one service; an async context manager."""
+    """Connection to one environment service; an async context manager."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        """Connect when something is asked first.
+        """Store the arguments; the first request connects.
 
         Args:
-            url: where it is.
-            token: what it asks for. None: nothing.
+            url: address of the service.
+            token: bearer token. None: the service asks for none.
         """
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json", **bearer(token)}
@@ -80,10 +80,10 @@ class EnvironmentClient:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """See that it is there.
+        """Check that the service answers, and start the heartbeats.
 
         Raises:
-            EnvironmentsError: it does not answer, or refuses us.
+            EnvironmentsError: the service does not answer, or refuses the token.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_REQUEST_SECONDS)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
@@ -93,9 +93,9 @@ class EnvironmentClient:
                     raise EnvironmentsError(f"the environments at {self._url} want another token. Check runner.environments_token.")
         except (aiohttp.ClientError, OSError) as error:
             await self._session.close()
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise EnvironmentsError(
-                f"no environments are served at {self._url} ({said}). Start them with `spangrad environments`, or mend --environment."
+                f"no environments are served at {self._url} ({reason}). Start them with `spangrad environments`, or fix --environment."
             ) from None
         except EnvironmentsError:
             await self._session.close()
@@ -106,7 +106,7 @@ class EnvironmentClient:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give back what is held, in bounded time."""
+        """Release all leases, in bounded time."""
         self._beating.cancel()
         for instance in list(self._held.values()):
             self.release(instance)
@@ -114,10 +114,10 @@ class EnvironmentClient:
         await self._session.close()
 
     async def lease(self, rollout_id: str, attempt: int, given: object, seconds: float) -> Instance:
-        """Wait for an instance, for at most so long.
+        """Wait for an instance, for at most `seconds`.
 
         Raises:
-            NoInstanceError: there is none for this attempt.
+            NoInstanceError: this attempt gets no instance.
         """
         lease = uuid.uuid4().hex
         ask = Ask(lease=lease, rollout_id=rollout_id, attempt=attempt, input=given, wait_seconds=min(_LINE_SECONDS, seconds / 2))
@@ -129,14 +129,14 @@ class EnvironmentClient:
                 AttemptFailure.ENVIRONMENT, f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {error}"
             ) from None
         except BaseException:
-            self._release(lease)  # whether the service has heard of it, nobody knows
+            self._release(lease)  # it is unknown whether the service received the request
             raise
         self._held[lease] = instance
         self._changed.set()
         return instance
 
     def release(self, instance: Instance) -> None:
-        """Give it back, soon; idempotent."""
+        """Release an instance, in the background; idempotent."""
         if self._held.pop(instance.lease, None) is not None:
             self._release(instance.lease)
 
@@ -146,24 +146,24 @@ class EnvironmentClient:
             async with self._session.post(f"{self._url}/v1/leases", data=msgspec.json.encode(ask)) as answer:
                 content = await checked(answer)
                 if answer.status != 200:
-                    said = content.decode(errors="replace")[:500]
-                    raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} gives none (HTTP {answer.status}): {said}")
+                    detail = content.decode(errors="replace")[:500]
+                    raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} gives none (HTTP {answer.status}): {detail}")
             leased = msgspec.json.decode(content, type=Leased)
         except (aiohttp.ClientError, OSError) as error:
             raise away(error) from None
         except msgspec.DecodeError as error:
             raise NoInstanceError(AttemptFailure.ENVIRONMENT, f"{self._url} answers what is no lease: {error}") from None
-        # It holds from when it was given, which was after the request began only where it did not wait in line: beaten at once.
+        # The lease holds from the hand-out, at an unknown time after the request began: the first heartbeat is due at once.
         heard = max(began, time.monotonic() - leased.lease_seconds / BEATS)
         return Instance(ask.lease, leased.instance, leased.environment, leased.lease_seconds, heard)
 
     def _release(self, lease: str) -> None:
-        task = asyncio.create_task(self._tell(lease))
+        task = asyncio.create_task(self._send_release(lease))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _tell(self, lease: str) -> None:
-        async def tell() -> None:
+    async def _send_release(self, lease: str) -> None:
+        async def delete() -> None:
             try:
                 async with self._session.delete(f"{self._url}/v1/leases/{quote(lease, safe='')}") as answer:
                     await checked(answer)
@@ -171,32 +171,32 @@ class EnvironmentClient:
                 raise away(error) from None
 
         try:
-            await again(tell, _RELEASE_SECONDS)
+            await again(delete, _RELEASE_SECONDS)
         except TimeUpError as error:
             _logger.warning("an environment could not be given back to %s (%s): its lease runs out by itself", self._url, error)
 
     async def _renew(self) -> None:
         held, began = list(self._held.values()), time.monotonic()
         try:
-            seconds = min(one.lease_seconds for one in held) / BEATS
-            over = await asyncio.wait_for(self._say(Beat(leases=[one.lease for one in held])), seconds)
+            seconds = min(instance.lease_seconds for instance in held) / BEATS
+            over = await asyncio.wait_for(self._send_heartbeat(Beat(leases=[instance.lease for instance in held])), seconds)
         except (AgainError, TimeoutError) as error:
             _logger.warning("the environments at %s do not take heartbeats (%s)", self._url, str(error) or type(error).__name__)
-            for one in held:
-                silent = time.monotonic() - one.heard
-                if silent > one.lease_seconds * _SILENT_MOST:
-                    self._lose(one, f"the environments at {self._url} were not heard of for {silent:.3g} s")
+            for instance in held:
+                silent = time.monotonic() - instance.heard
+                if silent > instance.lease_seconds * _SILENT_MOST:
+                    self._lose(instance, f"the environments at {self._url} were not heard of for {silent:.3g} s")
             return
-        for one in held:
-            if one.lease in over:
-                self._lose(one, f"instance {one.name} of {self._url} is not leased to this attempt any more")
+        for instance in held:
+            if instance.lease in over:
+                self._lose(instance, f"instance {instance.name} of {self._url} is not leased to this attempt any more")
             else:
-                one.heard = began
+                instance.heard = began
 
-    def _say(self, told: Beat) -> Coroutine[Any, Any, set[str]]:
-        async def say() -> set[str]:
+    def _send_heartbeat(self, heartbeat: Beat) -> Coroutine[Any, Any, set[str]]:
+        async def send() -> set[str]:
             try:
-                async with self._session.post(f"{self._url}/v1/leases/heartbeat", data=msgspec.json.encode(told)) as answer:
+                async with self._session.post(f"{self._url}/v1/leases/heartbeat", data=msgspec.json.encode(heartbeat)) as answer:
                     content = await checked(answer)
                     if answer.status != 200:
                         raise AgainError(f"HTTP {answer.status}: {content.decode(errors='replace')[:300]}")
@@ -204,10 +204,10 @@ class EnvironmentClient:
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
                 raise away(error) from None
 
-        return say()
+        return send()
 
-    def _lose(self, instance: Instance, said: str) -> None:
-        """Say that it is not ours any more; it is told to the service all the same, which may know nothing of it."""
+    def _lose(self, instance: Instance, reason: str) -> None:
+        """Mark an instance as lost; the lease is released all the same, though the service may not know it any more."""
         if not instance.lost.done():
-            instance.lost.set_result(said)
+            instance.lost.set_result(reason)
         self.release(instance)

@@ -1,10 +1,10 @@
-"""One environment of a service: an object of somebody's class, in a thread of its own.
+"""One environment of a service: an object of the user's class, in a thread of its own.
 
 In: a factory. Out: calls of the object's methods, one after the other, each in bounded time. Invariant: a plain method runs in the one
-thread in which the object was made; what does not come back is left behind with its thread, and never waited for.
+thread in which the object was created; a call that does not return is abandoned with its thread, and never waited for.
 
-The object has `begin(input)`, which gives what the agent is handed (JSON), and may have `reset()`, `health()` (False: it is ill) and
-`close()`; each may be async.
+The object has `begin(input)`, which returns what is passed to the agent (JSON), and may have `reset()`, `health()` (False: it is unhealthy)
+and `close()`; each may be async.
 """
 
 from __future__ import annotations
@@ -23,87 +23,87 @@ Factory = Callable[[], Any]
 
 
 class IllError(Exception):
-    """The instance is not fit for another user."""
+    """The instance is not fit for another attempt."""
 
 
 class Instance:
     """An environment, and its thread."""
 
     def __init__(self, name: str, seconds: float) -> None:
-        """Nothing is made yet.
+        """Start the thread; `make` creates the object.
 
         Args:
             name: for people.
-            seconds: that each call may take.
+            seconds: time limit of each call.
         """
         self.name = name
         self._seconds = seconds
         self._object: Any = None
         self._busy = False
-        """Whether its thread is in a call."""
+        """True while its thread is in a call."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: one that hangs does not hold the end of the process.
         threading.Thread(target=self._serve, name=f"environment {name}", daemon=True).start()
 
     async def make(self, factory: Factory) -> None:
-        """Make the object.
+        """Create the object.
 
         Raises:
-            EnvironmentsError: it is none that can be leased.
-            Exception: whatever the factory raises, or TimeoutError.
+            EnvironmentsError: the object has no method `begin`.
+            Exception: any error of the factory, or TimeoutError.
         """
         self._object = await self._call(factory)
         if not callable(getattr(self._object, "begin", None)):
             raise EnvironmentsError(f"the factory gave {type(self._object).__name__}, which has no method begin(input). Write one.")
 
     async def begin(self, given: object) -> Any:
-        """Make it ready for a task, and give what the agent is handed.
+        """Prepare the object for a task; return what is passed to the agent.
 
         Raises:
-            Exception: whatever it raises, or TimeoutError.
+            Exception: any error of the object, or TimeoutError.
         """
         environment = await self._call(self._object.begin, given)
         json.dumps(environment, allow_nan=False)
         return environment
 
     async def clean(self) -> None:
-        """Make it as if nobody had used it.
+        """Reset the object for the next attempt, and check its health.
 
         Raises:
-            IllError: it cannot be; then nobody may use it again.
+            IllError: it cannot be reset, or is unhealthy; no attempt may use it again.
         """
         if not hasattr(self._object, "reset"):
             raise IllError("it has no method reset()")
         try:
             await self._call(self._object.reset)
-        except Exception as error:  # somebody's code
-            raise IllError(f"reset: {_said(error)}") from error
+        except Exception as error:  # the user's code
+            raise IllError(f"reset: {_message(error)}") from error
         await self.look()
 
     async def look(self) -> None:
-        """Ask for its health.
+        """Check the object's health.
 
         Raises:
-            IllError: it is ill.
+            IllError: it is unhealthy.
         """
         if not hasattr(self._object, "health"):
             return
         try:
             healthy = await self._call(self._object.health)
         except Exception as error:
-            raise IllError(f"health: {_said(error)}") from error
+            raise IllError(f"health: {_message(error)}") from error
         if healthy is False:
             raise IllError("health: it says that it is ill")
 
     async def close(self) -> str | None:
-        """Let it go; why that failed. None: it did not."""
+        """Close the object and end the thread; return why closing failed. None: it succeeded."""
         if self._busy:
             return "its thread hangs, and is left behind"
         try:
             if hasattr(self._object, "close"):
                 await self._call(self._object.close)
         except Exception as error:
-            return f"close: {_said(error)}"
+            return f"close: {_message(error)}"
         finally:
             self._work.put(None)
         return None
@@ -119,7 +119,7 @@ class Instance:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
-        def tell(result: Any, error: BaseException | None) -> None:
+        def resolve(result: Any, error: BaseException | None) -> None:
             if done.done():
                 return
             if error is not None:
@@ -133,11 +133,11 @@ class Instance:
                 result = function()
             except Exception as error:
                 failed = error
-            except BaseException as error:  # sys.exit() in somebody's code is not our end
+            except BaseException as error:  # sys.exit() in the user's code must not end this process
                 failed = RuntimeError(f"{type(error).__name__}: {error}")
             self._busy = False
             try:
-                loop.call_soon_threadsafe(tell, result, failed)
+                loop.call_soon_threadsafe(resolve, result, failed)
             except RuntimeError:
                 pass  # the loop has ended
 
@@ -150,5 +150,5 @@ class Instance:
             work()
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")[:500]

@@ -1,11 +1,11 @@
-"""Instances of an environment, each somebody's for a while.
+"""Pool of environment instances, each leased to one attempt at a time.
 
-In: requests, heartbeats, releases. Out: leases. Invariant: an instance is one user's at a time, and the next one's only after it was reset
-and has said that it is well; one that fails either is discarded, and another one is made in its place. A lease that nobody renews runs out
-by the observer's monotonic clock.
+In: requests, heartbeats, releases. Out: leases. Invariant: an instance serves one attempt at a time, and the next one only after it was
+reset and has passed its health check; an instance that fails either is discarded and replaced. A lease that is not renewed expires by the
+monotonic clock of this process.
 
-Each instance has a task that takes it through its life: made, free, leased, reset, free again. What one task does in order cannot be
-done to two users at once.
+Each instance has a task that runs its life cycle: create, free, leased, reset, free again. One task does these steps in order, so two
+attempts never use an instance at once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from spangrad.errors import EnvironmentsError
 from spangrad.leases import Watch
 
 _LOOK_SECONDS = 0.2
-"""Between two looks at which leases have run out."""
+"""Pause between two checks for expired leases, in seconds."""
 _HEALTH_SECONDS = 10.0
-"""Between two looks at an instance that is free."""
+"""Pause between two health checks of a free instance, in seconds."""
 _AGAIN_SECONDS = (1.0, 5.0, 30.0)
-"""Before another instance is made after one could not be; the last one holds on."""
+"""Pauses before another try to create an instance, in seconds; the last one repeats."""
 log = logging.getLogger(__name__)
 
 
 class FullError(Exception):
-    """Nothing became free in time."""
+    """No instance became free in time."""
 
 
 class BeginError(Exception):
-    """An instance could not be made ready for a task."""
+    """An instance could not be prepared for a task."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,23 +53,23 @@ class _Slot:
     state: State = State.MAKING
     users: int = 0
     request: _Request | None = None
-    made: int = 0
+    created: int = 0
 
 
 class Pool:
-    """A fixed number of instances, from `start` to `close`; somebody must `watch` it."""
+    """A fixed number of instances, from `start` to `close`; the caller must run `watch` meanwhile."""
 
     def __init__(
         self, factory: Factory, count: int, *, lease_seconds: float, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Make nothing yet.
+        """Store the arguments; `start` creates the instances.
 
         Args:
-            factory: makes an environment.
-            count: instances.
-            lease_seconds: that a lease holds without a heartbeat.
-            seconds: that making, beginning, resetting, looking at or closing an instance may take.
-            clock: by which leases run out.
+            factory: creates an environment.
+            count: number of instances.
+            lease_seconds: time for which a lease holds without a heartbeat.
+            seconds: time limit of each call of an instance: create, begin, reset, health check, close.
+            clock: monotonic clock by which leases expire.
         """
         self._factory = factory
         self._lease_seconds = lease_seconds
@@ -77,39 +77,39 @@ class Pool:
         self._slots = [_Slot(number) for number in range(count)]
         self._line: asyncio.Queue[_Request] = asyncio.Queue()
         self._requests: dict[str, _Request] = {}
-        """Those that wait, or have a lease, by the lease's name."""
+        """Requests that wait or have a lease, by the lease's name."""
         self._watch = Watch[str](clock)
         self._tasks: list[asyncio.Task[None]] = []
         self.counts: Counter[str] = Counter()
-        """What became of leases and instances: leased, released, reclaimed, refused, unbegun, made, discarded."""
+        """Events of leases and instances, counted since the start: leased, released, reclaimed, refused, unbegun, made, discarded."""
 
     async def start(self) -> None:
-        """Make the first instance, to see that it can be done; the others come by themselves.
+        """Create the first instance, to check the factory; the others are created in the background.
 
         Raises:
-            EnvironmentsError: it cannot.
+            EnvironmentsError: the first instance cannot be created.
         """
         try:
             first = await self._make(self._slots[0])
         except EnvironmentsError:
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise EnvironmentsError(f"no environment can be made: {said}. Mend the factory.") from error
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise EnvironmentsError(f"no environment can be made: {reason}. Fix the factory.") from error
         self._tasks = [asyncio.create_task(self._live(slot, first if slot.number == 0 else None)) for slot in self._slots]
 
     async def close(self) -> None:
-        """Take back everything, and close all instances, each in bounded time."""
+        """End all leases, and close all instances, each in bounded time."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def lease(self, ask: Ask) -> Leased:
-        """Lease an instance; asked again with the same name, the same lease.
+        """Lease an instance; a request repeated under the same name returns the same lease.
 
         Raises:
-            FullError: none was free in time.
-            BeginError: it could not be made ready for this task.
+            FullError: no instance became free in time.
+            BeginError: the instance could not be prepared for this task.
         """
         if (known := self._requests.get(ask.lease)) is not None:
             if not known.answer.done():
@@ -128,14 +128,14 @@ class Pool:
                     raise FullError(f"all {len(self._slots)} instances are taken") from None
             return await asyncio.shield(request.answer)
         except BaseException:
-            # Whoever has taken it meanwhile sees that nobody waits any more.
+            # A slot that has taken the request meanwhile sees that its client does not wait any more.
             request.given_back.set()
             self._requests.pop(ask.lease, None)
             self._watch.forget(ask.lease)
             raise
 
     def beat(self, leases: Iterable[str]) -> list[str]:
-        """Renew leases; those that are not held any more."""
+        """Renew leases; return those that are not held any more."""
         over: list[str] = []
         for name in leases:
             if name in self._watch:
@@ -145,11 +145,11 @@ class Pool:
         return over
 
     def release(self, lease: str) -> bool:
-        """Take a lease back, or a request out of the line; whether there was one."""
+        """End a lease, or withdraw a waiting request; return whether there was one."""
         return self._end(lease, "released")
 
     def standings(self) -> list[Standing]:
-        """How each instance stands."""
+        """Return the state of each instance."""
         return [
             Standing(
                 instance=str(slot.number),
@@ -162,11 +162,11 @@ class Pool:
 
     @property
     def waiting(self) -> int:
-        """Requests in line."""
+        """Number of requests in line."""
         return sum(not request.taken.is_set() for request in self._requests.values())
 
     def sweep(self) -> None:
-        """Take back what nobody has renewed in time."""
+        """End the leases that were not renewed in time."""
         for name in self._watch.over():
             log.warning("lease %s was not renewed for %g s, and is taken back", name, self._lease_seconds)
             self._end(name, "reclaimed")
@@ -184,7 +184,7 @@ class Pool:
         return True
 
     async def watch(self) -> None:
-        """Take back what has run out, until cancelled."""
+        """End expired leases, until cancelled."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -194,7 +194,7 @@ class Pool:
             self.sweep()
 
     async def _live(self, slot: _Slot, instance: Instance | None) -> None:
-        """An instance's life, then the next one's."""
+        """Run the life cycle of a slot's instances, one after the other."""
         while True:
             slot.state = State.MAKING
             instance = instance or await self._made(slot)
@@ -211,20 +211,20 @@ class Pool:
             instance = None
 
     async def _made(self, slot: _Slot) -> Instance:
-        """Make an instance, again and again until it can be done."""
+        """Create an instance; retry until it succeeds."""
         tries = 0
         while True:
             try:
                 return await self._make(slot)
-            except Exception as error:  # somebody's code
+            except Exception as error:  # the user's code
                 pause = _AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)]
                 log.warning("no environment can be made (%s: %s); again in %g s", type(error).__name__, error, pause)
                 await asyncio.sleep(pause)
                 tries += 1
 
     async def _make(self, slot: _Slot) -> Instance:
-        instance = Instance(f"{slot.number}.{slot.made}", self._seconds)
-        slot.made += 1
+        instance = Instance(f"{slot.number}.{slot.created}", self._seconds)
+        slot.created += 1
         try:
             await instance.make(self._factory)
             await instance.look()
@@ -235,7 +235,7 @@ class Pool:
         return instance
 
     async def _next(self, instance: Instance) -> _Request:
-        """Wait for a user, looking now and then whether the instance is still well."""
+        """Wait for a request; check the instance's health meanwhile."""
         while True:
             try:
                 async with asyncio.timeout(_HEALTH_SECONDS):
@@ -247,14 +247,14 @@ class Pool:
                 return request
 
     async def _use(self, slot: _Slot, instance: Instance, request: _Request) -> None:
-        """Be one user's, from the first touch until it is clean again."""
+        """Lease the instance to one attempt, until it is reset again."""
         slot.state, slot.request = State.LEASED, request
         slot.users += 1
         request.taken.set()
         name = request.ask.lease
         try:
             environment = await instance.begin(request.ask.input)
-        except Exception as error:  # somebody's code
+        except Exception as error:  # the user's code
             self.counts["unbegun"] += 1
             self._requests.pop(name, None)
             if not request.answer.done():

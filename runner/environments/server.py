@@ -1,7 +1,7 @@
-"""`spangrad environments`: instances of somebody's class, leased over HTTP.
+"""`spangrad environments`: instances of the user's class, leased over HTTP.
 
-In: JSON objects (`wire.py`). Out: JSON objects. Invariant: that of the pool: an instance is one user's at a time, and clean when it is
-handed out; beyond loopback nobody is answered without the token.
+In: JSON objects (`wire.py`). Out: JSON objects. Invariant: as the pool: an instance serves one attempt at a time, and is reset before each;
+beyond loopback each request needs the token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSTANCES = ("made", "discarded")
 
 
 def address_of(settings: RunnerSettings) -> Address:
-    """Where it listens."""
+    """Return the address at which the service listens."""
     host, port, token = settings.environments_host, settings.environments_port, settings.environments_token
     return Address("environments", "docs/environments.md", host, port, token)
 
@@ -39,17 +39,17 @@ def serve(settings: RunnerSettings, factory: Factory, count: int) -> None:
     """Serve until SIGTERM or SIGINT, then close all instances.
 
     Raises:
-        SpangradError: the address may not be bound, or is in use; or the first instance cannot be made.
+        SpangradError: the address may not be bound, or is in use; or the first instance cannot be created.
     """
     small_server.serve(address_of(settings), lambda: running(settings, factory, count))
 
 
 @asynccontextmanager
 async def running(settings: RunnerSettings, factory: Factory, count: int) -> AsyncGenerator[str]:
-    """The service, listening.
+    """Serve for as long as the block; yield a summary for the log.
 
     Raises:
-        EnvironmentsError: the first instance cannot be made.
+        EnvironmentsError: the first instance cannot be created.
     """
     pool = Pool(factory, count, lease_seconds=settings.environment_lease_seconds, seconds=settings.environment_seconds)
     answers = Answers(pool)
@@ -71,10 +71,10 @@ async def running(settings: RunnerSettings, factory: Factory, count: int) -> Asy
 
 
 class Answers:
-    """What is answered."""
+    """HTTP handlers of the service."""
 
     def __init__(self, pool: Pool) -> None:
-        """Ask the pool."""
+        """Answer requests from the pool."""
         self._pool = pool
 
     async def lease(self, request: web.Request) -> web.Response:
@@ -93,25 +93,25 @@ class Answers:
         return small_server.answer(Over(over=self._pool.beat(asked.leases)))
 
     async def release(self, request: web.Request) -> web.Response:
-        """Give one back."""
+        """Release a lease."""
         return small_server.answer(Released(released=self._pool.release(request.match_info["lease"])))
 
     async def instances(self, request: web.Request) -> web.Response:
-        """How each instance stands."""
+        """List the state of each instance."""
         return small_server.answer(Standings(instances=self._pool.standings(), waiting=self._pool.waiting))
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Some instance can be used, now or later."""
+        """Answer 200 once an instance exists, in use or free."""
         if all(one.state is State.MAKING for one in self._pool.standings()):
             raise BusyError("no instance is made yet")
         return web.Response(text="ok\n")
 
 
 class Metrics(Collector):
-    """Plain numbers, put into Prometheus' form when somebody asks; labels are names of ours."""
+    """Prometheus metrics of the pool, computed at each scrape; label values are fixed names."""
 
     def __init__(self, pool: Pool) -> None:
-        """Of one pool."""
+        """Report one pool."""
         self._pool = pool
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -121,7 +121,7 @@ class Metrics(Collector):
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks of a collector."""
+        """Yield the metrics; called by prometheus_client."""
         standings = self._pool.standings()
         instances = GaugeMetricFamily(_PREFIX + "instances", "Instances, by state.", labels=["state"])
         for state in State:

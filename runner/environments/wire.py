@@ -1,7 +1,7 @@
-"""What a service of environments and its clients say to each other: JSON objects over HTTP (docs/environments.md).
+"""HTTP messages between an environment service and its clients: JSON objects (docs/environments.md).
 
-In, out: frozen structs. Invariant: a request with a field that nobody knows is refused; in answers such fields are passed over, so that
-services of other people may say more.
+In, out: frozen structs. Invariant: a request with an unknown field is refused; unknown fields of responses are ignored, so that services
+of other authors may add fields.
 """
 
 from __future__ import annotations
@@ -14,86 +14,86 @@ from msgspec import Meta
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 WAIT_MOST = 60.0
-"""Seconds that a request may wait in line."""
+"""Longest time that a request may wait in line, in seconds."""
 
 
 class State(StrEnum):
-    """What is being done with an instance."""
+    """State of an instance."""
 
     MAKING = "making"
-    """There is none yet, or another one is made in the place of one that was discarded."""
+    """The slot has no instance yet, or its discarded instance is being replaced."""
     FREE = "free"
-    """Clean, and nobody's."""
+    """Reset, and not leased."""
     LEASED = "leased"
-    """Somebody's."""
+    """Leased to an attempt."""
     RESETTING = "resetting"
-    """Its user has gone; nobody gets it before it is clean."""
+    """Released and being reset; it is not leased before that is done."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/leases."""
+    """POST /v1/leases: request for a lease."""
 
     lease: Name
-    """The lease's name, given by who asks, so that it can be asked for again, and given back whatever was heard of it."""
+    """Name of the lease, chosen by the client, so that it can repeat the request, and release the lease even if no answer arrived."""
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
     input: Any = None
-    """The task's."""
+    """Input of the task."""
     wait_seconds: Annotated[float, Meta(ge=0, le=WAIT_MOST)] = 0
-    """While nothing is free, stay in line so long."""
+    """Longest wait in line for a free instance, in seconds."""
 
 
 class Leased(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer."""
+    """Response to a lease request."""
 
     lease: str
     instance: str
-    """Which one: for people."""
+    """Name of the instance, for people."""
     environment: Any
-    """What the agent is handed: whatever the instance gives."""
+    """Value that is passed to the agent: what the instance's `begin` returned."""
     lease_seconds: float
-    """That the lease holds without a heartbeat."""
+    """Time for which the lease holds without a heartbeat, in seconds."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/leases/heartbeat: these are in use."""
+    """POST /v1/leases/heartbeat: these leases are in use."""
 
     leases: list[Name]
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer: those of them that are not held any more."""
+    """Response to a heartbeat: those of its leases that are not held any more."""
 
     over: list[str]
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True):
-    """DELETE /v1/leases/{lease}."""
+    """Response to DELETE /v1/leases/{lease}."""
 
     released: bool
-    """False: it was not held, or is not any more."""
+    """False: the lease was not held, or is not held any more."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance, for people."""
+    """State of one instance, for people."""
 
     instance: str
     state: State
     users: int
-    """That it has had."""
+    """Number of attempts that it was leased to so far."""
     rollout_id: str | None
-    """Whose it is. None: nobody's."""
+    """Rollout that it is leased to. None: it is not leased."""
 
 
 class Standings(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /v1/instances."""
+    """Response to GET /v1/instances."""
 
     instances: list[Standing]
     waiting: int
-    """Requests in line."""
+    """Number of requests in line."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Any answer that is not 200."""
+    """Response with any status but 200."""
 
     error: str

@@ -1,7 +1,7 @@
-"""Asks a reward service what an attempt is worth.
+"""Client of a reward service: asks it for the reward of an attempt.
 
-In: what the agent was given and gave. Out: rewards, or a failure with the service's words. Invariant: what is no finite number is never a
-reward; only a service that is busy or away is asked again.
+In: the agent's input and output. Out: rewards, or a failure with the service's error. Invariant: only a finite number becomes a reward;
+only a service that is busy or away is asked again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from spangrad.types import AttemptFailure, Stage
 
 
 class RewardClient:
-    """Connections to one service; an async context manager."""
+    """Connections to one reward service; an async context manager."""
 
     def __init__(self, url: str, token: str | None, connections: int) -> None:
-        """Connect when something is asked first.
+        """Store the arguments; the first request connects.
 
         Args:
-            url: what is posted to.
-            token: what it asks for. None: nothing.
-            connections: that are kept.
+            url: address that requests are posted to.
+            token: bearer token. None: the service asks for none.
+            connections: largest number of connections.
         """
         self._url = url
         self._headers = bearer(token)
@@ -37,28 +37,28 @@ class RewardClient:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        """Open the pool of connections."""
+        """Open the connection pool."""
         connector = aiohttp.TCPConnector(limit=self._connections)
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close them."""
+        """Close the connections."""
         await self._session.close()
 
     async def judge(self, body: Mapping[str, object], seconds: float) -> Answer:
-        """What the attempt is worth, asked again for at most so long.
+        """Return the rewards of an attempt, or its failure; retry for at most `seconds`.
 
         Args:
             body: rollout_id, attempt, task_id, input, output, environment.
-            seconds: for all tries together.
+            seconds: time limit of all tries together.
         """
         try:
             status, content = await again(lambda: self._ask(body), seconds)
         except TimeUpError as error:
-            said = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
-            return Answer(None, AttemptFailure.EVALUATION, said)
+            detail = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {error}"
+            return Answer(None, AttemptFailure.EVALUATION, detail)
         text = content.decode(errors="replace")
         if status != 200:
             return Answer(None, AttemptFailure.EVALUATION, f"{self._url} answers HTTP {status}: {text[:500]}")

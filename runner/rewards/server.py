@@ -1,7 +1,7 @@
 """`spangrad rewards serve`: a Python evaluator over HTTP.
 
-In: what an attempt was given and gave, as JSON. Out: its reward, a number or an object of numbers, or null. Invariant: no more evaluators
-run at once than runner.evaluations; who comes then is asked to come again; beyond loopback nobody is answered without the token.
+In: the input and output of an attempt, as JSON. Out: its reward, a number or an object of numbers, or null. Invariant: at most
+runner.evaluations evaluators run at once, and further requests are answered 503; beyond loopback each request needs the token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spangrad.settings import RunnerSettings
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """What is posted; a field that nobody knows is passed over."""
+    """Body of a request; unknown fields are ignored."""
 
     rollout_id: str
     attempt: int
@@ -32,11 +32,11 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     input: Any = None
     output: Any = None
     environment: Any = None
-    """What the attempt's environment gave. None: it had none."""
+    """Value of the attempt's environment. None: it had none."""
 
 
 def address_of(settings: RunnerSettings) -> Address:
-    """Where it listens."""
+    """Return the address at which the service listens."""
     return Address("rewards", "docs/environments.md", settings.rewards_host, settings.rewards_port, settings.rewards_token)
 
 
@@ -51,17 +51,17 @@ def serve(settings: RunnerSettings, evaluator: Callable[..., Any]) -> None:
 
 @asynccontextmanager
 async def running(settings: RunnerSettings, evaluator: Callable[..., Any]) -> AsyncGenerator[str]:
-    """The service, listening."""
+    """Serve for as long as the block; yield a summary for the log."""
     judge = Judge(evaluator, settings.evaluations)
     async with small_server.listening(address_of(settings), [web.post("/", judge.answer)]):
         yield f"{settings.evaluations} evaluators at once"
 
 
 class Judge:
-    """An evaluator, and how many of it run."""
+    """Runs an evaluator, a bounded number of times at once."""
 
     def __init__(self, evaluator: Callable[..., Any], most: int) -> None:
-        """At most so many at once."""
+        """Allow at most `most` evaluations at once."""
         self._evaluator = evaluator
         self._most = most
         self._running = 0
@@ -69,24 +69,24 @@ class Judge:
         self._wants = inspect.signature(evaluator).parameters.keys() & {"environment"}
 
     async def answer(self, request: web.Request) -> web.Response:
-        """Judge one attempt."""
+        """Answer the reward of one attempt."""
         judged = msgspec.json.decode(await small_server.body(request), type=Judged)
         if self._running >= self._most:
             raise BusyError(f"{self._most} evaluators are at work")
         self._running += 1
         try:
             task = asyncio.ensure_future(self._judge(judged))
-            # A thread goes on when its client has left: it counts until it ends.
+            # A thread continues after its client has left: it counts until it ends.
             task.add_done_callback(self._ended)
             value = rewards_from(await asyncio.shield(task))
-        except Exception as error:  # somebody's code
+        except Exception as error:  # the user's code
             return small_server.answer({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
         return small_server.answer(value)
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running -= 1
         if not task.cancelled():
-            task.exception()  # seen
+            task.exception()  # mark as retrieved
 
     async def _judge(self, judged: Judged) -> Any:
         work = partial(self._evaluator, judged.input, judged.output, **dict.fromkeys(self._wants, judged.environment))

@@ -1,7 +1,7 @@
-"""What an agent host is given for one attempt, and how the attempt ended.
+"""Messages between the runner and an agent host: the job of one attempt, and its answer.
 
 In, out: frozen values. Invariant: an answer has rewards, or a failure (which may have a reward of its own), or an output that is still to
-be judged.
+be evaluated.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from spangrad.types import AttemptFailure
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One attempt, as an agent host is told of it."""
+    """One attempt, as it is sent to an agent host."""
 
     id: str
     input: object
     traceparent: str
     baggage: str
     endpoint: str | None
-    """The attempt's own endpoint of the policy. None: there is no gateway."""
+    """Base URL of the policy for this attempt alone. None: there is no gateway."""
     log: str | None = None
-    """Directory that what the attempt prints is written to. None: it goes to the host's log."""
+    """Directory for the output of the attempt. None: the output goes to the host's log."""
     environment: object = None
-    """What the instance that was leased for it has given. None: none was, or it gave nothing."""
+    """Value of the instance that was leased for the attempt. None: no instance was leased, or its value is null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How an attempt ended: with rewards, or with a failure."""
+    """Result of an attempt: rewards, or a failure."""
 
     rewards: Rewards | float | None
-    """None when it failed for no doing of the policy, and while its output is still to be judged; empty when the agent has rewarded itself
-    on its own spans."""
+    """None if it failed for a reason that the policy did not cause, or while its output is still to be evaluated; empty if the agent has
+    recorded its rewards on its own spans."""
     failure: AttemptFailure | None
-    """None when it succeeded."""
+    """None: it succeeded."""
     detail: str = ""
-    """What happened, for people."""
+    """Explanation for people."""
     output: object = None
-    """What the agent gave, for a reward service to judge."""
+    """Output of the agent, for a reward service to evaluate."""
 
     def storable(self) -> Answer:
-        """The answer in texts that span store and queue take, whatever an agent, a service or a dying process has said."""
+        """Return the answer with texts that the span store and the queue accept, whatever the agent or a service has written."""
         rewards = self.rewards
         if isinstance(rewards, Mapping):
             rewards = {storable(name): _storable(value) for name, value in rewards.items()}
