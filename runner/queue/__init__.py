@@ -1,5 +1,6 @@
-"""The queue of rollouts: durable rows, handed out under leases over HTTP.
+"""The queue of rollouts: durable rows, leased to workers over HTTP.
 
-`tables.py` holds the rows, `rows.py` and `endings.py` what may become of them in a transaction, `writer.py` puts what many ask into one
-transaction, `service.py` knows who holds what, `server.py` answers HTTP, `client.py` asks it, `wire.py` is what both say.
+`tables.py` defines the tables, `rows.py` and `endings.py` the operations within a transaction; `writer.py` batches concurrent operations
+into one transaction, `service.py` tracks leases and timeouts, `server.py` serves HTTP, `client.py` is its client, and `wire.py` holds the
+messages.
 """

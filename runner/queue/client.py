@@ -1,7 +1,7 @@
-"""Asks the queue: for those who have an event loop, and for those who have none.
+"""Clients of the queue, with and without an event loop.
 
-In: where it is, and what is wanted. Out: its answers (`wire.py`). Invariant: whatever was not answered is asked again, as long as the
-client is patient; every request may be sent twice without harm, since rollouts get their ids here, and endings are told by attempt.
+In: the queue's address, and requests. Out: its responses (`wire.py`). Invariant: a request without a response is sent again until the
+client's time limit; each request may be sent twice without harm, since rollouts get their ids here, and endings name their attempt.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
-"""That a queue may be away: long enough for it to be started again."""
+"""Time for which requests are retried while the queue is away, in seconds: enough to restart it."""
 _PAUSES = (0.05, 0.2, 0.5, 1.0)
-"""Before a request is sent again; the last one holds on."""
+"""Pauses before a request is sent again, in seconds; the last one repeats."""
 _ANSWER_SECONDS = 120.0
 ENQUEUE_MOST = 5000
-"""Rollouts in one request."""
+"""Largest number of rollouts in one request."""
 
 
 class QueueClient:
-    """A connection to the queue; an async context manager."""
+    """Connection to the queue; an async context manager."""
 
     def __init__(self, url: str, token: str | None = None, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """Connect when something is asked first.
+        """Store the arguments; the first request connects.
 
         Args:
-            url: where it is; runner.queue_url.
-            token: what it asks for; runner.queue_token. None: nothing.
-            patience_seconds: how long a queue that does not answer is asked again.
+            url: address of the queue; runner.queue_url.
+            token: bearer token; runner.queue_token. None: the queue asks for none.
+            patience_seconds: time for which requests are retried while the queue does not answer.
         """
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -86,20 +86,20 @@ class QueueClient:
 
     @classmethod
     def of(cls, settings: RunnerSettings, *, patience_seconds: float = PATIENCE_SECONDS) -> Self:
-        """The queue that the settings name: at runner.queue_url, else where one that is started with these settings listens."""
+        """Create a client of the queue that the settings name, by runner.queue_url or else by host and port of the server."""
         token = settings.queue_token.get_secret_value() if settings.queue_token else None
         return cls(settings.queue_url or default_url(settings), token, patience_seconds=patience_seconds)
 
     async def __aenter__(self) -> Self:
-        """Itself."""
+        """Return the client."""
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close."""
+        """Close the connections."""
         await self.close()
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -107,12 +107,12 @@ class QueueClient:
         """Add rollouts; those without an id get one.
 
         Returns:
-            their ids, in order, once all are durable.
+            Their ids, in order, once all are durable.
 
         Raises:
-            QueueError: the queue refuses, or stays away; rollouts of a long list may have been added by then.
+            QueueError: the queue refuses, or does not answer; some rollouts of a long list may have been added by then.
         """
-        named = [one if one.rollout_id else msgspec.structs.replace(one, rollout_id=next(self._ids)) for one in rollouts]
+        named = [rollout if rollout.rollout_id else msgspec.structs.replace(rollout, rollout_id=next(self._ids)) for rollout in rollouts]
         ids: list[str] = []
         for start in range(0, len(named), ENQUEUE_MOST):
             part = Enqueue(run_id=run_id, rollouts=named[start : start + ENQUEUE_MOST])
@@ -122,41 +122,41 @@ class QueueClient:
     async def lease(
         self, run_id: str, worker: str, count: int = 1, *, wait_seconds: float = 0, lease_seconds: float | None = None
     ) -> list[Lease]:
-        """Lease at most so many rollouts of a run; as few as there are. `Beating` keeps them."""
+        """Lease at most `count` rollouts of a run, fewer if fewer are queued. `Beating` renews the leases."""
         ask = Ask(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
         return (await self._change("/v1/leases", Leases, ask)).leases
 
     async def beat(self, leases: Sequence[Lease | Held]) -> list[Result]:
-        """Say that these are held; answered with those that are not any more."""
+        """Send a heartbeat for these leases; return a result for each one that is not held any more."""
         return (await self._change("/v1/leases/heartbeat", Results, Beat(leases=_held(leases)))).results
 
     async def extend(self, leases: Sequence[Lease | Held], seconds: float) -> list[Result]:
-        """Let these hold for so long without a heartbeat; answered with those that are not held any more."""
+        """Extend the time for which these leases hold without a heartbeat; return a result for each one that is not held any more."""
         return (await self._change("/v1/leases/extend", Results, Extend(leases=_held(leases), seconds=seconds))).results
 
     async def complete(self, completions: Sequence[Completion]) -> list[Result]:
-        """Tell that attempts succeeded; see each answer's `refused`."""
+        """Report that attempts succeeded; see `refused` of each result."""
         return (await self._change("/v1/leases/complete", Results, Complete(completions=list(completions)))).results
 
     async def fail(self, failures: Sequence[Failure]) -> list[Result]:
-        """Tell that attempts failed; see each answer's `refused`. A detail may hold whatever an agent has said."""
-        told = [msgspec.structs.replace(one, detail=storable(one.detail)) for one in failures]
-        return (await self._change("/v1/leases/fail", Results, Fail(failures=told))).results
+        """Report that attempts failed; see `refused` of each result. A detail may hold any text of the agent."""
+        cleaned = [msgspec.structs.replace(one, detail=storable(one.detail)) for one in failures]
+        return (await self._change("/v1/leases/fail", Results, Fail(failures=cleaned))).results
 
     async def release(self, leases: Sequence[Lease | Held], detail: str = "") -> list[Result]:
-        """Give leases back, as if they had not been handed out."""
+        """Return leases to the queue; the attempts do not count."""
         return (await self._change("/v1/leases/release", Results, Release(leases=_held(leases), detail=detail))).results
 
     async def cancel(self, which: Which) -> Cancelled:
-        """Cancel rollouts, a group, or a run."""
+        """Cancel the rollouts of a selection: by id, by group, or by run."""
         return await self._change("/v1/cancel", Cancelled, which)
 
     async def retry(self, which: Which) -> int:
-        """Queue dead letters again; how many."""
+        """Queue dead letters again; return how many."""
         return (await self._change("/v1/retry", Retried, which)).queued
 
     async def purge(self, older_than_seconds: float, run_id: str | None = None) -> int:
-        """Have rollouts forgotten that ended so long ago; how many."""
+        """Delete rollouts that ended more than so many seconds ago; return how many."""
         gone, more = 0, True
         while more:
             done = await self._change("/v1/purge", Purged, Purge(older_than_seconds=older_than_seconds, run_id=run_id))
@@ -164,40 +164,40 @@ class QueueClient:
         return gone
 
     async def rollout(self, rollout_id: str) -> Rollout:
-        """One rollout, with its attempts."""
+        """Return one rollout, with its attempts."""
         return await self._ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", Rollout)
 
     async def rollouts(
         self, *, run_id: str | None = None, state: State | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
     ) -> Rollouts:
-        """Rollouts in order of arrival."""
+        """Return rollouts in order of arrival."""
         asked = {"run": run_id, "state": state, "group": group_id}
         query = {name: value for name, value in asked.items() if value is not None}
         return await self._ask("GET", "/v1/rollouts", Rollouts, query={**query, "after": str(after), "limit": str(limit)})
 
     async def ended(self, run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:
-        """A run's rollouts in the order in which they ended."""
+        """Return a run's rollouts in the order in which they ended."""
         query = {"after": str(after), "limit": str(limit), "wait": str(wait_seconds)}
         return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/ended", Rollouts, query=query)
 
     async def runs(self) -> list[Run]:
-        """How the rollouts of each run stand."""
+        """Return the number of rollouts of each run, by state."""
         return (await self._ask("GET", "/v1/runs", Runs)).runs
 
     async def run(self, run_id: str) -> Run:
-        """How the rollouts of one run stand."""
+        """Return the number of rollouts of one run, by state."""
         return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}", Run)
 
     async def demand(self, run_id: str) -> Demand:
-        """What trainers want of a run."""
+        """Return the trainers' demand for a run."""
         return await self._ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", Demand)
 
-    async def want(self, run_id: str, wanted: Wanted) -> Demand:
-        """Say what a branch wants of a run."""
-        return await self._ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", Demand, wanted)
+    async def want(self, run_id: str, branch_demand: Wanted) -> Demand:
+        """Set the demand of a branch; return the demand for the run."""
+        return await self._ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", Demand, branch_demand)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
-        """What is asked for by a body alone."""
+        """Send a request that consists of a body alone."""
         return await self._ask("POST", path, kind, body)
 
     async def _ask(
@@ -219,29 +219,29 @@ class QueueClient:
                     if answer.status != 503:
                         raise problem
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-                said = str(error) or type(error).__name__
-                problem = QueueError(f"no queue answers at {self.url} ({said}). Start it with `spangrad queue`, or set runner.queue_url.")
+                reason = str(error) or type(error).__name__
+                problem = QueueError(f"no queue answers at {self.url} ({reason}). Start it with `spangrad queue`, or set runner.queue_url.")
             left = end - time.monotonic()
             if left < 0:
                 raise problem
-            if tries == len(_PAUSES):  # a moment's silence is a restart
+            if tries == len(_PAUSES):  # a short outage is a restart, and is not logged
                 logger.warning("%s Trying again for %.0f s.", problem, left)
             await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
 
 
 class Beating:
-    """Keeps leases while their attempts run, from a task of its own; an async context manager."""
+    """Renews leases by heartbeats from a background task; an async context manager."""
 
     def __init__(
         self, client: QueueClient, ended: Callable[[Lease, Result], None], ran: Callable[[Lease], float | None] = lambda lease: None
     ) -> None:
-        """Keep none so far.
+        """Hold no leases yet.
 
         Args:
-            client: where to say it.
-            ended: called once for a lease that is not held any more, with the reason: its attempt is to be stopped.
-            ran: how long the agent of an attempt has run. None: nobody says, and it counts from the hand-out.
+            client: sends the heartbeats.
+            ended: called once for each lease that is not held any more, with the reason: its attempt must be stopped.
+            ran: returns the time that an attempt's agent has run, in seconds. None: unknown; the time counts from the hand-out.
         """
         self._client = client
         self._ended = ended
@@ -251,39 +251,39 @@ class Beating:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        """Begin."""
+        """Start the heartbeats."""
         self._task = asyncio.create_task(
             beat(lambda: [one.lease_seconds for one in self._leases.values()], self._changed, self._renew), name="queue heartbeat"
         )
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End; leases that are still kept run out."""
+        """Stop the heartbeats; leases that are still held expire."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def keep(self, leases: Iterable[Lease]) -> None:
-        """Keep these, too."""
+        """Add leases to the heartbeats."""
         self._leases.update(((one.rollout_id, one.attempt), one) for one in leases)
         self._changed.set()
 
     def drop(self, lease: Lease) -> None:
-        """It is handed in, or given back."""
+        """Remove a lease from the heartbeats: its attempt was reported, or returned."""
         self._leases.pop((lease.rollout_id, lease.attempt), None)
 
     async def _renew(self) -> None:
         held = list(self._leases.values())
-        seconds = min(one.lease_seconds for one in held) / BEATS
+        seconds = min(lease.lease_seconds for lease in held) / BEATS
         try:
-            told = [Held(rollout_id=one.rollout_id, attempt=one.attempt, ran=self._ran(one)) for one in held]
-            async with asyncio.timeout(seconds):  # a connection that fell silent is left: the next heartbeat takes another one
-                results = await self._client.beat(told)
+            attempts = [Held(rollout_id=lease.rollout_id, attempt=lease.attempt, ran=self._ran(lease)) for lease in held]
+            async with asyncio.timeout(seconds):  # a connection that does not answer is dropped: the next heartbeat opens another one
+                results = await self._client.beat(attempts)
         except TimeoutError:
             logger.warning("the queue at %s has not answered a heartbeat for %.3g s", self._client.url, seconds)
             return
         except QueueError as error:
-            logger.warning("%s", error)  # the leases run on, and are asked for again
+            logger.warning("%s", error)  # the leases go on, and are renewed by the next heartbeat
             return
         for result in results:
             lease = self._leases.pop((result.rollout_id, result.attempt), None)
@@ -295,10 +295,10 @@ class PlainQueue:
     """The queue for code without an event loop; a context manager."""
 
     def __init__(self, client: QueueClient) -> None:
-        """Run the client's loop in a thread of its own.
+        """Run the client's event loop in a thread of its own.
 
         Args:
-            client: that nobody else uses.
+            client: used by this object alone.
         """
         self.client = client
         self._loop = asyncio.new_event_loop()
@@ -306,29 +306,29 @@ class PlainQueue:
         self._thread.start()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return this object."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close."""
+        """Close the client, and end the thread."""
         self.wait(self.client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def wait(self, asked: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the client answers: `queue.wait(queue.client.lease("run", "me", 4))`."""
+        """Wait for the client's response: `queue.wait(queue.client.lease("run", "me", 4))`."""
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
 
 def default_url(settings: RunnerSettings) -> str:
-    """Where `spangrad queue` listens with these settings."""
+    """Return the address of `spangrad queue` with these settings."""
     host = settings.queue_host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.queue_port}"
 
 
 def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -> NewRollout:
-    """A rollout to enqueue, its input any JSON value; `facts` as NewRollout has them."""
+    """Create a rollout to enqueue; its input is any JSON value, `facts` are further fields of NewRollout."""
     return NewRollout(task_id=task_id, input=msgspec.Raw(msgspec.json.encode(task_input)), group_id=group_id, **facts)
 
 

@@ -1,7 +1,7 @@
-"""What the queue counts, in Prometheus' text format.
+"""Metrics of the queue in Prometheus' text format.
 
-In: the service, and at each scrape how many rollouts stand how. Out: the text of `/metrics`. Invariant: labels are names of ours, never a
-run's or a worker's.
+In: the service, and at each scrape the number of rollouts by state. Out: the text of `/metrics`. Invariant: label values are fixed names,
+never the name of a run or a worker.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PREFIX = "spangrad_queue_"
 
 
 class Metrics(Collector):
-    """Plain numbers, put into Prometheus' form when somebody asks."""
+    """Prometheus metrics of the service, computed at each scrape."""
 
     def __init__(self, service: Service) -> None:
-        """Of one service."""
+        """Report one service."""
         self._service = service
         self._states: Counter[State] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
@@ -40,7 +40,7 @@ class Metrics(Collector):
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks of a collector."""
+        """Yield the metrics; called by prometheus_client."""
         rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Rollouts, by state.", labels=["state"])
         for state in State:
             rollouts.add_metric([state.value], self._states[state])

@@ -1,6 +1,7 @@
-"""Who waits for something to happen in a run, and how they are told.
+"""Notifies the tasks that wait for an event in a run.
 
-In: what happens. Out: those who waited go on. Invariant: whoever takes the news before he looks misses nothing that happens after.
+In: events. Out: waiting tasks continue. Invariant: a task that takes the `asyncio.Event` before it reads the state misses nothing that
+happens later.
 """
 
 from __future__ import annotations
@@ -11,30 +12,30 @@ from collections.abc import Sequence
 
 
 class News:
-    """Of one kind; within one event loop."""
+    """Events of one kind, by run; within one event loop."""
 
     def __init__(self) -> None:
-        """Nobody waits yet."""
+        """Start without waiting tasks."""
         self._awaited: dict[str, asyncio.Event] = {}
 
     @property
     def awaited(self) -> Sequence[str]:
-        """Runs of which news has been asked for, and none has come."""
+        """Runs whose next event is awaited."""
         return list(self._awaited)
 
     def of(self, run_id: str) -> asyncio.Event:
-        """What is set by the next news of a run."""
+        """Return what is set at the next event of a run."""
         return self._awaited.setdefault(run_id, asyncio.Event())
 
     def tell(self, run_id: str | None = None) -> None:
-        """There is news of a run; None: of any."""
-        for one in self.awaited if run_id is None else [run_id]:
-            if event := self._awaited.pop(one, None):
+        """Notify those who wait for a run; None: for any run."""
+        for run in self.awaited if run_id is None else [run_id]:
+            if event := self._awaited.pop(run, None):
                 event.set()
 
 
 async def within(news: asyncio.Event, end: float) -> bool:
-    """Wait for news until then, by the monotonic clock; whether there was any."""
+    """Wait for an event until a time of the monotonic clock; return whether it happened."""
     left = end - time.monotonic()
     if left <= 0:
         return False

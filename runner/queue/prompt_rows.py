@@ -1,7 +1,7 @@
-"""Prompts as rows of the queue's database: versions, which one is published, and the edits that a search has made.
+"""Prompts as rows of the queue's database: versions, the published version, and the edits of prompt searches.
 
-In: a connection, and what was asked. Out: rows, or answers. Invariant: a prompt's versions are 1, 2, 3 and so on, without a gap; the same
-text is the same version, however often it is put; an edit is written once, and what was written first holds.
+In: a connection, and requests. Out: rows, or responses. Invariant: a prompt's versions are 1, 2, 3 and so on, without a gap; the same text
+is the same version, however often it is stored; an edit is written once, and its first result stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spangrad.database import Database
 
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]
 PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-"""It travels in URLs, in baggage and in variables."""
+"""Name of a prompt; part of URLs, of baggage and of environment variables."""
 _Step = Annotated[int, Meta(ge=0, lt=2**31)]
 
 VERSIONS = sa.Table(
@@ -52,31 +52,31 @@ EDITS = sa.Table(
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """The place of an edit in a search."""
+    """Position of an edit in a prompt search."""
 
     search: Annotated[str, Meta(min_length=1, max_length=100, pattern=NO_NULL)]
     round: _Step
     parent: _Step
-    """The version that was edited."""
+    """Version that was edited."""
     number: _Step
-    """Which of the parent's edits in that round."""
+    """Number of the edit among the parent's edits in that round, from 0."""
     critique: Annotated[str, Meta(pattern=NO_NULL)] = ""
-    """What was wrong with the parent."""
+    """Critique of the parent."""
 
 
 class Put(Struct, frozen=True, kw_only=True):
-    """PUT /v1/prompts/{name}."""
+    """Body of PUT /v1/prompts/{name}."""
 
     text: Text | None
-    """None: the model gave no prompt; only the edit is written."""
+    """None: the model gave no prompt; only the edit is recorded."""
     publish: bool = True
-    """Whether those who name no version get it from now on."""
+    """True if requests without a version get this one from now on."""
     edit: Step | None = None
-    """None: nobody searched for it."""
+    """None: the text is not from a search."""
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
-    """A version of a prompt."""
+    """One version of a prompt."""
 
     name: str
     version: int
@@ -87,42 +87,42 @@ class Prompt(Struct, frozen=True, kw_only=True):
 
 
 class Prompts(Struct, frozen=True, kw_only=True):
-    """GET /v1/prompts and /v1/prompts/{name}/versions."""
+    """Response to GET /v1/prompts and /v1/prompts/{name}/versions."""
 
     prompts: list[Prompt]
 
 
 class Edit(Step, frozen=True, kw_only=True):
-    """An edit that was made."""
+    """An edit that a search has made."""
 
     version: int | None
     """None: the model gave no prompt."""
 
 
 class Edits(Struct, frozen=True, kw_only=True):
-    """GET /v1/prompts/{name}/edits."""
+    """Response to GET /v1/prompts/{name}/edits."""
 
     edits: list[Edit]
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What a PUT did."""
+    """Response to PUT /v1/prompts/{name}."""
 
     name: str
     version: int | None
     """None: there was no text."""
     new: bool
-    """Whether there was no such text before."""
+    """True if the text was not stored before."""
 
 
 def put(transaction: sa.Connection, database: Database, name: str, asked: Put) -> Kept:
-    """Keep a text as a version, publish it, note which edit it came from: what is asked of these."""
+    """Store a text as a version, publish it, record the edit that it came from: each of these only if the request asks for it."""
     step = asked.edit
     place = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
     if place is not None:
-        found = transaction.execute(sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in place.items()])).first()
-        if found is not None:
-            return Kept(name=name, version=found.version, new=False)
+        recorded = transaction.execute(sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in place.items()])).first()
+        if recorded is not None:
+            return Kept(name=name, version=recorded.version, new=False)
     version, new = _keep(transaction, name, asked.text) if asked.text is not None else (None, False)
     if place is not None and step is not None:
         transaction.execute(EDITS.insert().values(**place, version=version, critique=step.critique))
@@ -133,31 +133,31 @@ def put(transaction: sa.Connection, database: Database, name: str, asked: Put) -
 
 
 def _keep(transaction: sa.Connection, name: str, text: str) -> tuple[int, bool]:
-    mine, checksum = VERSIONS.c.name == name, hashlib.sha256(text.encode()).hexdigest()
-    same = transaction.execute(sa.select(VERSIONS.c.version).where(mine, VERSIONS.c.checksum == checksum)).scalar()
+    of_prompt, checksum = VERSIONS.c.name == name, hashlib.sha256(text.encode()).hexdigest()
+    same = transaction.execute(sa.select(VERSIONS.c.version).where(of_prompt, VERSIONS.c.checksum == checksum)).scalar()
     if same is not None:
         return same, False
-    version = (transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(mine)).scalar() or 0) + 1
+    version = (transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(of_prompt)).scalar() or 0) + 1
     values = {"name": name, "version": version, "checksum": checksum, "text": text, "created_at": time.time()}
     transaction.execute(VERSIONS.insert().values(values))
     return version, True
 
 
 def get(connection: sa.Connection, name: str, version: int | None) -> Prompt | None:
-    """A version; None: the one that is published. None: there is none."""
+    """Return a version, or None if there is none; `version` None: the published one."""
     query = _SHOWN.where(VERSIONS.c.name == name)
     row = connection.execute(query.where(VERSIONS.c.version == (HEADS.c.version if version is None else version))).first()
     return _prompt(row) if row else None
 
 
 def versions(connection: sa.Connection, name: str) -> Prompts:
-    """Every version of a prompt, oldest first."""
+    """Return every version of a prompt, oldest first."""
     rows = connection.execute(_SHOWN.where(VERSIONS.c.name == name).order_by(VERSIONS.c.version))
     return Prompts(prompts=[_prompt(row) for row in rows])
 
 
 def newest(connection: sa.Connection) -> Prompts:
-    """Of each prompt the version that is published, else its newest."""
+    """Return each prompt in its published version, or in its newest if none is published."""
     last = sa.select(VERSIONS.c.name, sa.func.max(VERSIONS.c.version).label("version")).group_by(VERSIONS.c.name).subquery()
     chosen = sa.func.coalesce(HEADS.c.version, last.c.version)
     rows = connection.execute(
@@ -167,7 +167,7 @@ def newest(connection: sa.Connection) -> Prompts:
 
 
 def edits(connection: sa.Connection, name: str, search: str | None) -> Edits:
-    """The edits of a prompt that a search has made, or all searches."""
+    """Return the edits of a prompt by one search, or by all searches."""
     columns = [EDITS.c[key] for key in ("search", "round", "parent", "number")]
     query = sa.select(EDITS).where(EDITS.c.name == name).order_by(*columns)
     rows = connection.execute(query if search is None else query.where(EDITS.c.search == search)).mappings()

@@ -1,7 +1,7 @@
-"""The queue's server as the keeper of prompts: `/v1/prompts`.
+"""Prompts in the queue's server: `/v1/prompts`.
 
-In: texts, and requests for them. Out: JSON (`prompt_rows.py`), or the bare text. Invariant: what was put is durable before it is answered;
-who sends the baggage of an attempt that is pinned to a version of the prompt gets that version, whatever is published meanwhile.
+In: texts, and requests for them. Out: JSON (`prompt_rows.py`), or the bare text. Invariant: a text is durable before its PUT is answered; a
+request with the baggage of an attempt that is pinned to a version of the prompt gets that version, whatever is published meanwhile.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class PromptAnswers:
-    """Answers what is asked of prompts."""
+    """HTTP handlers for prompts."""
 
     def __init__(self, service: Service) -> None:
-        """Keep them in the service's database."""
+        """Store prompts in the service's database."""
         self._service = service
 
     def routes(self) -> list[web.RouteDef]:
-        """What is answered."""
+        """Return the routes of these handlers."""
         return [
             web.get("/v1/prompts", self.listed),
             web.get("/v1/prompts/{name}", self.get),
@@ -43,33 +43,33 @@ class PromptAnswers:
         ]
 
     async def listed(self, request: web.Request) -> web.Response:
-        """Of each prompt the version that is published, else its newest."""
+        """List each prompt in its published version, or in its newest if none is published."""
         return answer(await self._read(prompt_rows.newest))
 
     async def get(self, request: web.Request) -> web.Response:
-        """One version of a prompt."""
-        found = await self._find(request)
-        return answer(found) if isinstance(found, Prompt) else found
+        """Return one version of a prompt."""
+        prompt = await self._find(request)
+        return answer(prompt) if isinstance(prompt, Prompt) else prompt
 
     async def text(self, request: web.Request) -> web.Response:
-        """The same, its text alone."""
-        found = await self._find(request)
-        if not isinstance(found, Prompt):
-            return found
-        return web.Response(text=found.text, headers={"Spangrad-Prompt-Version": str(found.version)})
+        """Return the text of one version of a prompt."""
+        prompt = await self._find(request)
+        if not isinstance(prompt, Prompt):
+            return prompt
+        return web.Response(text=prompt.text, headers={"Spangrad-Prompt-Version": str(prompt.version)})
 
     async def versions(self, request: web.Request) -> web.Response:
-        """Every version of a prompt."""
+        """Return every version of a prompt."""
         name = request.match_info["name"]
         return answer(await self._read(lambda connection: prompt_rows.versions(connection, name)))
 
     async def edits(self, request: web.Request) -> web.Response:
-        """Edits that searches have made of a prompt."""
+        """Return the edits that searches have made of a prompt."""
         name, search = request.match_info["name"], request.query.get("search")
         return answer(await self._read(lambda connection: prompt_rows.edits(connection, name, search)))
 
     async def put(self, request: web.Request) -> web.Response:
-        """Keep a text as a version."""
+        """Store a text as a version."""
         name = msgspec.convert(request.match_info["name"], PromptName)
         asked = msgspec.json.decode(await body(request), type=Put)
         database = self._service.database
@@ -78,9 +78,9 @@ class PromptAnswers:
     async def _find(self, request: web.Request) -> Prompt | web.Response:
         name = request.match_info["name"]
         version = _version(request, name)
-        found = await self._read(lambda connection: prompt_rows.get(connection, name, version))
-        if found is not None:
-            return found
+        prompt = await self._read(lambda connection: prompt_rows.get(connection, name, version))
+        if prompt is not None:
+            return prompt
         which = "is published" if version is None else f"has version {version}"
         sentence = f"no prompt {name} {which}. `spangrad prompt list` shows what there is, `spangrad prompt put {name} FILE` makes it."
         return refusal(404, sentence)
@@ -94,10 +94,10 @@ class PromptAnswers:
 
 
 def _version(request: web.Request, name: str) -> int | None:
-    """The version that is asked for: by the query, else by the attempt's baggage. None: whichever is published.
+    """Return the requested version: from the query, else from the attempt's baggage. None: the published one.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     text = request.query.get("version")
     if text is None:

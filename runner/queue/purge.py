@@ -1,10 +1,10 @@
-"""Forgets rollouts that ended long ago, with their attempts, a bounded number at a time.
+"""Deletes rollouts that ended long ago, with their attempts, a bounded number at a time.
 
-In: before when they ended. Out: how many are gone. Invariant: what has not ended stays, and so does each run's newest ending: places in the
-order of endings, and of arrival, are never given twice. Groups stay counted, so that a run's demand finds what it had enqueued.
+In: an age. Out: the number of deleted rollouts. Invariant: a rollout that has not ended stays, and so does the newest ending of each run,
+so that numbers of endings and of arrivals are never given twice. Groups stay counted, so that a run's demand finds what was enqueued.
 
-It is the only part of the queue that reads a time of day: a clock that is set wrong lets ended rollouts be forgotten too early or too late,
-and nothing else.
+This is the only part of the queue that reads the time of day: with a wrong clock, ended rollouts are deleted too early or too late, and
+nothing else goes wrong.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ T = TypeVar("T")
 AT_ONCE = 500
 """Rollouts in one transaction."""
 _TIMES = 20
-"""Transactions in one answer."""
+"""Transactions per request."""
 _EVERY_SECONDS = 60.0
-"""Between two looks at what is old enough."""
+"""Pause between two purges by age, in seconds."""
 
 
 class Access(Protocol):
     """Runs a function of a connection."""
 
     def __call__(self, work: Callable[[sa.Connection], T], /) -> Awaitable[T]:
-        """Give its value."""
+        """Return the function's value."""
         ...
 
 
 async def purge(read: Access, write: Access, asked: Purge) -> Purged:
-    """Forget what is old enough, as much as one answer has time for.
+    """Delete rollouts that are old enough, up to a fixed number per request.
 
     Args:
-        read: beside transactions.
-        write: in a transaction of the queue's.
-        asked: what to forget.
+        read: runs a function outside of transactions.
+        write: runs a function in a transaction of the queue.
+        asked: selects the rollouts.
     """
     before = time.time() - asked.older_than_seconds
     gone = 0
     for _ in range(_TIMES):
-        found = await read(lambda connection: _old(connection, before, asked.run_id))
-        if not found:
+        places = await read(lambda connection: _old(connection, before, asked.run_id))
+        if not places:
             return Purged(rollouts=gone, more=False)
-        gone += await write(lambda transaction, found=found: _forget(transaction, found, before))
+        gone += await write(lambda transaction, places=places: _forget(transaction, places, before))
     return Purged(rollouts=gone, more=True)
 
 
 async def keep_tidy(work: Callable[[Purge], Awaitable[Purged]], keep_seconds: float) -> None:
-    """Forget what is old enough now and then, until cancelled."""
+    """Delete rollouts that are old enough at regular intervals, until cancelled."""
     while True:
         try:
             gone = 0
@@ -75,20 +75,20 @@ async def keep_tidy(work: Callable[[Purge], Awaitable[Purged]], keep_seconds: fl
 
 
 def _old(connection: sa.Connection, before: float, run_id: str | None) -> list[int]:
-    """Rollouts that may go, by their place in the order of arrival: of each run those that ended first, up to the first that is too new."""
+    """Return the places of rollouts that may be deleted: of each run the first that ended, up to the first that is too new."""
     newest = connection.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar()
-    found: list[int] = []
+    places: list[int] = []
     run = run_id if run_id is not None else connection.execute(_NEXT_RUN, {"after": ""}).scalar()
-    while run is not None and len(found) < AT_ONCE:
+    while run is not None and len(places) < AT_ONCE:
         last = connection.execute(_LAST, {"run": run}).scalar()
-        rows = connection.execute(_FIRST, {"run": run, "count": AT_ONCE - len(found)})
-        found += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
+        rows = connection.execute(_FIRST, {"run": run, "count": AT_ONCE - len(places)})
+        places += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
         run = connection.execute(_NEXT_RUN, {"after": run}).scalar() if run_id is None else None
-    return found
+    return places
 
 
 def _forget(transaction: sa.Connection, places: Sequence[int], before: float) -> int:
-    # Somebody may have queued a dead one again since it was found.
+    # A dead rollout may have been queued again since it was selected.
     gone = ROLLOUTS.delete().where(ROLLOUTS.c.seq.in_(places), ROLLOUTS.c.ended_at < before).returning(ROLLOUTS.c.rollout_id)
     names = list(transaction.execute(gone).scalars())
     transaction.execute(ATTEMPTS.delete().where(ATTEMPTS.c.rollout_id.in_(names)))
@@ -104,4 +104,4 @@ _FIRST = (
     .order_by(ROLLOUTS.c.ended)
     .limit(sa.bindparam("count", type_=sa.Integer))
 )
-"""The statements go along the index of endings, run by run, however many rollouts there are."""
+"""The statements use the index of endings, run by run, however many rollouts there are."""

@@ -1,7 +1,7 @@
-"""What goes into the queue, what is handed out, and what may be read of it: one statement or a few, in somebody's transaction.
+"""Statements of the queue within the caller's transaction: enqueue, hand out, and read.
 
-In: a connection in a transaction, and what was asked. Out: rows, or answers. Invariant: a hand-out is one statement that reads as many
-index entries as it hands out, however long the queue is; what was enqueued before is not enqueued again.
+In: a connection in a transaction, and requests. Out: rows, or responses. Invariant: a hand-out is one statement that reads as many index
+entries as it hands out rollouts, however long the queue is; a rollout that was enqueued before is not enqueued again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CHUNK = 1000
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Now, by the server's clocks."""
+    """Current time, by the server's clocks."""
 
     boot: str
-    """Which boot of its machine `monotonic` counts from."""
+    """Id of the boot that `monotonic` counts from."""
     monotonic: float
     wall: float
     """Seconds since 1970: for people, never compared."""
@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a rollout gets that does not say."""
+    """Defaults for rollouts and leases that do not set these values."""
 
     timeout_seconds: float
     max_attempts: int
@@ -44,7 +44,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An attempt under way, as its row tells it."""
+    """A running attempt, as its row records it."""
 
     rollout_id: str
     attempt: int
@@ -53,43 +53,43 @@ class Running:
     worker: str
     boot: str
     began: float
-    """By the monotonic clock of that boot."""
+    """Beginning in seconds of the monotonic clock of that boot."""
 
 
 def enqueue(
     transaction: sa.Connection, database: Database, run_id: str, rollouts: Sequence[NewRollout], ids: Sequence[str], defaults: Defaults
 ) -> int:
-    """Add rollouts; those that are known by their id are left as they are.
+    """Add rollouts; those with an id that is known stay as they are.
 
     Returns:
-        how many were known.
+        Number of rollouts that were known.
 
     Raises:
-        ValueError: another run has a rollout of one of the ids.
+        ValueError: another run has a rollout with one of the ids.
     """
     known = {row.rollout_id: row.run_id for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
     for name, run in known.items():
         if run != run_id:
             raise ValueError(f"rollout {name} belongs to run {run} already. Give rollouts of run {run_id} ids of their own.")
     new: dict[str, dict[str, object]] = {}
-    for name, one in zip(ids, rollouts, strict=True):
+    for name, new_rollout in zip(ids, rollouts, strict=True):
         if name not in known:
-            attempts = one.max_attempts or defaults.max_attempts
+            attempts = new_rollout.max_attempts or defaults.max_attempts
             new.setdefault(
                 name,
                 {
                     "rollout_id": name,
                     "run_id": run_id,
-                    "task_id": one.task_id,
-                    "input": bytes(one.input).decode(),
-                    "mode": one.mode.value,
-                    "group_id": one.group_id,
-                    "group_size": one.group_size,
-                    "priority": one.priority,
-                    "timeout_seconds": one.timeout_seconds or defaults.timeout_seconds,
+                    "task_id": new_rollout.task_id,
+                    "input": bytes(new_rollout.input).decode(),
+                    "mode": new_rollout.mode.value,
+                    "group_id": new_rollout.group_id,
+                    "group_size": new_rollout.group_size,
+                    "priority": new_rollout.priority,
+                    "timeout_seconds": new_rollout.timeout_seconds or defaults.timeout_seconds,
                     "max_attempts": attempts,
-                    "prompt_name": one.prompt.name if one.prompt else None,
-                    "prompt_version": one.prompt.version if one.prompt else None,
+                    "prompt_name": new_rollout.prompt.name if new_rollout.prompt else None,
+                    "prompt_version": new_rollout.prompt.version if new_rollout.prompt else None,
                     "attempts_left": attempts,
                     "state": State.QUEUED.value,
                     "attempt": -1,
@@ -104,13 +104,13 @@ def enqueue(
 
 
 def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) -> list[Lease]:
-    """Lease what is first: the largest priority, then the oldest. One statement.
+    """Lease the first rollouts: those of the highest priority, then the oldest. One statement.
 
     Args:
-        transaction: to do it in.
-        ask: who asks for what.
-        seconds: that each lease holds unrenewed.
-        now: when the attempts begin.
+        transaction: the transaction to write in.
+        ask: the worker's request.
+        seconds: time for which each lease holds without renewal.
+        now: beginning of the attempts.
     """
     facts = {"worker": ask.worker, "lease_seconds": seconds, "boot": now.boot, "began": now.monotonic, "began_at": now.wall}
     values = {"run": ask.run_id, "count": ask.count, **{f"the_{name}": value for name, value in facts.items()}}
@@ -136,50 +136,50 @@ def hand_out(transaction: sa.Connection, ask: Ask, seconds: float, now: Moment) 
 
 
 def running(connection: sa.Connection) -> list[Running]:
-    """Every attempt that is under way."""
-    found = connection.execute(sa.select(*_RUNNING).where(ROLLOUTS.c.state == State.RUNNING))
-    return [Running(*row) for row in found]
+    """Return every running attempt."""
+    attempts = connection.execute(sa.select(*_RUNNING).where(ROLLOUTS.c.state == State.RUNNING))
+    return [Running(*row) for row in attempts]
 
 
 def extend(transaction: sa.Connection, attempts: Iterable[tuple[str, int]], seconds: float) -> None:
-    """Write for how long leases hold from now on, so that a server that is started again knows."""
+    """Record the time for which leases hold from now on, for a server that is started again."""
     rows = [{"id": name, "number": attempt, "seconds": seconds} for name, attempt in attempts]
     if rows:
         transaction.execute(_EXTEND, rows)
 
 
 def demand(connection: sa.Connection, run_id: str) -> Demand:
-    """What is wanted of a run, and what was enqueued."""
+    """Return the demand for a run, and the number of groups enqueued."""
     order = (DEMANDS.c.policy, DEMANDS.c.branch)
-    wanted = [
+    branches = [
         Wanted(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled or 0)
         for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
     ]
-    mine = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)
-    count = sa.select(GROUPS.c.cancelled, sa.func.count()).where(*mine).group_by(GROUPS.c.cancelled)
+    of_run = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)
+    count = sa.select(GROUPS.c.cancelled, sa.func.count()).where(*of_run).group_by(GROUPS.c.cancelled)
     groups = {bool(cancelled): number for cancelled, number in connection.execute(count)}
-    level = max((one.groups for one in wanted), default=0)
-    return Demand(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=wanted)
+    level = max((one.groups for one in branches), default=0)
+    return Demand(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=branches)
 
 
-def want(transaction: sa.Connection, database: Database, run_id: str, wanted: Wanted) -> Demand:
-    """Keep what a branch wants; fewer groups than it wanted before is older news, and changes nothing."""
-    key = {"run_id": run_id, "policy": wanted.policy, "branch": wanted.branch}
-    values = {"groups": wanted.groups, "oldest_version": wanted.oldest_version, "filled": wanted.filled}
-    mine = [DEMANDS.c[name] == value for name, value in key.items()]
+def want(transaction: sa.Connection, database: Database, run_id: str, branch_demand: Wanted) -> Demand:
+    """Record the demand of a branch; fewer groups than it demanded before is an outdated request, and changes nothing."""
+    key = {"run_id": run_id, "policy": branch_demand.policy, "branch": branch_demand.branch}
+    values = {"groups": branch_demand.groups, "oldest_version": branch_demand.oldest_version, "filled": branch_demand.filled}
+    same_branch = [DEMANDS.c[name] == value for name, value in key.items()]
     database.insert_new(transaction, DEMANDS, [{**key, **values}])
-    transaction.execute(DEMANDS.update().where(*mine, DEMANDS.c.groups <= wanted.groups).values(values))
+    transaction.execute(DEMANDS.update().where(*same_branch, DEMANDS.c.groups <= branch_demand.groups).values(values))
     return demand(transaction, run_id)
 
 
 def counts(connection: sa.Connection, run_id: str | None = None) -> list[Run]:
-    """How many rollouts of each run, or of one, stand how."""
+    """Count the rollouts of each run, or of one run, by state."""
     query = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.state, sa.func.count()).group_by(ROLLOUTS.c.state, ROLLOUTS.c.run_id)
     if run_id is not None:
         query = query.where(ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.state.in_(list(State)))
-    found: dict[str, dict[State, int]] = {}
+    states_by_run: dict[str, dict[State, int]] = {}
     for run, state, count in connection.execute(query):
-        found.setdefault(run, {})[State(state)] = count
+        states_by_run.setdefault(run, {})[State(state)] = count
     newest = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.run_id == sa.bindparam("run"))
     return [
         Run(
@@ -187,12 +187,12 @@ def counts(connection: sa.Connection, run_id: str | None = None) -> list[Run]:
             states={state: states[state] for state in State if state in states},
             cursor=connection.execute(newest, {"run": run}).scalar() or 0,
         )
-        for run, states in sorted(found.items())
+        for run, states in sorted(states_by_run.items())
     ]
 
 
 def rollout(connection: sa.Connection, rollout_id: str) -> Rollout | None:
-    """One rollout with all its attempts. None: there is none of that id."""
+    """Return one rollout with all its attempts. None: the id is unknown."""
     row = connection.execute(sa.select(*_SHOWN).where(ROLLOUTS.c.rollout_id == rollout_id)).first()
     if row is None:
         return None
@@ -203,7 +203,7 @@ def rollout(connection: sa.Connection, rollout_id: str) -> Rollout | None:
 def listed(
     connection: sa.Connection, *, run_id: str | None, state: State | None, group_id: str | None, after: int, limit: int
 ) -> tuple[list[Rollout], int]:
-    """Rollouts in order of arrival, each with its last attempt, and where to go on."""
+    """Return rollouts in order of arrival, each with its last attempt, and the cursor of the next page."""
     query = sa.select(*_SHOWN).where(ROLLOUTS.c.seq > after).order_by(ROLLOUTS.c.seq).limit(limit)
     asked = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
     rows = connection.execute(query.where(*[column == value for column, value in asked.items() if value is not None])).all()
@@ -211,14 +211,14 @@ def listed(
 
 
 def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> tuple[list[Rollout], int]:
-    """A run's rollouts in the order in which they ended, each with its last attempt, and where to go on."""
+    """Return a run's rollouts in the order in which they ended, each with its last attempt, and the cursor of the next page."""
     where = (ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.ended > after)
     rows = connection.execute(sa.select(*_SHOWN).where(*where).order_by(ROLLOUTS.c.ended).limit(limit)).all()
     return _with_last(connection, rows), rows[-1].ended if rows else after
 
 
 def chunks(ids: Sequence[str]) -> Iterable[Sequence[str]]:
-    """Parts of a list that one statement can take."""
+    """Yield parts of a list that fit into one statement."""
     return (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
 
 
@@ -228,12 +228,12 @@ def _order(row: sa.Row[Any]) -> tuple[int, int]:
 
 def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Rollout]:
     last = {row.rollout_id: row.attempt for row in rows}
-    found: dict[str, Attempt] = {}
+    attempts: dict[str, Attempt] = {}
     for part in chunks(list(last)):
-        for one in connection.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings():
-            if one["attempt"] == last[one["rollout_id"]]:
-                found[one["rollout_id"]] = _attempt(one)
-    return [_rollout(row, [found[row.rollout_id]] if row.rollout_id in found else []) for row in rows]
+        for attempt_row in connection.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings():
+            if attempt_row["attempt"] == last[attempt_row["rollout_id"]]:
+                attempts[attempt_row["rollout_id"]] = _attempt(attempt_row)
+    return [_rollout(row, [attempts[row.rollout_id]] if row.rollout_id in attempts else []) for row in rows]
 
 
 def _rollout(row: sa.Row[Any], attempts: list[Attempt]) -> Rollout:
@@ -306,7 +306,7 @@ HAND_OUT = (
         ]
     )
 )  # fmt: skip
-"""The statement of a hand-out."""
+"""Statement of a hand-out."""
 _EXTEND = (
     ROLLOUTS.update()
     .where(

@@ -1,7 +1,7 @@
 """`spangrad queue`: the queue of rollouts over HTTP.
 
-In: JSON objects (`wire.py`). Out: JSON objects; what was changed is durable before it is answered. Invariant: beyond loopback nobody is
-answered without the token, and a request that is refused has changed nothing.
+In: JSON objects (`wire.py`). Out: JSON objects; a change is durable before it is answered. Invariant: beyond loopback each request needs
+the token, and a request that is refused has changed nothing.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from spangrad.settings import RunnerSettings
 log = logging.getLogger(__name__)
 
 LIST_MOST = 1000
-"""Rollouts in one answer."""
+"""Largest number of rollouts in one response."""
 WAIT_MOST = 60.0
-"""Seconds that an answer may wait for news."""
+"""Longest wait for new rollouts, in seconds."""
 DAY_SECONDS = 86400.0
 _DIGITS_MOST = 18
-"""Of a number that a database has room for."""
+"""Digits of the largest number that the database can store."""
 
 
 def serve(settings: RunnerSettings) -> None:
-    """Serve until SIGTERM or SIGINT; what was asked for by then is done and answered.
+    """Serve until SIGTERM or SIGINT; requests that arrived by then are answered.
 
     Raises:
         SpangradError: the address may not be bound, or is in use.
-        QueueError: the database is none, does not answer, or has another server.
+        QueueError: the database is invalid, does not answer, or has another server.
     """
     require_safe_bind(settings.queue_host, settings.queue_token, "runner", "queue_")
     require_free_port(settings.queue_host, settings.queue_port, "runner.queue_port")
@@ -69,19 +69,19 @@ async def _serve(settings: RunnerSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with running(settings) as service:
         log.info("queue ready: %s, database %s, %d in flight", default_url(settings), service.database.shown, service.in_flight)
-        told = asyncio.create_task(stopping.wait())
-        await asyncio.wait([told, service.taken], return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        stop_requested = asyncio.create_task(stopping.wait())
+        await asyncio.wait([stop_requested, service.taken], return_when=asyncio.FIRST_COMPLETED)
+        stop_requested.cancel()
         if service.taken.done():
             raise service.taken.result()
 
 
 @asynccontextmanager
 async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
-    """The queue, listening.
+    """Serve the queue for as long as the block.
 
     Raises:
-        QueueError: the database is none, does not answer, or has another server.
+        QueueError: the database is invalid, does not answer, or has another server.
     """
     defaults = Defaults(settings.timeout_seconds, settings.max_attempts, settings.queue_lease_seconds)
     service = Service(QueueDatabase(settings.queue_db.get_secret_value()), defaults)
@@ -105,7 +105,7 @@ async def running(settings: RunnerSettings) -> AsyncGenerator[Service]:
 
 
 def application(service: Service, token: SecretStr | None) -> web.Application:
-    """Wire the routes."""
+    """Build the application with all routes."""
     guarding = guard("queue", "docs/queue.md", token, noun="queue", smaller="Send fewer rollouts at once.", busy=QueueError)
     app = web.Application(middlewares=[guarding], client_max_size=BODY_BYTES)
     metrics = Metrics(service)
@@ -134,63 +134,63 @@ def application(service: Service, token: SecretStr | None) -> web.Application:
 
 
 class Answers:
-    """What is asked with a path and a query."""
+    """HTTP handlers of requests with a path and a query."""
 
     def __init__(self, service: Service) -> None:
-        """Ask the service."""
+        """Answer requests from the service."""
         self._service = service
         self.task_data = TaskData(service)
 
     async def rollouts(self, request: web.Request) -> web.Response:
-        """Rollouts in order of arrival."""
+        """List rollouts in order of arrival."""
         query = request.query
         state = State(query["state"]) if "state" in query else None
-        found = await self._service.listed(
+        page = await self._service.listed(
             run_id=query.get("run"), state=state, group_id=query.get("group"), after=_whole(query, "after", 0), limit=_limit(request)
         )
-        return answer(found)
+        return answer(page)
 
     async def rollout(self, request: web.Request) -> web.Response:
-        """One rollout, with its attempts."""
+        """Return one rollout, with its attempts."""
         name = request.match_info["rollout"]
-        found = await self._service.rollout(name)
-        return answer(found) if found else refusal(404, f"the queue has no rollout {name}.")
+        rollout = await self._service.rollout(name)
+        return answer(rollout) if rollout else refusal(404, f"the queue has no rollout {name}.")
 
     async def runs(self, request: web.Request) -> web.Response:
-        """How the rollouts of each run stand."""
+        """Count the rollouts of each run, by state."""
         return answer(Runs(runs=await self._service.counts()))
 
     async def run(self, request: web.Request) -> web.Response:
-        """How the rollouts of one run stand."""
+        """Count the rollouts of one run, by state."""
         return answer(await self._service.run(request.match_info["run"]))
 
     async def ended(self, request: web.Request) -> web.Response:
-        """Rollouts of a run in the order in which they ended."""
+        """List a run's rollouts in the order in which they ended."""
         wait = min(float(request.query.get("wait", "0")), WAIT_MOST)
         after = _whole(request.query, "after", 0)
         return answer(await self._service.ends(request.match_info["run"], after=after, limit=_limit(request), wait_seconds=wait))
 
     async def demand(self, request: web.Request) -> web.Response:
-        """What is wanted of a run."""
+        """Return the demand for a run."""
         return answer(await self._service.demand(request.match_info["run"]))
 
     async def want(self, request: web.Request) -> web.Response:
-        """Say what a branch wants of a run."""
-        wanted = msgspec.json.decode(await body(request), type=Wanted)
-        return answer(await self._service.want(request.match_info["run"], wanted))
+        """Set the demand of a branch."""
+        branch_demand = msgspec.json.decode(await body(request), type=Wanted)
+        return answer(await self._service.want(request.match_info["run"], branch_demand))
 
     async def tasks(self, request: web.Request) -> web.Response:
-        """Tasks that are kept, in their order."""
+        """List stored tasks in their order."""
         return answer(await self.task_data.page(request.match_info["digest"], _whole(request.query, "first", 0), _limit(request)))
 
     async def named_tasks(self, request: web.Request) -> web.Response:
-        """Which tasks a run means by a name."""
+        """Return the tasks that a name of a run refers to."""
         run, name = request.match_info["run"], request.match_info["name"]
-        found = await self.task_data.named(run, name)
-        return answer(found) if found else refusal(404, f"run {run} has no tasks of the name {name}.")
+        kept = await self.task_data.named(run, name)
+        return answer(kept) if kept else refusal(404, f"run {run} has no tasks of the name {name}.")
 
     async def name_tasks(self, request: web.Request) -> web.Response:
-        """Say which tasks a run means by a name."""
+        """Set the tasks that a name of a run refers to."""
         kept = msgspec.json.decode(await body(request), type=Kept)
         there = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
         if there != kept.tasks:
@@ -198,17 +198,17 @@ class Answers:
         return answer(kept)
 
     async def health(self, request: web.Request) -> web.Response:
-        """The process answers."""
+        """Answer that the process runs."""
         return web.Response(text="ok\n")
 
     async def ready(self, request: web.Request) -> web.Response:
-        """The database answers, too."""
+        """Answer that the database responds as well."""
         await self._service.counts("")
         return web.Response(text="ok\n")
 
 
 def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Struct]]) -> Handler:
-    """A handler that decodes a body, and answers what the service says to it."""
+    """Build a handler that decodes a body, and answers the result of the service."""
     decoder = msgspec.json.Decoder(kind)
 
     async def handle(request: web.Request) -> web.Response:
@@ -221,7 +221,7 @@ def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Str
 
 
 def _unclear(which: Which) -> str | None:
-    """Why it cannot be said which rollouts are meant. None: it can."""
+    """Return why the selection is ambiguous. None: it is not."""
     if (which.rollout_ids is None) == (which.run_id is None):
         return "name either rollout_ids, or run_id (and group_id)."
     if which.group_id is not None and which.run_id is None:
@@ -230,10 +230,10 @@ def _unclear(which: Which) -> str | None:
 
 
 def _whole(query: Any, name: str, otherwise: int) -> int:
-    """A whole number of a query.
+    """Read a whole number from a query.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a whole number.
     """
     text = query.get(name, str(otherwise))
     if not text.isascii() or not text.isdigit() or len(text) > _DIGITS_MOST:

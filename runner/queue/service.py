@@ -1,8 +1,8 @@
-"""The queue's service: who holds what, and for how long yet.
+"""Service of the queue: tracks leases and time limits, and executes requests.
 
-In: requests (`wire.py`). Out: their answers, after the commit. Invariant: time is counted by this process's monotonic clock alone. At the
-start every attempt under way gets the whole time of its lease, since nobody could renew it meanwhile; what it has run goes on being
-counted, where the machine was not started again.
+In: requests (`wire.py`). Out: their responses, after the commit. Invariant: time is counted by this process's monotonic clock alone. At the
+start every running attempt gets the whole time of its lease, since its worker could not renew it meanwhile; its run time continues from
+before, unless the machine was restarted.
 """
 
 from __future__ import annotations
@@ -59,61 +59,61 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.25
-"""Between two looks at what is over."""
+"""Pause between two checks for expired leases and time limits, in seconds."""
 _AGAIN_SECONDS = 1.0
-"""Before the database is asked again that has failed."""
+"""Pause after a failure of the database, in seconds."""
 _SELDOM = 8
-"""Looks between two at whether workers of this machine are dead, and whether the database is still ours."""
+"""Every so many checks, look for dead workers of this machine, and renew the lock of the database."""
 
 Key = tuple[str, int]
-"""Rollout and attempt."""
+"""Rollout id and attempt number."""
 Change = tuple[type[Any], Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]]
-"""What is asked for, and who answers it."""
+"""Type of a request body, and its handler."""
 
 
 class Service:
-    """What the server does, without HTTP."""
+    """Operations of the queue, without HTTP."""
 
     def __init__(self, database: QueueDatabase, defaults: Defaults) -> None:
-        """Go on where the database is; within a running event loop."""
+        """Restore the running attempts from the database; within a running event loop."""
         self.database = database
         self._defaults = defaults
         self._boot = this_boot()
         self._ids = ordered_ids()
         self._held = Watch[Key]()
-        """Leases."""
+        """Time until each lease expires."""
         self._run = Watch[Key]()
-        """How long attempts may run."""
+        """Time until each attempt exceeds its time limit."""
         self._running: dict[Key, Running] = {}
         self._arrivals = News()
-        """Something is queued."""
+        """Notified when a rollout is queued."""
         self._ends = News()
-        """Something has ended."""
+        """Notified when a rollout ends."""
         self._stopping = False
         self.taken: asyncio.Future[ServedElsewhereError] = asyncio.get_running_loop().create_future()
-        """Done when another server serves from the database: this one is to end."""
+        """Done when another server serves from the database: this one must end."""
         self.looks = 0
-        """At what is over."""
+        """Number of checks so far."""
         with database.reading() as connection:
             self._endings = Endings(connection)
             self._take(rows.running(connection), fresh=False)
         self.writer = Writer(database)
         self.ended: dict[str, int] = {}
-        """Attempts by how they ended, since this process began."""
+        """Attempts by how they ended, since this process started."""
 
     @property
     def in_flight(self) -> int:
-        """How many attempts are under way."""
+        """Number of running attempts."""
         return len(self._running)
 
     @property
     def waiting(self) -> Sequence[str]:
-        """Runs of which somebody waits for rollouts."""
+        """Runs for which a worker waits for rollouts."""
         return self._arrivals.awaited
 
     @property
     def changes(self) -> Mapping[str, Change]:
-        """What is asked for by a body alone, by its path."""
+        """Request types and handlers of the POST paths."""
         return {
             "/v1/rollouts": (Enqueue, self.enqueue),
             "/v1/leases": (Ask, self.lease),
@@ -128,17 +128,17 @@ class Service:
         }
 
     def attempts(self) -> list[Running]:
-        """The attempts under way."""
+        """Return the running attempts."""
         return list(self._running.values())
 
     async def close(self) -> None:
-        """Answer those who wait, finish what was asked for, close the database."""
+        """Answer waiting requests, finish writes, and close the database."""
         self.stop_waiting()
         await self.writer.close()
         self.database.close()
 
     def stop_waiting(self) -> None:
-        """Let nobody wait any longer for news."""
+        """End all waits for events."""
         self._stopping = True
         self._arrivals.tell()
         self._ends.tell()
@@ -152,11 +152,11 @@ class Service:
         return Enqueued(rollout_ids=ids, known=known)
 
     async def lease(self, ask: Ask, is_gone: Callable[[], bool] = lambda: False) -> Leases:
-        """Hand out what is first; where nothing is, wait for it as long as was asked.
+        """Hand out the first rollouts; if none is queued, wait for one as long as requested.
 
         Args:
-            ask: for what.
-            is_gone: whether nobody waits for the answer any more.
+            ask: the worker's request.
+            is_gone: returns True if the client has disconnected.
         """
         seconds = ask.lease_seconds or self._defaults.lease_seconds
         end = time.monotonic() + ask.wait_seconds
@@ -165,30 +165,30 @@ class Service:
             leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._now()))
             began = self._now().monotonic
             self._take((_running(one, ask.worker, self._boot, began) for one in leases), fresh=True)
-            # Whoever left or died as he waited is handed nothing: that would count as an attempt.
+            # A worker that left or died while it waited gets no lease: that would count as an attempt.
             if leases or self._stopping or not await within(news, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Beat) -> Results:
-        """Renew leases; the answer names those that are over."""
+        """Renew leases; return results for those that are over."""
         lost: list[Key] = []
-        for one in beat.leases:
-            key = (one.rollout_id, one.attempt)
+        for held in beat.leases:
+            key = (held.rollout_id, held.attempt)
             if running := self._running.get(key):
                 self._held.renew(key, running.lease_seconds)
-                if one.ran is not None:
-                    self._run.renew(key, running.timeout_seconds + running.lease_seconds - one.ran)
+                if held.ran is not None:
+                    self._run.renew(key, running.timeout_seconds + running.lease_seconds - held.ran)
             else:
                 lost.append(key)
         if not lost:
             return Results(results=[])
         results = await self._read(lambda connection: over(connection, lost))
-        if len(results) < len(lost):  # handed out in a transaction that failed as it committed
+        if len(results) < len(lost):  # handed out in a transaction whose commit failed
             await self._rebuild()
         return Results(results=results)
 
     async def extend(self, asked: Extend) -> Results:
-        """Let leases hold for another time than they were handed out for, from now on; the answer names those that are over."""
+        """Set the time for which leases hold from now on; return results for those that are over."""
         keys = [(one.rollout_id, one.attempt) for one in asked.leases]
         held = [key for key in keys if key in self._running]
         await self._write(lambda transaction: rows.extend(transaction, held, asked.seconds))
@@ -207,7 +207,7 @@ class Service:
         return await self._end([Ending.of(one) for one in asked.failures])
 
     async def release(self, asked: Release) -> Results:
-        """Take leases back."""
+        """Take leases back; their attempts do not count."""
         detail = storable(asked.detail)
         return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in asked.leases])
 
@@ -227,47 +227,50 @@ class Service:
         return Retried(queued=queued)
 
     async def purge(self, asked: Purge) -> Purged:
-        """Forget rollouts that ended long ago."""
+        """Delete rollouts that ended long ago."""
         return await purge(self._read, self._write, asked)
 
-    async def want(self, run_id: str, wanted: Wanted) -> Demand:
-        """Keep what a branch wants of a run."""
-        return await self._write(lambda transaction: rows.want(transaction, self.database, run_id, wanted))
+    async def want(self, run_id: str, branch_demand: Wanted) -> Demand:
+        """Set the demand of a branch; return the demand for the run."""
+        return await self._write(lambda transaction: rows.want(transaction, self.database, run_id, branch_demand))
 
     async def demand(self, run_id: str) -> Demand:
-        """What is wanted of a run."""
+        """Return the demand for a run."""
         return await self._read(lambda connection: rows.demand(connection, run_id))
 
     async def counts(self, run_id: str | None = None) -> list[Run]:
-        """How many rollouts stand how."""
+        """Count the rollouts of each run, or of one run, by state."""
         return await self._read(lambda connection: rows.counts(connection, run_id))
 
     async def run(self, run_id: str) -> Run:
-        """How many rollouts of a run stand how; of one that nobody knows, none."""
-        found = await self.counts(run_id)
-        return found[0] if found else Run(run_id=run_id, states={}, cursor=0)
+        """Count the rollouts of one run, by state; an unknown run has none."""
+        runs = await self.counts(run_id)
+        return runs[0] if runs else Run(run_id=run_id, states={}, cursor=0)
 
     async def rollout(self, rollout_id: str) -> Rollout | None:
-        """One rollout."""
+        """Return one rollout. None: the id is unknown."""
         return await self._read(lambda connection: rows.rollout(connection, rollout_id))
 
     async def listed(self, *, run_id: str | None, state: State | None, group_id: str | None, after: int, limit: int) -> Rollouts:
-        """Rollouts in order of arrival."""
+        """Return rollouts in order of arrival."""
         ask = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
-        found, cursor = await self._read(ask)
-        return Rollouts(rollouts=found, cursor=cursor)
+        rollouts, cursor = await self._read(ask)
+        return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def ends(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Rollouts:
-        """Rollouts of a run in the order in which they ended; where there is none, wait for it as long as was asked."""
+        """Return a run's rollouts in the order in which they ended; if there is none, wait for one as long as requested."""
         end = time.monotonic() + wait_seconds
         while True:
             news = self._ends.of(run_id)
-            found, cursor = await self._read(lambda connection: rows.ended(connection, run_id, after, limit))
-            if found or self._stopping or not await within(news, end):
-                return Rollouts(rollouts=found, cursor=cursor)
+            rollouts, cursor = await self._read(lambda connection: rows.ended(connection, run_id, after, limit))
+            if rollouts or self._stopping or not await within(news, end):
+                return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def watch(self) -> None:
-        """Keep the database, and end what is over by time, or by its worker's death, until cancelled, or until it is somebody else's."""
+        """Renew the database's lock, and end attempts that have expired, until cancelled or replaced by another server.
+
+        An attempt expires with its lease, at its time limit, or with its worker's process.
+        """
         before = time.monotonic()
         while not self.taken.done():
             await asyncio.sleep(LOOK_SECONDS)
@@ -306,9 +309,9 @@ class Service:
 
     async def _end(self, endings: Sequence[Ending]) -> Results:
         results = await self._write(lambda transaction: self._endings.end(transaction, endings, time.time()))
-        for one, result in zip(endings, results, strict=True):
-            if self._drop((one.rollout_id, one.attempt)) and result.refused is None:
-                self._count(one.reason)
+        for ending, result in zip(endings, results, strict=True):
+            if self._drop((ending.rollout_id, ending.attempt)) and result.refused is None:
+                self._count(ending.reason)
         self._ends.tell()
         if any(result.state is State.QUEUED for result in results):
             self._arrivals.tell()
@@ -318,7 +321,7 @@ class Service:
         try:
             return await self.writer.do(work)
         except QueueError:
-            # What was handed out or ended in that transaction may hold: look, as soon as that is possible.
+            # The transaction may have been committed: read the running attempts again, as soon as that is possible.
             self._rebuilding = asyncio.create_task(self._rebuild_when_possible())
             raise
 
@@ -330,10 +333,10 @@ class Service:
         return await asyncio.to_thread(read)
 
     async def _keep(self) -> None:
-        """Be the database's one server, also when PostgreSQL has ended the session that held its lock.
+        """Renew the database's lock, also when PostgreSQL has ended the session that held it.
 
         Raises:
-            QueueError: it is away, or has another server.
+            QueueError: the database is away, or has another server.
         """
         try:
             await asyncio.to_thread(self.database.keep)
@@ -352,28 +355,28 @@ class Service:
                 continue
 
     async def _rebuild(self) -> None:
-        """Make what we believe to be under way what is under way."""
+        """Replace the tracked attempts by those that the database says are running."""
         await self._keep()
-        # Through the writer: nothing is handed out or ended between the look and what follows from it.
-        found = {(one.rollout_id, one.attempt): one for one in await self.writer.do(rows.running)}
-        for key in [key for key in self._running if key not in found]:
+        # Through the writer: nothing is handed out or ended between the read and the update of the tracked attempts.
+        attempts = {(one.rollout_id, one.attempt): one for one in await self.writer.do(rows.running)}
+        for key in [key for key in self._running if key not in attempts]:
             self._drop(key)
-        self._take((one for key, one in found.items() if key not in self._running), fresh=False)
+        self._take((one for key, one in attempts.items() if key not in self._running), fresh=False)
 
     def _take(self, attempts: Iterable[Running], *, fresh: bool) -> None:
-        """Count the time of attempts from now on; of those that are not fresh, what they have run already as well."""
+        """Track attempts from now on; for those that are not fresh, count the time that they have run already as well."""
         now = self._now()
-        for one in attempts:
-            key = (one.rollout_id, one.attempt)
+        for attempt in attempts:
+            key = (attempt.rollout_id, attempt.attempt)
             if key in self._running:
-                self._held.renew(key, one.lease_seconds)
-                self._running[key] = one
+                self._held.renew(key, attempt.lease_seconds)
+                self._running[key] = attempt
                 continue
-            ran = now.monotonic - one.began if not fresh and one.boot == self._boot else 0.0
-            self._running[key] = one
-            self._held.renew(key, one.lease_seconds)
-            # A worker has a lease's time to end an attempt by itself: it knows better how, and how much of the time was the agent's.
-            self._run.renew(key, one.lease_seconds + max(one.timeout_seconds - ran, 0.0))
+            ran = now.monotonic - attempt.began if not fresh and attempt.boot == self._boot else 0.0
+            self._running[key] = attempt
+            self._held.renew(key, attempt.lease_seconds)
+            # A worker has a lease's time more to end an attempt by itself: it knows better how it ended, and how long the agent ran.
+            self._run.renew(key, attempt.lease_seconds + max(attempt.timeout_seconds - ran, 0.0))
 
     def _drop(self, key: Key) -> bool:
         self._held.forget(key)

@@ -1,7 +1,7 @@
-"""The queue's tables, and who owns the database that they lie in.
+"""Tables of the queue, and the lock that makes one server the owner of its database.
 
-In: a URL. Out: tables, and a database that this process alone serves from. Invariant: the attempt that is under way stands on its
-rollout's own row, and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact stands once.
+In: a URL. Out: tables, and a database that this process alone serves from. Invariant: the running attempt is part of its rollout's row,
+and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact is stored once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from spangrad.errors import QueueError
 METADATA = sa.MetaData()
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _SERVER_LOCK = 0x71756575
-"""PostgreSQL's lock that a server holds while it runs."""
+"""Key of the PostgreSQL advisory lock that a server holds while it runs."""
 _FAREWELL_SECONDS = 2.0
-"""That PostgreSQL may need to notice that a server was killed."""
+"""Time that PostgreSQL may need to notice that a server was killed, in seconds."""
 
 ROLLOUTS = sa.Table(
     "rollouts",
@@ -109,7 +109,7 @@ class QueueDatabase(Database):
     """The queue's database, from which this process alone serves until it is closed."""
 
     def __init__(self, place: str) -> None:
-        """Open it, and make the tables that are missing.
+        """Open the database, and create missing tables.
 
         Args:
             place: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; runner.queue_db.
@@ -135,10 +135,10 @@ class QueueDatabase(Database):
             raise
 
     def keep(self) -> None:
-        """Be the one server again, where PostgreSQL was away, or has ended the session, and has forgotten it.
+        """Renew the lock, where PostgreSQL was away, or has ended the session that held it.
 
         Raises:
-            ServedElsewhereError: another server serves from it by now.
+            ServedElsewhereError: another server serves from the database by now.
             QueueError: the database does not answer.
         """
         if self.is_sqlite:
@@ -172,7 +172,7 @@ class QueueDatabase(Database):
             session.close()
 
     def close(self) -> None:
-        """Close its connections, and let others serve from it."""
+        """Close the connections, and release the lock."""
         with self._keeping:
             self._leave()
         super().close()
@@ -184,7 +184,7 @@ class QueueDatabase(Database):
 
 
 def _only_server(url: sa.URL) -> IO[str]:
-    """A file beside SQLite's that one process can lock."""
+    """Lock a file next to SQLite's, so that one process serves from the database."""
     path = Path(f"{url.database or 'queue.db'}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

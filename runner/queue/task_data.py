@@ -1,7 +1,7 @@
-"""Tasks that the queue keeps for its runs, so that whoever works for a run finds them: uploaded in parts, then given a name.
+"""Tasks that the queue stores for its runs, so that every worker of a run finds them: uploaded in parts, then given a name.
 
-In: tasks by the digest of their content and their place in it; a run's name for a digest. Out: the same. Invariant: a row is
-written once, whoever uploads it again; a name leads to a digest of which every task is there.
+In: tasks by the digest of their content and their place in it; names of a run, each for a digest. Out: the same. Invariant: a row is
+written once, however often it is uploaded; a name refers to a digest of which every task is stored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """POST /v1/tasks: tasks of an upload, from a place on."""
+    """Body of POST /v1/tasks: tasks of an upload, from a place on."""
 
     digest: Digest
     first: Place
@@ -58,48 +58,48 @@ class Part(Struct, frozen=True, kw_only=True):
 
 
 class Page(Struct, frozen=True, kw_only=True):
-    """GET /v1/tasks/{digest}: tasks from a place on."""
+    """Response to GET /v1/tasks/{digest}: tasks from a place on."""
 
     tasks: list[Row]
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """PUT and GET /v1/runs/{run}/tasks/{name}: which tasks a run means by a name."""
+    """Body and response of PUT and GET /v1/runs/{run}/tasks/{name}: the tasks that a name of a run refers to."""
 
     digest: Digest
     tasks: Place
-    """How many."""
+    """Number of tasks."""
 
 
 class TaskData:
-    """Keeps tasks in the service's database."""
+    """Stores tasks in the service's database."""
 
     def __init__(self, service: Service) -> None:
-        """Of that service."""
+        """Use the database of a service."""
         self._database: Database = service.database
         self._writer = service.writer
 
     async def keep(self, part: Part) -> Kept:
-        """Keep a part of an upload; what is there already stays."""
+        """Store a part of an upload; rows that exist stay as they are."""
         rows: list[dict[str, object]] = [
-            {"digest": part.digest, "place": place, "task_id": one.task_id, "input": bytes(one.input).decode()}
-            for place, one in enumerate(part.tasks, part.first)
+            {"digest": part.digest, "place": place, "task_id": task.task_id, "input": bytes(task.input).decode()}
+            for place, task in enumerate(part.tasks, part.first)
         ]
         await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
         return Kept(digest=part.digest, tasks=len(rows))
 
     async def page(self, digest: str, first: int, limit: int) -> Page:
-        """Tasks in their order, from a place on."""
+        """Return tasks in their order, from a place on."""
         of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
         ask = sa.select(TASKS.c.task_id, TASKS.c.input).where(of).order_by(TASKS.c.place).limit(limit)
-        found = await self._read(lambda connection: connection.execute(ask).all())
-        return Page(tasks=[Row(task_id=row.task_id, input=Raw(row.input.encode())) for row in found])
+        rows = await self._read(lambda connection: connection.execute(ask).all())
+        return Page(tasks=[Row(task_id=row.task_id, input=Raw(row.input.encode())) for row in rows])
 
     async def name(self, run: str, name: str, kept: Kept) -> int:
-        """Give tasks a name in a run, in place of those that had it, if they are all there.
+        """Give tasks a name in a run, in place of the previous ones, if all of them are stored.
 
         Returns:
-            how many are there.
+            Number of tasks that are stored.
         """
 
         def write(transaction: sa.Connection) -> int:
@@ -112,7 +112,7 @@ class TaskData:
         return await self._writer.do(write)
 
     async def named(self, run: str, name: str) -> Kept | None:
-        """Which tasks a run means by a name. None: none."""
+        """Return the tasks that a name of a run refers to. None: the run has no such name."""
         ask = sa.select(NAMED.c.digest, NAMED.c.tasks).where(_named(run, name))
         row = await self._read(lambda connection: connection.execute(ask).first())
         return Kept(digest=row.digest, tasks=row.tasks) if row else None

@@ -1,6 +1,6 @@
-"""What the queue's server and its clients say to each other: JSON objects over HTTP.
+"""HTTP messages between the queue's server and its clients: JSON objects.
 
-In, out: frozen structs. Invariant: a field that nobody knows is refused, and so is a value that has no meaning.
+In, out: frozen structs. Invariant: an unknown field is refused, and so is a value without a meaning.
 """
 
 from __future__ import annotations
@@ -14,96 +14,97 @@ from msgspec import Meta, Raw
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion
 
 NO_NULL = r"^[^\x00]*$"
-"""PostgreSQL keeps no such character, and one that it refuses would fail the transaction of everybody who shares it."""
+"""Pattern of texts without a null character, which PostgreSQL cannot store: it would fail the transaction of all requests that share it."""
 Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=NO_NULL)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=100_000)]
 Rewards = dict[str, float | dict[str, float]]
-"""By name: a number that is everybody's, or numbers by role."""
+"""Rewards by name: a number for all roles, or numbers by role."""
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
 class State(StrEnum):
-    """How a rollout stands."""
+    """State of a rollout."""
 
     QUEUED = "queued"
-    """Waits to be handed out, for the first time or again."""
+    """Waiting to be handed out, for the first time or again."""
     RUNNING = "running"
-    """A worker holds it."""
+    """Leased to a worker."""
     SUCCEEDED = "succeeded"
-    """An attempt was completed."""
+    """An attempt succeeded."""
     FAILED = "failed"
-    """An attempt failed by what the policy did, and has a reward for it: it counts, and no other attempt is made."""
+    """An attempt failed because of the policy, and has a reward for it: the rollout counts, and is not tried again."""
     DEAD = "dead"
-    """Each of its attempts failed: a dead letter, until somebody queues it again."""
+    """Each of its attempts failed: a dead letter, until a user queues it again."""
     CANCELLED = "cancelled"
-    """Somebody said that it is not wanted."""
+    """Cancelled by a request."""
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all of them."""
+    """Base class of the messages."""
 
 
 class NewRollout(Struct, frozen=True, kw_only=True):
-    """A rollout that is to be run."""
+    """A rollout to enqueue."""
 
     task_id: Name
     input: Raw
-    """What the agent is given: any JSON value, kept as it was written."""
+    """Input of the agent: any JSON value, kept as it was written."""
     group_id: Name
     group_size: Count = 1
     mode: Mode = Mode.TRAIN
     rollout_id: Name | None = None
-    """None: the queue makes one, and then a request that is sent twice enqueues twice. One that is known already is left as it is."""
+    """None: the queue assigns an id, and a request that is sent twice enqueues twice. A rollout with a known id stays as it is."""
     priority: Priority = 0
-    """The largest goes first; among equals the oldest."""
+    """Rollouts with the highest priority go first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
-    """That an agent may run; from the hand-out, where its worker does not say since when. None: runner.timeout_seconds of the server."""
+    """Time limit of one agent run, in seconds; from the hand-out, if its worker does not report when it began. None:
+    runner.timeout_seconds of the server."""
     max_attempts: Count | None = None
-    """None: runner.max_attempts of the server."""
+    """Largest number of attempts. None: runner.max_attempts of the server."""
     prompt: PromptVersion | None = None
-    """What its attempts fetch under that name. None: what is published when they ask."""
+    """Prompt version that its attempts fetch under the prompt's name. None: the version that is published when they ask."""
 
 
 class Enqueue(Struct, frozen=True, kw_only=True):
-    """POST /v1/rollouts."""
+    """Body of POST /v1/rollouts."""
 
     run_id: Name
     rollouts: list[NewRollout]
 
 
 class Enqueued(Struct, frozen=True, kw_only=True):
-    """Its answer, after they are durable."""
+    """Response to POST /v1/rollouts, once the rollouts are durable."""
 
     rollout_ids: list[str]
-    """Of all that were sent, in order."""
+    """Ids of all rollouts of the request, in order."""
     known: int
-    """How many of them were in the queue before."""
+    """Number of them that were in the queue before."""
 
 
 class Ask(Struct, frozen=True, kw_only=True):
-    """POST /v1/leases."""
+    """Body of POST /v1/leases."""
 
     run_id: Name
-    """A worker serves one run: that run's agent."""
+    """Run to lease from; a worker serves one run, with that run's agent."""
     worker: Name
-    """Who asks; attempts are told by it."""
+    """Name of the worker; recorded with its attempts."""
     count: Count = 1
-    """At most so many."""
+    """Largest number of leases."""
     wait_seconds: Annotated[float, Meta(ge=0, le=60)] = 0
-    """While nothing is queued, wait so long for it."""
+    """Longest wait for a rollout while none is queued, in seconds."""
     lease_seconds: Seconds | None = None
-    """That each lease holds unrenewed. None: runner.queue_lease_seconds of the server."""
+    """Time for which each lease holds without renewal, in seconds. None: runner.queue_lease_seconds of the server."""
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The right, and the duty, to make one attempt of a rollout."""
+    """Permission for one attempt of a rollout; its holder must report how the attempt ended."""
 
     run_id: str
     rollout_id: str
     attempt: int
     last: bool
-    """Whether no other attempt will come when this one fails."""
+    """True if no other attempt follows when this one fails."""
     task_id: str
     input: Raw
     mode: Mode
@@ -113,87 +114,87 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     timeout_seconds: float
     lease_seconds: float
     prompt: PromptVersion | None = None
-    """As it was enqueued."""
+    """Prompt version of the enqueued rollout."""
 
     def task_input(self) -> Any:
-        """What the agent is given."""
+        """Return the input of the agent."""
         return msgspec.json.decode(self.input)
 
 
 class Leases(Struct, frozen=True, kw_only=True):
-    """Its answer; also what is beaten, extended or given back."""
+    """Response to POST /v1/leases."""
 
     leases: list[Lease]
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """An attempt, by its name."""
+    """Reference to a leased attempt."""
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
     ran: Annotated[float, Meta(ge=0)] | None = None
-    """In a heartbeat: how long its agent has run, so that nothing else counts. None: since the hand-out."""
+    """Heartbeats only: time that the agent has run, in seconds; only this counts as run time. None: the time since the hand-out counts."""
 
 
 class Beat(Struct, frozen=True, kw_only=True):
-    """POST /v1/leases/heartbeat: the worker is alive, and holds these."""
+    """Body of POST /v1/leases/heartbeat: the worker is alive, and holds these leases."""
 
     leases: list[Held]
 
 
 class Extend(Struct, frozen=True, kw_only=True):
-    """POST /v1/leases/extend: from now on, these hold for so long without a heartbeat."""
+    """Body of POST /v1/leases/extend: from now on, these leases hold for so many seconds without a heartbeat."""
 
     leases: list[Held]
     seconds: Seconds
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """POST /v1/leases/release: given back, as if they had not been handed out; the attempt does not count."""
+    """Body of POST /v1/leases/release: the leases are returned as if they had not been handed out; the attempts do not count."""
 
     leases: list[Held]
     detail: str = ""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """An attempt that succeeded."""
+    """Report that an attempt succeeded."""
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
     rewards: Rewards | None = None
     """Final rewards by name, or by name and role. None: the agent's spans hold them."""
     calls: Annotated[int, Meta(ge=0)] | None = None
-    """Policy calls that the gateway answered. None: nobody counted."""
+    """Policy calls that the gateway answered. None: they were not counted."""
     seconds: Annotated[float, Meta(ge=0)] | None = None
-    """That the agent ran, by its worker's clock. None: the worker does not say."""
+    """Time that the agent ran, in seconds, by its worker's clock. None: unknown."""
 
 
 class Complete(Struct, frozen=True, kw_only=True):
-    """POST /v1/leases/complete."""
+    """Body of POST /v1/leases/complete."""
 
     completions: list[Completion]
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """An attempt that failed."""
+    """Report that an attempt failed."""
 
     rollout_id: Name
     attempt: Annotated[int, Meta(ge=0)]
     reason: AttemptFailure
     detail: str = ""
-    """What happened, for people."""
+    """Explanation for people."""
     calls: Annotated[int, Meta(ge=0)] | None = None
     seconds: Annotated[float, Meta(ge=0)] | None = None
     retry: bool = True
-    """False: no other attempt would do better; it is dead at once."""
+    """False: another attempt would fail as well; the rollout is dead at once."""
     rewards: Rewards | None = None
-    """By name, of a failure that the policy caused: the rollout has failed, counts, and is not tried again. None: it has none."""
+    """Rewards by name, for a failure that the policy caused: the rollout has failed, counts, and is not tried again. None: no reward."""
 
     def __post_init__(self) -> None:
-        """Refuse a reward of infrastructure.
+        """Refuse rewards for a failure that the policy did not cause.
 
         Raises:
-            ValueError: the reason is none of the policy's.
+            ValueError: there are rewards, and the reason is not a failure of the policy.
         """
         if self.rewards is not None and self.reason not in POLICY_FAILURES:
             reasons = ", ".join(sorted(POLICY_FAILURES))
@@ -201,69 +202,69 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class Fail(Struct, frozen=True, kw_only=True):
-    """POST /v1/leases/fail."""
+    """Body of POST /v1/leases/fail."""
 
     failures: list[Failure]
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What became of one attempt that was completed, failed, released, extended or beaten."""
+    """Result of a request for one attempt: complete, fail, release, extend or heartbeat."""
 
     rollout_id: str
     attempt: int
     state: State | None
-    """The rollout's, by this attempt: the same however often it is told. None: the queue has no such rollout."""
+    """State of the rollout after this attempt ended; the same however often it is reported. None: the queue has no such rollout."""
     refused: str | None = None
-    """Why it counts for nothing, in a sentence. None: it was taken."""
+    """Sentence that says why the report does not count. None: it was accepted."""
     ended: AttemptFailure | None = None
-    """Why the attempt was over before. None: it was not, or it had succeeded."""
+    """Failure with which the attempt had ended before. None: it had not ended, or it had succeeded."""
 
 
 class Results(Struct, frozen=True, kw_only=True):
-    """Answers, in the order of what was asked; to a heartbeat and an extension, only the attempts that are over."""
+    """Response: results in the order of the request; to a heartbeat and an extension, only for attempts that are over."""
 
     results: list[Result]
 
 
 class Which(Struct, frozen=True, kw_only=True):
-    """POST /v1/cancel and /v1/retry: rollouts by id, a group, or a whole run."""
+    """Body of POST /v1/cancel and /v1/retry: rollouts by id, a group, or a whole run."""
 
     rollout_ids: list[Name] | None = None
     run_id: Name | None = None
     group_id: Name | None = None
-    """Of that run. None: all its groups."""
+    """Group of that run. None: all its groups."""
 
 
 class Cancelled(Struct, frozen=True, kw_only=True):
-    """How many were cancelled."""
+    """Response to POST /v1/cancel: number of cancelled rollouts, by their previous state."""
 
     queued: int
     running: int
-    """Their workers learn it from their next heartbeat."""
+    """Number of running ones; their workers learn of it by their next heartbeat."""
 
 
 class Retried(Struct, frozen=True, kw_only=True):
-    """How many dead letters are queued again, each for as many attempts as a new rollout has."""
+    """Response to POST /v1/retry: number of dead letters that are queued again, each for as many attempts as a new rollout has."""
 
     queued: int
 
 
 class Purge(Struct, frozen=True, kw_only=True):
-    """POST /v1/purge: forget rollouts that have ended, and their attempts."""
+    """Body of POST /v1/purge: delete rollouts that have ended, and their attempts."""
 
     older_than_seconds: Annotated[float, Meta(ge=0)]
-    """That they ended before."""
+    """Smallest age to delete, in seconds since the rollout ended."""
     run_id: Name | None = None
-    """None: of all runs."""
+    """Run of the rollouts. None: all runs."""
 
 
 class Purged(Struct, frozen=True, kw_only=True):
-    """Its answer."""
+    """Response to POST /v1/purge."""
 
     rollouts: int
-    """That are forgotten."""
+    """Number of deleted rollouts."""
     more: bool
-    """Whether others may be left that are as old: ask again."""
+    """True if more rollouts of that age may be left: send the request again."""
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -274,9 +275,9 @@ class Attempt(Struct, frozen=True, kw_only=True):
     began_at: float
     """Seconds since 1970, by the server's clock: for people."""
     ended_at: float | None
-    """None: it is under way."""
+    """Seconds since 1970, by the server's clock. None: it is running."""
     reason: AttemptFailure | None
-    """Why it failed. None: it is under way, or it succeeded."""
+    """Failure of the attempt. None: it is running, or it succeeded."""
     detail: str
     rewards: Rewards | None
     calls: int | None
@@ -284,7 +285,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rollout, for people and for those who wait for its end."""
+    """A rollout, for people and for clients that wait for its end."""
 
     run_id: str
     rollout_id: str
@@ -297,64 +298,64 @@ class Rollout(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempts_left: int
     timeout_seconds: float
     worker: str | None
-    """Who holds it. None: nobody."""
+    """Worker that holds its lease. None: no worker does."""
     cursor: int | None
-    """Its place in the order in which the run's rollouts ended. None: it has not."""
+    """Position in the order in which the run's rollouts ended. None: it has not ended."""
     attempts: list[Attempt]
     """Oldest first; in lists only the last one."""
     prompt: PromptVersion | None = None
-    """That its attempts are pinned to. None: to none."""
+    """Prompt version that its attempts are pinned to. None: they are not pinned."""
 
 
 class Rollouts(Struct, frozen=True, kw_only=True):
-    """GET /v1/rollouts and /v1/runs/{run}/ended."""
+    """Response to GET /v1/rollouts and /v1/runs/{run}/ended."""
 
     rollouts: list[Rollout]
     cursor: int
-    """What to ask `after` next."""
+    """Value of `after` for the next page."""
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """How many rollouts of a run stand how."""
+    """Number of a run's rollouts, by state."""
 
     run_id: str
     states: dict[State, int]
     cursor: int
-    """The newest place in the order in which its rollouts ended; 0: none has."""
+    """Newest position in the order in which its rollouts ended; 0: none has ended."""
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """GET /v1/runs."""
+    """Response to GET /v1/runs."""
 
     runs: list[Run]
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """PUT /v1/runs/{run}/demand: what a branch wants of the run."""
+    """Body of PUT /v1/runs/{run}/demand: the demand of one branch."""
 
     policy: Name
     branch: Name
     groups: Annotated[int, Meta(ge=0, lt=2**53)]
-    """Of mode train, in all, since the run's beginning."""
+    """Demanded groups of mode train, in total since the run's beginning."""
     oldest_version: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
-    """Whose calls the branch can still train. None: the branch does not say."""
+    """Oldest policy version whose calls the branch can still train. None: the branch does not report it."""
     filled: Annotated[int, Meta(ge=0, lt=2**53)] = 0
-    """Of `groups`, those that are there: spent, or whole in the trainer's hands. As many as `groups`: no other one is waited for."""
+    """Groups that the trainer has spent or received whole. Equal to `groups`: the demand is met."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """Its answer, and that of a GET."""
+    """Demand for a run: response to PUT and GET /v1/runs/{run}/demand."""
 
     groups: int
-    """The most that any branch wants."""
+    """Largest demand of all branches, in groups."""
     enqueued: int
-    """Groups of mode train that were enqueued in the run, without those of which a rollout was cancelled."""
+    """Groups of mode train that were enqueued in the run, except those with a cancelled rollout."""
     cancelled: int
-    """Those."""
+    """Groups of mode train with a cancelled rollout."""
     branches: list[Wanted]
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """Any answer that is not 200."""
+    """Response with any status but 200."""
 
     error: str

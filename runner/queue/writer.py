@@ -1,10 +1,10 @@
-"""Puts what many ask for at the same time into one transaction.
+"""Batches concurrent writes into one transaction.
 
-In: functions of a connection, from an event loop. Out: their values, after the commit. Invariant: nobody is answered before what he asked
-for is committed; the functions run one after the other, in the order in which they came.
+In: functions of a connection, from an event loop. Out: their values, after the commit. Invariant: no request is answered before it is
+committed; the functions run one after the other, in the order in which they arrived.
 
-A commit waits for the disk, so it is shared: whatever has come while the last transaction ran makes the next one. Where one function
-of several raises, nothing of the transaction holds, and each of them is run again in a transaction of its own.
+A commit waits for the disk, so it is shared: all functions that arrive during a transaction form the next one. If one of several functions
+raises, the transaction is rolled back, and each of them is run again in a transaction of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spangrad.errors import QueueError
 
 T = TypeVar("T")
 MOST = 256
-"""Functions in one transaction."""
+"""Largest number of functions in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class _Job:
 
 @dataclass(slots=True)
 class Tally:
-    """What the writer has done."""
+    """Totals of the writer since its start."""
 
     transactions: int = 0
     requests: int = 0
     seconds: float = 0.0
-    """In transactions."""
+    """Time in transactions, in seconds."""
 
 
 class Writer:
-    """A thread that owns the right to write."""
+    """Thread that executes all writes."""
 
     def __init__(self, database: Database) -> None:
-        """Begin; within a running event loop."""
+        """Start the thread; within a running event loop."""
         self._database = database
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -56,22 +56,22 @@ class Writer:
 
     @property
     def waiting(self) -> int:
-        """Functions that no transaction has taken yet."""
+        """Number of functions that wait for a transaction."""
         return self._jobs.qsize()
 
     async def do(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run a function in a transaction, and return its value once that is committed.
+        """Run a function in a transaction, and return its value after the commit.
 
         Raises:
-            QueueError: the database failed; what was asked may have been done.
+            QueueError: the database failed; the write may have been done.
         """
         future = self._loop.create_future()
         self._jobs.put(_Job(work, future))
-        # Whoever asked may go away; what he asked for is done all the same.
+        # The caller may be cancelled; the write is done all the same.
         return await asyncio.shield(future)
 
     async def close(self) -> None:
-        """Do what was asked for, then end."""
+        """Finish all writes, then end the thread."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -84,7 +84,7 @@ class Writer:
                 return
 
     def _next(self) -> tuple[list[_Job], bool]:
-        """What waits, and whether nothing will come after it."""
+        """Return the waiting functions, and whether the writer closes after them."""
         jobs: list[_Job] = []
         job = self._jobs.get()
         while job is not None:
