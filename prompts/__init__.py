@@ -1,1 +1,1 @@
-"""Prompt optimisation: a beam search whose steps are a model's critiques of rollouts, and whose trials are never trained."""
+"""Prompt optimisation: a beam search whose steps are a model's critiques of rollouts; its trials are never trained on."""

@@ -1,7 +1,7 @@
-"""Whether a candidate is better than the prompt that the search began with, or was lucky.
+"""Significance of a candidate's gain over the prompt that the search began with.
 
-In: scores of both on the same tasks. Out: a mean gain and its p. Invariant: only differences within a task count; the same numbers and
-seed give the same p.
+In: scores of both on the same tasks. Out: a mean gain and its p-value. Invariant: only differences within a task count; the same numbers
+and seed give the same p-value.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 _EXACT_TASKS = 14
-"""With so many tasks or fewer that differ, every assignment of signs is counted."""
+"""Largest number of differing tasks for which every assignment of signs is counted; beyond it, they are sampled."""
 _DRAWS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What one version has before another."""
+    """Gain of one version over another."""
 
     mean: float
-    """Of the differences by task."""
+    """Mean of the differences by task."""
     p: float
-    """How probable a mean as large as that would be, if each task's difference could as well be the other way round."""
+    """Probability of a mean at least as large, if each task's difference had a random sign."""
 
 
 def gain(base: Mapping[str, float], candidate: Mapping[str, float], seed: int) -> Gain:

@@ -1,6 +1,6 @@
-"""The model that criticises and edits, behind any OpenAI-compatible address: the gateway's, unless the settings name another.
+"""Client of the model that criticises and edits, at any OpenAI-compatible address: the gateway's, unless the settings name another.
 
-In: messages. Out: what the model says. Invariant: calls that go through the gateway say in their baggage that they belong to a search, so
+In: messages. Out: the model's reply. Invariant: calls that go through the gateway carry baggage that marks them as part of a search, so
 that they are spans of mode `trial` and never of production, and nothing is trained on them.
 """
 
@@ -23,14 +23,14 @@ from spangrad.types import Mode
 _AT_ONCE = 8
 _TRIES = 4
 _PAUSE_SECONDS = 0.5
-"""Before the second try; each further pause is twice as long."""
+"""Pause before the second try, in seconds; each further pause is twice as long."""
 
 
 class Critic:
-    """A chat model; an async context manager."""
+    """Connection to a chat model; an async context manager."""
 
     def __init__(self, settings: Settings, run_id: str) -> None:
-        """Ask what prompts.critic_url and prompts.model name, for a search whose trials are of a run."""
+        """Configure the model of prompts.critic_url and prompts.model, for a search whose trials belong to a run."""
         chosen, gateway = settings.prompts, settings.gateway
         self._url = (chosen.critic_url or f"{gateway.url.rstrip('/')}/v1").rstrip("/")
         self._model = chosen.model or gateway.policy
@@ -39,26 +39,26 @@ class Critic:
         key = chosen.critic_key or (gateway.token if own else None)
         self._headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         if own:
-            said = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
-            self._headers["baggage"] = ",".join(f"{name}={quote(value, safe='')}" for name, value in said.items())
+            baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
+            self._headers["baggage"] = ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())
         self._seconds = chosen.critic_seconds
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        """Connect when something is asked first."""
+        """Open the session."""
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=self._seconds))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close."""
+        """Close the session."""
         await self._session.close()
 
     async def say(self, messages: Messages) -> str:
-        """What the model answers.
+        """Return the model's reply.
 
         Raises:
-            PromptError: its server refuses, or answers nothing that can be read, or stays away.
+            PromptError: the server refuses, gives no readable reply, or does not answer.
         """
         body: dict[str, Any] = {"model": self._model, "messages": messages}
         if self._temperature is not None:
@@ -79,13 +79,13 @@ class Critic:
         )
 
     async def _ask(self, body: dict[str, Any]) -> tuple[str, bool | str]:
-        """What is wrong, and the answer, else whether to ask again."""
+        """Send one request; return the error and whether to retry, or an empty error and the reply."""
         try:
             async with self._session.post(f"{self._url}/chat/completions", json=body) as answer:
                 if answer.status != 200:
                     return f"HTTP {answer.status} {(await answer.text())[:300]}", answer.status == 429 or answer.status >= 500
-                said = await answer.json(content_type=None)
-                return "", storable(str(said["choices"][0]["message"]["content"] or ""))
+                completion = await answer.json(content_type=None)
+                return "", storable(str(completion["choices"][0]["message"]["content"] or ""))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return str(error) or type(error).__name__, True
         except (ValueError, LookupError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""What a search has found, for people and for programs.
+"""Reports of a search, for people and for programs.
 
-In: a `Result`. Out: an object of JSON, a table, a plot. Invariant: the numbers of all three are the same.
+In: a `Result`. Out: a JSON object, a table, a plot. Invariant: the numbers of all three are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIRST_WORDS = 60
 
 
 def as_object(result: Result, *, published: bool) -> dict[str, Any]:
-    """All of it; `published` says whether agents get the best one from now on."""
+    """Return the whole result as a JSON object; `published` is recorded in it: whether agents get the best version from now on."""
     question = result.question
     return {
         "prompt": question.start.name,
@@ -29,47 +29,48 @@ def as_object(result: Result, *, published: bool) -> dict[str, Any]:
         "published": published,
         "held_out": [task.task_id for task in question.held_out],
         "rounds": [
-            {"round": one.number, "beam": list(one.beam), "best_score": result.candidate(one.beam[0]).score} for one in result.rounds
+            {"round": search_round.number, "beam": list(search_round.beam), "best_score": result.candidate(search_round.beam[0]).score}
+            for search_round in result.rounds
         ],
         "candidates": [_candidate(one) for one in result.candidates],
     }
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
-    edit = one.edit
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    edit = candidate.edit
     return {
-        "version": one.version,
+        "version": candidate.version,
         "round": edit.round if edit else 0,
         "parent": edit.parent if edit else None,
-        "score": one.score,
-        "failed": one.failed,
-        "by_task": dict(one.by_task),
+        "score": candidate.score,
+        "failed": candidate.failed,
+        "by_task": dict(candidate.by_task),
         "critique": edit.critique if edit else None,
-        "text": one.text,
+        "text": candidate.text,
     }
 
 
 def as_table(result: Result) -> Table:
-    """A row a candidate, the best first."""
+    """Build a table with a row per candidate, the best first."""
     from rich.table import Table
 
     table = Table("version", "round", "parent", "score", "failed", "begins", box=None, pad_edge=False)
-    for one in sorted(result.candidates, key=lambda one: (one.score is None, -(one.score or 0.0))):
-        row = _candidate(one)
-        words = " ".join(one.text.split())
+    for candidate in sorted(result.candidates, key=lambda candidate: (candidate.score is None, -(candidate.score or 0.0))):
+        row = _candidate(candidate)
+        words = " ".join(candidate.text.split())
         table.add_row(
-            str(one.version),
+            str(candidate.version),
             str(row["round"]),
             str(row["parent"] or "-"),
-            "-" if one.score is None else f"{one.score:.3f}",
-            str(one.failed),
+            "-" if candidate.score is None else f"{candidate.score:.3f}",
+            str(candidate.failed),
             words if len(words) <= _FIRST_WORDS else f"{words[:_FIRST_WORDS]}...",
         )
     return table
 
 
 def plot(result: Result, file: Path) -> None:
-    """The best score after each round as a line, each candidate as a dot, in a PNG."""
+    """Write a PNG with the best score after each round as a line, and each candidate as a dot."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""A search for a better prompt: does what `beam.next_step` says until nothing is left.
+"""Search for a better prompt: executes the steps of `beam.next_step` until the search ends.
 
-In: the prompt's published version, tasks to learn from and others to measure on, somebody who runs trials, a critic. Out: a `Result`;
-versions and edits in the prompts' store, trials in the span store. Invariant: whatever was edited or measured is read back before anything
-is done, so a search that is begun again does nothing twice; the prompt that agents get is not changed here.
+In: the prompt's published version, tasks to learn from and others to measure on, a function that runs trials, a critic. Out: a `Result`;
+versions and edits in the prompt store, trials in the span store. Invariant: recorded edits and trials are read before each step, so a
+search that is started again does nothing twice; the published prompt is not changed here.
 """
 
 from __future__ import annotations
@@ -27,50 +27,51 @@ from spangrad.settings import PromptSettings, Settings
 from spangrad.types import PromptVersion, Task
 
 _ARRIVAL_SECONDS = 60.0
-"""That root spans may take through a collector's queue to the store."""
+"""Time that root spans may take from a collector's queue to the store, in seconds."""
 _LOOK_SECONDS = 0.2
 
 Run = Callable[[Sequence[Task]], Awaitable[Sequence[str]]]
-"""Runs a rollout of mode trial of each task, with the prompt that the task names; their ids, once the store has their roots."""
+"""Function that runs a rollout of mode trial of each task, with the prompt that the task names; it returns their ids, once the store has
+their root spans."""
 
 
 class Reads(Protocol):
-    """Who knows the trials: `trials.Trials`, or a test."""
+    """Reader of the trials: `trials.Trials`, or a test double."""
 
     def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
-        """What has ended of these, or all."""
+        """Return the trials with these ids that have ended, or all that have."""
         ...
 
     def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
-        """With what was said in them."""
+        """Return the trials with the exchanges of their model calls."""
         ...
 
 
 class Speaks(Protocol):
-    """Who criticises: `critic.Critic`, or a test."""
+    """Model that criticises: `critic.Critic`, or a test double."""
 
     async def say(self, messages: Messages) -> str:
-        """An answer."""
+        """Return the model's reply."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a search is about."""
+    """Prompt and tasks of a search."""
 
     id: str
     start: PromptText
     learn: tuple[Task, ...]
     """Tasks whose rollouts the critic sees."""
     held_out: tuple[Task, ...]
-    """Tasks that candidates are measured on, all the same ones."""
+    """Tasks that all candidates are measured on."""
 
 
 def search_id(start: PromptText, learn: Sequence[Task], held_out: Sequence[Task], settings: Settings, agent: Sequence[str]) -> str:
-    """The name of a search: the same for the same question, asked in the same way, so that it can be begun again."""
+    """Return the id of a search: the same for the same prompt, tasks, settings and agent, so that the search can be continued."""
     asked = settings.prompts.model_dump(mode="json", exclude={"critic_key", "critic_seconds", "max_p", "pin", "rounds"})
     policy = [settings.gateway.policy, settings.runner.max_attempts, settings.runner.timeout_seconds]
-    tasks = [[[task.task_id, task.input] for task in some] for some in (learn, held_out)]
+    tasks = [[[task.task_id, task.input] for task in group] for group in (learn, held_out)]
     facts = [start.name, start.version, start.checksum, tasks, asked, policy, list(agent)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:12]
 
@@ -84,33 +85,33 @@ class Candidate:
     score: float | None
     """Mean over the held-out tasks. None: it cannot be compared, because a task has no reward."""
     by_task: Mapping[str, float]
-    """Of the tasks that have one: the mean over the rollouts."""
+    """Mean over the rollouts, by task; only tasks with a reward."""
     failed: int
-    """Rollouts of which every attempt failed."""
+    """Number of rollouts of which every attempt failed."""
     edit: Edit | None
-    """How it came about first. None: the search began with it."""
+    """First edit that led to it. None: the search began with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a search has found."""
+    """Result of a search."""
 
     question: Question
     candidates: tuple[Candidate, ...]
-    """In the order in which they came in."""
+    """Candidates in the order of entry."""
     rounds: tuple[Round, ...]
     best: Candidate
     gain: Gain
-    """Of the best over the start, on the held-out tasks."""
+    """Gain of the best version over the start, on the held-out tasks."""
 
     def candidate(self, version: int) -> Candidate:
-        """By its version."""
+        """Return the candidate of a version."""
         return next(one for one in self.candidates if one.version == version)
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a search stands; whoever shows it takes `changed`."""
+    """Progress of a search; a display sets `changed`."""
 
     changed: Callable[[Progress], None] = lambda progress: None
     round: int = 0
@@ -121,7 +122,7 @@ class Progress:
     """Highest score so far. None: nothing is measured."""
 
     def now(self, doing: str, done: int, of: int) -> None:
-        """Say it."""
+        """Update the progress, and notify the display."""
         self.doing, self.done, self.of = doing, done, of
         self.changed(self)
 
@@ -142,11 +143,11 @@ class Search:
     _edits: dict[Place, Edit] = field(default_factory=dict[Place, Edit])
 
     async def go(self) -> Result:
-        """Search until nothing is left to do.
+        """Run the search until it ends.
 
         Raises:
-            PromptError: the prompts' store or the critic stays away; the prompt that the search began with cannot be measured.
-            SpangradError: what those who run trials and read them raise.
+            PromptError: the prompt store or the critic does not answer; or the prompt that the search began with cannot be measured.
+            SpangradError: errors of `run` and of `trials`.
         """
         shape = Shape(self.settings.rounds, self.settings.beam_width, self.settings.branch)
         start = self.question.start
@@ -165,14 +166,14 @@ class Search:
                     await self._expand(places)
                 case Measure(number, versions):
                     self.progress.round = number
-                    wanted = [(version, task) for version in versions for task in self.question.held_out]
-                    await self._try(wanted, self.settings.evaluations, "measuring")
+                    pairs = [(version, task) for version in versions for task in self.question.held_out]
+                    await self._try(pairs, self.settings.evaluations, "measuring")
                 case Done(rounds, entered):
                     await self._read_texts(entered)
                     return self._result(rounds, [self._candidate(version) for version in entered])
 
     async def _expand(self, places: Sequence[Place]) -> None:
-        """Make edits, each written as soon as it is there."""
+        """Make edits; each is recorded as soon as it exists."""
         self.progress.round = places[0].round
         parents = list(dict.fromkeys(place.parent for place in places))
         batch = {parent: self._minibatch(places[0].round, parent) for parent in parents}
@@ -192,22 +193,22 @@ class Search:
 
     async def _edit(self, place: Place, trials: Sequence[Trial]) -> None:
         text, chosen = self._texts[place.parent], self.settings
-        dice = random.Random(f"{chosen.seed} {place}")
-        shown = choose(trials, chosen.shown, dice)
+        rng = random.Random(f"{chosen.seed} {place}")
+        shown = choose(trials, chosen.shown, rng)
         critique = await self.critic.say(ask_for_critique(text, shown, chosen.shown_characters))
-        made = read_edit(await self.critic.say(ask_for_edit(text, critique)))
+        edited = read_edit(await self.critic.say(ask_for_edit(text, critique)))
         edit = Edit(self.question.id, place.round, place.parent, place.number, critique, None)
-        version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, made, edit)
+        version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, edited, edit)
         self._edits[place] = Edit(edit.search, edit.round, edit.parent, edit.number, critique, version)
         self.progress.now("editing", self.progress.done + 1, self.progress.of)
 
-    async def _try(self, wanted: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
-        """Run what is missing of so many rollouts of each version and task."""
+    async def _try(self, pairs: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
+        """Run the missing rollouts, so that each version and task has `times` of them."""
         there = Counter((one.version, one.task_id) for one in self._known.values())
         name = self.question.start.name
         missing = [
             Task(task.task_id, task.input, PromptVersion(name, version))
-            for version, task in wanted
+            for version, task in pairs
             for _ in range(times - there[version, task.task_id])
         ]
         if not missing:
@@ -218,7 +219,7 @@ class Search:
         left = list(ids)
         while left:
             self._take(await asyncio.to_thread(self.trials.read, left))
-            left = [one for one in left if one not in self._known]
+            left = [rollout_id for rollout_id in left if rollout_id not in self._known]
             if left and time.monotonic() > end:
                 raise PromptError(
                     f"{len(left)} of {len(ids)} trials are not in the store {_ARRIVAL_SECONDS:g} s after they ended, rollout {left[0]} for "
@@ -228,26 +229,33 @@ class Search:
 
     def _take(self, trials: Sequence[Trial]) -> None:
         inputs = {task.task_id: json.dumps(task.input, ensure_ascii=False) for task in (*self.question.learn, *self.question.held_out)}
-        for one in trials:
-            if one.task_id in inputs:
-                self._known[one.rollout_id] = Trial(
-                    one.rollout_id, one.attempt, one.version, one.task_id, self._worth(one), one.failure, one.detail, inputs[one.task_id]
+        for trial in trials:
+            if trial.task_id in inputs:
+                self._known[trial.rollout_id] = Trial(
+                    trial.rollout_id,
+                    trial.attempt,
+                    trial.version,
+                    trial.task_id,
+                    self._worth(trial),
+                    trial.failure,
+                    trial.detail,
+                    inputs[trial.task_id],
                 )
 
     def _worth(self, trial: Trial) -> float | None:
         return self.settings.failed_score if trial.score is None else trial.score
 
     def _minibatch(self, round: int, parent: int) -> list[Task]:
-        """Tasks of a round and prompt: the same ones when the search is begun again."""
-        dice = random.Random(f"{self.settings.seed} {round} {parent}")
-        return dice.sample(self.question.learn, min(self.settings.minibatch, len(self.question.learn)))
+        """Draw the tasks of a round and prompt: the same ones when the search is continued."""
+        rng = random.Random(f"{self.settings.seed} {round} {parent}")
+        return rng.sample(self.question.learn, min(self.settings.minibatch, len(self.question.learn)))
 
     def _of(self, version: int, tasks: Sequence[str]) -> list[Trial]:
-        found = [one for one in self._known.values() if one.version == version and one.task_id in set(tasks)]
-        return sorted(found, key=lambda one: (one.task_id, one.rollout_id))
+        trials = [trial for trial in self._known.values() if trial.version == version and trial.task_id in set(tasks)]
+        return sorted(trials, key=lambda trial: (trial.task_id, trial.rollout_id))
 
     def _whole(self) -> list[int]:
-        """Versions that have all their rollouts on the held-out tasks."""
+        """Return the versions that have all their rollouts on the held-out tasks."""
         there = Counter((one.version, one.task_id) for one in self._known.values())
         tasks = [task.task_id for task in self.question.held_out]
         versions = sorted({version for version, _ in there})
@@ -257,9 +265,9 @@ class Search:
         given: defaultdict[str, list[float]] = defaultdict(list)
         tasks = [task.task_id for task in self.question.held_out]
         trials = self._of(version, tasks)
-        for one in trials:
-            if one.score is not None:
-                given[one.task_id].append(one.score)
+        for trial in trials:
+            if trial.score is not None:
+                given[trial.task_id].append(trial.score)
         by_task = {task: sum(given[task]) / len(given[task]) for task in tasks if task in given}
         whole = len(by_task) == len(tasks)
         edit = next((edit for _, edit in sorted(self._edits.items()) if edit.version == version), None)
@@ -268,7 +276,7 @@ class Search:
             text=self._texts.get(version, ""),
             score=sum(by_task.values()) / len(by_task) if whole else None,
             by_task=by_task,
-            failed=sum(bool(one.failure) for one in trials),
+            failed=sum(bool(trial.failure) for trial in trials),
             edit=None if version == self.question.start.version else edit,
         )
 
@@ -286,6 +294,6 @@ class Search:
         without = [task.task_id for task in self.question.held_out if task.task_id not in start.by_task]
         return PromptError(
             f"version {start.version} of prompt {self.question.start.name}, with which the search begins, has no reward on "
-            f"{len(without)} held-out tasks ({', '.join(without[:3])}): {start.failed} rollouts failed. Mend what they failed of "
+            f"{len(without)} held-out tasks ({', '.join(without[:3])}): {start.failed} rollouts failed. Fix the cause "
             "(`spangrad rollout why`), or say with prompts.failed_score what a failure counts."
         )

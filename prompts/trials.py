@@ -1,7 +1,7 @@
-"""Reads trials from the span store: how each rollout of a search went, and what was said in it.
+"""Reads trials from the span store: the result of each rollout of a search, and its model calls.
 
-In: a client of the store, the search's run, ids of rollouts. Out: `Trial`s. Invariant: facts of the spans alone, so that whoever comes
-after a crash reads the same; a rollout that was cancelled is no trial, one that failed is one without a score, never of score 0.
+In: a client of the store, the search's run, ids of rollouts. Out: `Trial`s. Invariant: trials depend on spans alone, so that a process that
+continues after a crash reads the same; a rollout that was cancelled is no trial, one that failed has no score, never the score 0.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ class Trial:
 
     rollout_id: str
     attempt: int
-    """Its last one."""
+    """Number of its last attempt."""
     version: int
     task_id: str
     score: float | None
-    """The sum of its final rewards. None: it has none."""
+    """Sum of its final rewards. None: it has none."""
     failure: str
-    """Why its last attempt failed; empty when it did not."""
+    """Failure of its last attempt; empty if it succeeded."""
     detail: str
     input: str = ""
-    """The task's input, as JSON; filled in by who knows the tasks."""
+    """Input of the task, as JSON; filled in by the search, which knows the tasks."""
     exchanges: tuple[Exchange, ...] = ()
-    """Filled in by `with_exchanges`."""
+    """Model calls of the last attempt; filled in by `with_exchanges`."""
 
 
 class Trials:
-    """The trials of one search."""
+    """Trials of one search."""
 
     def __init__(self, client: Client, url: str, run_id: str, prompt: str) -> None:
-        """Read with `client` of the store at `url` the rollouts of a run that tried versions of a prompt."""
+        """Read the rollouts of a run that tried versions of a prompt, with `client`, from the store at `url`."""
         self._client = client
         self._url = url
         self._run, self._prompt = run_id, prompt
 
     def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
-        """What has ended of these rollouts, or of all of the run.
+        """Return the trials with these ids that have ended, or all of the run that have.
 
         Raises:
             StoreError: the store does not answer.
@@ -84,43 +84,43 @@ class Trials:
         roots = self._rows(
             _ROOTS.replace("{which}", _EVERY if ids is None else _NAMED), ids=list(ids or ()), run=self._run, prompt=self._prompt
         )
-        found = [_trial(key, attempt, attributes, said) for key, attempt, _, _, attributes, said in roots]
+        trials = [_trial(key, attempt, attributes, message) for key, attempt, _, _, attributes, message in roots]
         spans = {(key, attempt): span for key, attempt, _, span, _, _ in roots}
         given: defaultdict[tuple[str, int], list[tuple[str, Mapping[str, str]]]] = defaultdict(list)
-        for key, attempt, span, attributes in self._rows(_REWARDS, ids=[one.rollout_id for one in found]) if found else ():
+        for key, attempt, span, attributes in self._rows(_REWARDS, ids=[one.rollout_id for one in trials]) if trials else ():
             given[key, attempt].append((span, attributes))
-        keyed = {(one.rollout_id, one.attempt): one for one in found if one.failure != AttemptFailure.CANCELLED}
+        keyed = {(one.rollout_id, one.attempt): one for one in trials if one.failure != AttemptFailure.CANCELLED}
         return [replace(one, score=_return(given[key], spans[key], root_only=bool(one.failure))) for key, one in keyed.items()]
 
     def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The same trials, with what was said in their last attempts, in the order in which the gateway took the calls.
+        """Return the same trials, with the model calls of their last attempts, in the order in which the gateway accepted the calls.
 
         Raises:
             StoreError: the store does not answer.
         """
         ids = sorted({one.rollout_id for one in trials})
-        said: defaultdict[tuple[str, int], list[Exchange]] = defaultdict(list)
+        exchanges: defaultdict[tuple[str, int], list[Exchange]] = defaultdict(list)
         for rollout, attempt, request, response in self._rows(_CALLS, ids=ids) if ids else ():
-            said[rollout, int(attempt or 0)].append(read_exchange(request, response))
-        return [replace(one, exchanges=tuple(said[one.rollout_id, one.attempt])) for one in trials]
+            exchanges[rollout, int(attempt or 0)].append(read_exchange(request, response))
+        return [replace(one, exchanges=tuple(exchanges[one.rollout_id, one.attempt])) for one in trials]
 
     def _rows(self, sql: str, **parameters: object) -> list[Any]:
         with store_errors(self._url):
             return list(self._client.query(sql, parameters=parameters).result_rows)
 
 
-def _trial(rollout: str, attempt: int, attributes: Mapping[str, str], said: str) -> Trial:
+def _trial(rollout: str, attempt: int, attributes: Mapping[str, str], message: str) -> Trial:
     version = attributes[semconv.PROMPT_VERSION]
-    return Trial(rollout, attempt, int(version), attributes[semconv.TASK_ID], None, attributes.get(semconv.ROLLOUT_FAILURE, ""), said)
+    return Trial(rollout, attempt, int(version), attributes[semconv.TASK_ID], None, attributes.get(semconv.ROLLOUT_FAILURE, ""), message)
 
 
 def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str, *, root_only: bool) -> float | None:
-    """Return the sum of the rewards that the runner has written; where it has none, of those that the agent's spans and logs have.
+    """Return the sum of the rewards that the runner has written; without such, of those in the agent's spans and logs.
 
     Args:
         given: spans and their evaluations.
         root: the attempt's root span.
-        root_only: the attempt failed, so that only the runner's word counts (`runner.failure_rewards`).
+        root_only: the attempt failed, so that only the rewards of the runner count (`runner.failure_rewards`).
     """
     of_root = [attributes for span, attributes in given if span == root]
     counted = of_root if of_root or root_only else [attributes for _, attributes in given]

@@ -1,7 +1,7 @@
-"""What the critic is asked, and how its answers are read.
+"""Messages to the critic, and the parsing of its replies.
 
-In: a prompt, and rollouts that were made with it. Out: messages for a chat model; a critique; an edited prompt. Invariant: an answer
-that cannot be read is None, never a guess; no rollout takes more room than it was given.
+In: a prompt, and rollouts that used it. Out: messages for a chat model; a critique; an edited prompt. Invariant: a reply
+that cannot be parsed is None, never a guess; no rollout takes more characters than its limit.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ _ANSWER = re.compile(r"<prompt>(.*)</prompt>", re.DOTALL)
 
 
 def ask_for_critique(prompt: str, trials: Sequence[Trial], characters: int) -> Messages:
-    """Ask what is wrong with a prompt: the gradient, in words.
+    """Build the request for a critique of a prompt: the gradient, in words.
 
     Args:
         prompt: its text.
-        trials: what was done with it, in the order in which they are shown.
-        characters: that each of them may take.
+        trials: rollouts with that prompt, in the order in which they are shown.
+        characters: limit of the text of each rollout.
     """
     runs = "\n\n".join(f"<run score={_score(trial)}>\n{_shortened(shown(trial, prompt), characters)}\n</run>" for trial in trials)
     return _messages(_CRITIC, f"<prompt>\n{prompt}\n</prompt>\n\n{runs}")
 
 
 def ask_for_edit(prompt: str, critique: str) -> Messages:
-    """Ask for a prompt in which the critique is heeded: the step against the gradient."""
+    """Build the request for a prompt that heeds the critique: the step against the gradient."""
     return _messages(_EDITOR, f"<prompt>\n{prompt}\n</prompt>\n\n<critique>\n{critique}\n</critique>")
 
 
 def read_edit(answer: str) -> str | None:
-    """The prompt of an answer. None: it has none that could be kept."""
-    found = _ANSWER.search(answer)
-    text = found[1].strip("\n") if found else ""
+    """Return the prompt in a reply. None: it has none that could be stored."""
+    match = _ANSWER.search(answer)
+    text = match[1].strip("\n") if match else ""
     return text if text.strip() and len(text) <= TEXT_MOST else None
 
 
-def choose(trials: Sequence[Trial], count: int, dice: random.Random) -> list[Trial]:
-    """Which rollouts a critique reads: some of the worse half, the worst first, and one of those that went better than all of these.
+def choose(trials: Sequence[Trial], count: int, rng: random.Random) -> list[Trial]:
+    """Choose the rollouts for a critique: some of the worse half, the worst first, and one that went better than all of these.
 
     Rollouts that failed count as the worst. Each edit draws anew, so that the critiques of a prompt differ.
     """
-    ordered = sorted(trials, key=lambda one: (one.score is not None, one.score or 0.0, one.rollout_id))
+    ordered = sorted(trials, key=lambda trial: (trial.score is not None, trial.score or 0.0, trial.rollout_id))
     half = ordered[: max(1, (len(ordered) + 1) // 2)]
-    bad = sorted(dice.sample(half, min(count, len(half))), key=ordered.index)
-    worst = max((one.score for one in bad if one.score is not None), default=None)
-    better = [one for one in ordered if one not in bad and one.score is not None and (worst is None or one.score > worst)]
+    bad = sorted(rng.sample(half, min(count, len(half))), key=ordered.index)
+    worst = max((trial.score for trial in bad if trial.score is not None), default=None)
+    better = [trial for trial in ordered if trial not in bad and trial.score is not None and (worst is None or trial.score > worst)]
     if not better or count == 1:
         return bad
-    return [*bad[: count - 1], dice.choice(better)]
+    return [*bad[: count - 1], rng.choice(better)]
 
 
 def shown(trial: Trial, prompt: str) -> str:
-    """What was said in a rollout; a message that was there in an earlier call stands only there."""
+    """Return the messages of a rollout as text; a message that an earlier call contains is not repeated."""
     lines = [f"task: {trial.input}"]
     seen: set[str] = set()
     for exchange in trial.exchanges:

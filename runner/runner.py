@@ -48,7 +48,7 @@ _DEMAND_SECONDS = 0.5
 """Pause between two looks at the demand, in seconds."""
 _WORDS = 1000
 """Rollouts in one cancellation request."""
-_STOPPED = Why(AttemptFailure.CANCELLED, "the runner was stopped", final=True, told=True)
+_STOPPED = Why(AttemptFailure.CANCELLED, "the runner was stopped", final=True, reported=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Agent hosts, seen from the runner: processes that run attempts, and are replaced when they die or hang.
 
-In: an agent. Out: hosts with places for attempts; `runner.workers.hosted` takes one attempt through them. Invariant: each job is answered
-even when its process dies (`crash`), and no process outlives its pool.
+In: an agent. Out: hosts with slots for attempts; `runner.workers.hosted` runs one attempt in them. Invariant: each job gets an answer even
+when its process dies (`crash`), and no process outlives its pool.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from spangrad.types import AttemptFailure
 
 _START_SECONDS = 120.0
 _DRAIN_SECONDS = 1.0
-"""How long a dead host's answers are read: a process that it left behind may hold their pipe open for ever."""
+"""Time for which a dead host's answers are read, in seconds: a process that it left behind may hold their pipe open for ever."""
 _END_SECONDS = 12.0
-"""How long a host may take to end: its spans may wait 10 s for the store."""
+"""Time that a host has to end, in seconds: its spans may wait 10 s for the store."""
 _TAIL_BYTES = 2000
 _LOAD_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before a host that was killed while it loaded is started again; after the last one the pool gives up."""
+"""Pauses before a host that was killed while it loaded is started again, in seconds; after the last one the pool gives up."""
 _LOADED = ""
-"""Stands for the id of a host's first message, which has none."""
+"""Key of a host's first message, which has no id."""
 
 _logger = logging.getLogger(__name__)
 
 
 class HostPlaces:
-    """Places for what is done in one host, by its stage."""
+    """Slots of one host, by stage."""
 
     def __init__(self, concurrency: int, limits: Limits) -> None:
-        """All are free."""
+        """Create the slots, all free."""
         self.initialising = Places(limits.initialisations)
         self.running = Places(concurrency)
         self.judging = Places(limits.evaluations)
 
 
 class _KilledLoadingError(AgentError):
-    """A signal ended the process before the agent was loaded: somebody, or the kernel, killed it. The next one may live."""
+    """A signal ended the process before the agent was loaded: a user or the kernel killed it. The next process may live."""
 
 
 class AgentHost:
-    """One process, and the jobs that it has not answered yet."""
+    """One process, and its jobs without an answer."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class AgentHost:
         self._spec = spec
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.moves: dict[str, Callable[[str], None]] = {}
-        """Who is told that a stage of an attempt is over, and which one waits."""
+        """Callbacks by job id: called with the name of the next stage when a stage of the attempt is over."""
         self.places = places
         self._groups: set[int] = set()
         """Process groups of the programs that it runs, by leader."""
         self._life = asyncio.create_task(self._live())
         self.retired = False
-        """Whether it gets no further jobs."""
+        """True if it gets no further jobs."""
 
     @classmethod
     async def start(cls, spec: AgentSpec, concurrency: int, environment: Mapping[str, str], log_file: Path, limits: Limits) -> AgentHost:
-        """Start a process and wait until it has loaded the agent.
+        """Start a process, and wait until it has loaded the agent.
 
         Raises:
             AgentError: the interpreter, the agent or the evaluator cannot be loaded.
@@ -97,7 +97,7 @@ class AgentHost:
         answers_out, answers_in = os.pipe()
         try:
             with log.open() as err:
-                # Pipes of our own: asyncio's would hide the process's end for as long as a child of it holds them open.
+                # Own pipes: those of asyncio would hide the process's end for as long as a child of it holds them open.
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=jobs_out,
@@ -136,21 +136,21 @@ class AgentHost:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has, and was answered for."""
+        """Return whether the process has ended, and its jobs are answered."""
         return self._life.done()
 
     @property
     def attempts(self) -> int:
-        """Attempts under way in it."""
+        """Number of attempts that run in it."""
         return len(self.moves)
 
     def expect(self, id: str) -> asyncio.Future[dict[str, Any]]:
-        """Done with the next answer to this id."""
+        """Return a future of the next answer to this id."""
         self._waiting[id] = asyncio.get_running_loop().create_future()
         return self._waiting[id]
 
     async def _live(self) -> None:
-        """Hand out answers until the process ends; then answer for it."""
+        """Deliver answers until the process ends; then answer the remaining jobs with `crash`."""
         reading = asyncio.create_task(self._read())
         code = await self._process.wait()
         self.retired = True
@@ -185,21 +185,21 @@ class AgentHost:
                 answered.set_result(message)
 
     def forget(self, id: str) -> None:
-        """Nobody waits for it any more."""
+        """Drop the callbacks of a job, which no caller waits for any more."""
         self._waiting.pop(id, None)
         self.moves.pop(id, None)
 
     async def over(self) -> None:
-        """Wait for the process's end."""
+        """Wait for the end of the process."""
         await asyncio.shield(self._life)
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Say something, if the process can still hear it."""
+        """Send a message, if the process can still read it."""
         if not self._jobs.is_closing():
             self._jobs.write(json.dumps(message).encode() + b"\n")
 
     async def stop(self) -> None:
-        """Let the process end by itself, for a bounded time, then end its whole group; idempotent."""
+        """Let the process end by itself, for a bounded time, then kill its whole group; idempotent."""
         self._jobs.close()
         try:
             if not self.retired:  # what hangs will not end by itself
@@ -213,7 +213,7 @@ class AgentHost:
 
 
 class _Log:
-    """The part of a log file that one process has written."""
+    """Part of a log file that one process has written."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -238,10 +238,10 @@ def _kill_group(leader: int) -> None:
 
 
 class HostPool:
-    """A fixed number of hosts, each with a fixed number of slots; what dies or hangs is replaced.
+    """A fixed number of hosts, each with a fixed number of slots; a host that dies or hangs is replaced.
 
-    A slot is a place among those that run. Where hosts make environments themselves, it is one among those that come before: such an
-    attempt takes its place among those that run (`AgentHost.places`) later, in the same host.
+    A slot is normally one of stage run. Where hosts create environments themselves, it is one of the stages before: such an attempt takes
+    its slot of stage run (`AgentHost.places`) later, in the same host.
     """
 
     def __init__(self, spec: AgentSpec, workers: int, concurrency: int, environment: Mapping[str, str], logs: Path, limits: Limits) -> None:
@@ -252,14 +252,14 @@ class HostPool:
         self._logs = logs
         self._limits = limits
         self.initialises = initialises(spec)
-        """Whether hosts make environments."""
+        """True if hosts create environments."""
         self._each = limits.ahead if self.initialises else concurrency
         """Slots of each host."""
         self._slots: asyncio.Queue[AgentHost | AgentError] = asyncio.Queue()
         self._serving: dict[AgentHost, int] = {}
-        """Hosts that get jobs, by number."""
+        """Hosts that get jobs, with their numbers."""
         self._busy: dict[AgentHost, int] = {}
-        """Slots taken of each host that is not stopped."""
+        """Number of taken slots of each host that is not stopped."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -295,7 +295,7 @@ class HostPool:
         self._replace(host)
 
     def _replace(self, host: AgentHost) -> None:
-        """Start another host in the place of one that died or hangs, once."""
+        """Start another host in place of one that died or hangs, once."""
         number = self._serving.pop(host, None)
         if number is not None:
             self._in_background(self._start_again(number))
@@ -319,7 +319,7 @@ class HostPool:
         task.add_done_callback(self._tasks.discard)
 
     async def take(self) -> AgentHost:
-        """Wait for room in a host, and take it; `give` it back.
+        """Wait for a free slot, take it, and return its host; `give` returns the slot.
 
         Raises:
             AgentError: a host had to be replaced, and the agent cannot be loaded any more.
@@ -327,7 +327,7 @@ class HostPool:
         while True:
             host = await self._slots.get()
             if isinstance(host, AgentError):
-                self._slots.put_nowait(host)  # for everybody else who waits
+                self._slots.put_nowait(host)  # for the other waiting tasks
                 raise host
             if not host.retired:
                 break
@@ -335,12 +335,12 @@ class HostPool:
         return host
 
     def free(self, host: AgentHost) -> None:
-        """Let somebody else run there; what was taken is still at work otherwise."""
+        """Free the slot for another attempt, while this attempt continues in a later stage."""
         if not host.retired:
             self._slots.put_nowait(host)
 
     def give(self, host: AgentHost, *, freed: bool) -> None:
-        """Give back what was taken, freed before or not; a host that died or hangs is replaced."""
+        """Return what `take` took, freed before or not; a host that died or hangs is replaced."""
         self._busy[host] -= 1
         if not host.retired:
             if not freed:
@@ -351,7 +351,7 @@ class HostPool:
                 self._in_background(self._end(host))
 
     async def close(self) -> None:
-        """Stop all processes, those that were replaced too."""
+        """Stop all processes, including replaced ones."""
         self._serving.clear()
         tasks = list(self._tasks)
         for task in tasks:

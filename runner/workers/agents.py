@@ -21,7 +21,7 @@ from spangrad.settings import Settings
 _NOT_FOR_HOSTS = frozenset(
     {"TRACEPARENT", "TRACESTATE", "BAGGAGE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
 )
-"""What an attempt is given itself, and what would take its spans to another store than ours."""
+"""Variables that each attempt gets itself, and those that would send its spans to another store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,96 +31,99 @@ class CallableAgent:
     agent: str
     """`module:function` or `file.py:function`, called with a task's input (and `endpoint=`, when it has a parameter of that name).
 
-    Without a function it is the one that the module or file has decorated with `@spangrad.rollout`."""
+    Without a function, the one that the module or file has decorated with `@spangrad.rollout`.
+    """
     evaluator: str | None = None
-    """`module:function`, called with (input, output), whose value is the reward; or the URL of a reward service. None: the agent's own
+    """`module:function`, called with (input, output), whose value is the reward; or the URL of a reward service. None: the agent's return
     value is.
 
-    It may be None where the agent calls `span_processors.reward.reward` instead."""
+    It may be None where the agent calls `span_processors.reward.reward` instead.
+    """
     directory: Path = Path()
-    """Where the modules are looked for first."""
+    """Directory where the modules are looked up first."""
     python: Path = Path(sys.executable)
-    """The interpreter of the agent's environment, where the wheel `spangrad` is installed."""
+    """Interpreter of the agent's environment, where the wheel `spangrad` is installed."""
     environment: str | None = None
-    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. What it gives is
-    handed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
+    """`module:function`, called with the input before the agent runs; or the URL of a service that leases environments. Its value is
+    passed to agent and evaluator, where they have a parameter `environment`. None: they have none."""
 
     @property
     def name(self) -> str:
-        """What its spans call their service, unless the environment names it."""
+        """Service name of its spans, unless the environment sets another one."""
         return Path(split(self.agent)[0]).name.removesuffix(".py")
 
     def host_arguments(self) -> list[str]:
-        """Arguments of the agent host."""
+        """Return the arguments of the agent host."""
         return ["--agent", self.agent, *_stages(self)]
 
 
 @dataclass(frozen=True, slots=True)
 class CommandAgent:
-    """An agent that is a whole program, unmodified: a process an attempt.
+    """An agent that is a whole program, unmodified: one process per attempt.
 
     It gets the task's input as JSON on standard input. The last line of its standard output, parsed as JSON where it is JSON, is its
     output; an exit code other than 0 fails the attempt, because a program that broke says nothing about the policy.
     """
 
     command: tuple[str, ...]
-    """The program and its arguments."""
+    """Program and its arguments."""
     evaluator: str | None = None
-    """As `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
+    """Evaluator, as `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
 
-    The line is needed even where the program rewards itself on its own spans."""
+    The line is needed even where the program rewards itself on its own spans.
+    """
     directory: Path = Path()
-    """The program's working directory, and where the evaluator's module is looked for first."""
+    """Working directory of the program, where the evaluator's module is looked up first as well."""
     instrument: bool = False
     """Start it under `opentelemetry-instrument`, which must be installed beside the program or be in PATH."""
     python: Path = Path(sys.executable)
-    """The interpreter of the process that starts it and evaluates."""
+    """Interpreter of the process that starts it and evaluates."""
     environment: str | None = None
-    """As `CallableAgent.environment`. The program finds it as JSON in SPANGRAD_ENVIRONMENT."""
+    """Environment, as `CallableAgent.environment`. The program reads it as JSON from SPANGRAD_ENVIRONMENT."""
 
     @property
     def name(self) -> str:
-        """What its spans call their service, unless the environment names it."""
+        """Service name of its spans, unless the environment sets another one."""
         return Path(self.command[0]).name if self.command else "agent"
 
     def host_arguments(self) -> list[str]:
-        """Arguments of the agent host."""
+        """Return the arguments of the agent host."""
         return ["--command", json.dumps(self.command), *(["--instrument"] if self.instrument else []), *_stages(self)]
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerAgent:
-    """An agent that is a container image: a container an attempt, which is told and answers as a program does."""
+    """An agent that is a container image: one container per attempt, with the input and output of a program."""
 
     image: str
-    """As the container engine knows it."""
+    """Image name, as the container engine knows it."""
     command: tuple[str, ...] = ()
-    """Given to the image. Empty: its own command."""
+    """Command that is passed to the image. Empty: the image's own command."""
     evaluator: str | None = None
-    """As `CommandAgent.evaluator`. It runs outside the container."""
+    """Evaluator, as `CommandAgent.evaluator`. It runs outside the container."""
     environment: str | None = None
-    """As `CommandAgent.environment`. What makes it runs outside the container."""
+    """Environment, as `CommandAgent.environment`. Its factory runs outside the container."""
     directory: Path = Path()
-    """Where the evaluator's module is looked for first, and the container engine's command line runs."""
+    """Directory where the evaluator's module is looked up first, and the container engine's command line runs."""
     engine: str = "docker"
-    """The container engine's program."""
+    """Program of the container engine."""
     network: str = "host"
-    """That the container is attached to."""
+    """Network that the container is attached to."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `docker run`."""
     address: str | None = None
-    """Under which it reaches the services of this machine. None: under the same as we where it shares our network, else under the
-    name that the engine gives."""
+    """Address under which the container reaches the services of this machine. None: the same as outside if it shares the host's network,
+    else the host name that the engine provides."""
     python: Path = Path(sys.executable)
-    """The interpreter of the process that starts it and evaluates."""
+    """Interpreter of the process that starts it and evaluates."""
 
     @property
     def name(self) -> str:
-        """What its spans call their service, unless the environment names it."""
+        """Service name of its spans, unless the environment sets another one."""
         return self.image.rpartition("/")[2].partition("@")[0].partition(":")[0]
 
     def host_arguments(self) -> list[str]:
-        """Arguments of the agent host."""
+        """Return the arguments of the agent host."""
         address = self.address or reached_at(self.engine, self.network)
         container = Container(self.engine, self.image, self.command, self.network, self.arguments, address)
         return ["--container", container.write(), *_stages(self)]
@@ -131,22 +134,22 @@ AgentSpec = CallableAgent | CommandAgent | ContainerAgent
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a host allows beside the number of attempts."""
+    """Limits of an agent host beside the number of attempts."""
 
     initialisations: int
-    """Initialisers at once."""
+    """Largest number of initialisers at once."""
     ahead: int
-    """Attempts that may have an environment before they run."""
+    """Largest number of attempts that have an environment before they run."""
     evaluations: int
-    """Evaluators at once."""
+    """Largest number of evaluators at once."""
     log_bytes: int
-    """That each attempt may print into its log."""
+    """Largest size of an attempt's log, in bytes."""
 
 
 def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
-    """The command line of an agent host.
+    """Return the command line of an agent host.
 
-    The interpreter is asked (-P) not to look for modules in the working directory before ours are imported.
+    The interpreter is started with -P, so that it does not look for modules in the working directory before the installed ones.
     """
     directory = str(spec.directory.resolve())
     return [
@@ -164,48 +167,48 @@ def host_command(spec: AgentSpec, limits: Limits) -> list[str]:
 
 
 def agent_environment(environ: Mapping[str, str], settings: Settings, service: str) -> dict[str, str]:
-    """The environment that an agent's process starts in: ours, with the addresses of policy, store and prompts.
+    """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
 
     Args:
         environ: the runner's own environment.
-        settings: where gateway, engine and store are.
-        service: `service.name` of the agent's spans, unless the environment names one.
+        settings: addresses of gateway, engine and store.
+        service: `service.name` of the agent's spans, unless the environment sets another one.
     """
-    found = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
-    found.setdefault("OTEL_SERVICE_NAME", service)
-    found["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
+    variables = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
+    variables.setdefault("OTEL_SERVICE_NAME", service)
+    variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
     if settings.store.token is not None:
-        found["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
+        variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
     if settings.runner.queue_url is not None:
-        found[prompt_client.URL] = settings.runner.queue_url
-        found[prompt_client.VARIABLE] = settings.prompts.variable
+        variables[prompt_client.URL] = settings.runner.queue_url
+        variables[prompt_client.VARIABLE] = settings.prompts.variable
         if settings.runner.queue_token is not None:
-            found[prompt_client.TOKEN] = settings.runner.queue_token.get_secret_value()
+            variables[prompt_client.TOKEN] = settings.runner.queue_token.get_secret_value()
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
-    found["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
+    variables["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.
     if settings.runner.gateway:
-        found["OPENAI_API_KEY"] = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
+        variables["OPENAI_API_KEY"] = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
     else:
-        found.setdefault("OPENAI_API_KEY", "none")
-    return found
+        variables.setdefault("OPENAI_API_KEY", "none")
+    return variables
 
 
 def is_service(reference: str | None) -> bool:
-    """Whether an environment or an evaluator is asked for over HTTP."""
+    """Return whether an environment or an evaluator is a service, reached over HTTP."""
     return reference is not None and reference.startswith(("http://", "https://"))
 
 
 def initialises(spec: AgentSpec) -> bool:
-    """Whether the host makes environments: a service may lease them instead, or there are none."""
+    """Return whether the host creates environments: no service leases them, and the agent has some."""
     return spec.environment is not None and not is_service(spec.environment)
 
 
 def _stages(spec: AgentSpec) -> list[str]:
-    """What the host does before the agent runs, and after."""
-    found: list[str] = []
+    """Return the arguments for the stages before and after the agent's run."""
+    arguments: list[str] = []
     if spec.evaluator:
-        found += ["--outputs"] if is_service(spec.evaluator) else ["--evaluator", spec.evaluator]
+        arguments += ["--outputs"] if is_service(spec.evaluator) else ["--evaluator", spec.evaluator]
     if spec.environment:
-        found += ["--leased"] if is_service(spec.environment) else ["--environment", spec.environment]
-    return found
+        arguments += ["--leased"] if is_service(spec.environment) else ["--environment", spec.environment]
+    return arguments

@@ -1,4 +1,4 @@
-"""What is kept of attempts on disk: what they printed, and how they ended.
+"""Files of attempts on disk: what they printed, and how they ended.
 
 In: attempts. Out: `attempts/ROLLOUT/ATTEMPT/` with `output.log` (what the agent printed) and `end.json`. Invariant: an attempt that printed
 nothing and succeeded leaves nothing; the number of rollouts kept is bounded, and the oldest go first.
@@ -19,35 +19,35 @@ LOG = "output.log"
 END = "end.json"
 _DIRECTORY = "attempts"
 _PRUNE_EVERY = 200
-"""Endings between two looks at how much is kept."""
+"""Endings between two removals of old files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of one attempt."""
+    """Files of one attempt."""
 
     attempt: int
     end: dict[str, Any]
-    """As `end.json` has it; empty where its worker had no time to write it."""
+    """Content of `end.json`; empty if its worker had no time to write it."""
     log: Path | None
-    """None: it printed nothing."""
+    """File with the output. None: it printed nothing."""
 
 
 class AttemptFiles:
-    """The directories of attempts below `runner.directory`."""
+    """Directories of attempts below `runner.directory`."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        """`keep` rollouts stay."""
+        """Keep the files of `keep` rollouts; 0 disables the files."""
         self._root = directory.resolve() / _DIRECTORY
         self._keep = keep
         self._endings = 0
 
     def directory(self, rollout_id: str, attempt: int) -> str | None:
-        """Where an attempt writes; made by who writes first. None: nothing is kept."""
+        """Return the directory of an attempt, which its first writer creates. None: no files are kept."""
         return str(self._root / _name(rollout_id) / str(attempt)) if self._keep else None
 
     def end(self, rollout_id: str, attempt: int, facts: Mapping[str, object]) -> None:
-        """Write how an attempt ended; of a success only where it printed something.
+        """Write how an attempt ended; a success only where it printed something.
 
         Args:
             rollout_id: of the attempt.
@@ -60,23 +60,23 @@ class AttemptFiles:
         self._endings += 1
         try:
             Path(where).mkdir(parents=True, exist_ok=True)
-            told = {**facts, "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds")}
-            (Path(where) / END).write_text(json.dumps(told))
+            content = {**facts, "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds")}
+            (Path(where) / END).write_text(json.dumps(content))
             if self._endings % _PRUNE_EVERY == 0:
                 self.prune()
         except OSError:
             pass  # a full disk must not end the run; the span and the queue say how it ended
 
     def prune(self) -> None:
-        """Remove the oldest rollouts beyond what is kept."""
+        """Remove the oldest rollouts beyond the number to keep."""
         if not self._root.exists():
             return
-        found = sorted(self._root.iterdir(), key=_begun)
-        for one in found[: max(0, len(found) - self._keep)]:
-            shutil.rmtree(one, ignore_errors=True)
+        rollouts = sorted(self._root.iterdir(), key=_begun)
+        for rollout in rollouts[: max(0, len(rollouts) - self._keep)]:
+            shutil.rmtree(rollout, ignore_errors=True)
 
     def kept(self, rollout_id: str) -> Iterator[Kept]:
-        """What is kept of a rollout's attempts, oldest first."""
+        """Yield the files of a rollout's attempts, oldest first."""
         root = self._root / _name(rollout_id)
         numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit()) if root.is_dir() else []
         for number in numbers:
@@ -85,12 +85,12 @@ class AttemptFiles:
 
 
 def _name(rollout_id: str) -> str:
-    """A rollout's directory, whatever its id is made of."""
+    """Return the name of a rollout's directory, safe for any id."""
     return quote(rollout_id, safe="").replace(".", "%2E")[:200]
 
 
 def _begun(rollout: Path) -> tuple[float, str]:
-    """When its newest attempt was first written of, by the directory; ids may be in any order."""
+    """Return a sort key of a rollout's directory: the time when its newest attempt began to write, since ids may be in any order."""
     try:
         return rollout.stat().st_mtime, rollout.name
     except OSError:

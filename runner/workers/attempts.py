@@ -1,12 +1,12 @@
-"""Makes one attempt of a rollout, stage by stage: environment, agent, evaluator; around them root span, announcement, count of calls.
+"""Runs one attempt of a rollout, stage by stage: environment, agent, evaluator; with root span, announcement, and count of calls.
 
-In: a lease, and a word when it is not wanted any more. Out: how the attempt ended, its root span closed but not sent yet. Invariant: every
-lease ends in one `Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a reward where the policy
-caused the failure. Each stage has places of its own, which an attempt holds while it is in that stage; what was leased for it is given
-back, however it ends.
+In: a lease, and a stop signal. Out: how the attempt ended, its root span closed but not yet sent. Invariant: every lease ends in one
+`Ended` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a reward where the policy caused the
+failure. Each stage has slots of its own, and an attempt holds one while it is in that stage; a leased environment is released, however the
+attempt ends.
 
-An attempt that has an environment waits with it for a place among those that run. So the places before that are few, and a lease of the
-queue is taken for one of those (`Attempts.entry`).
+An attempt with an environment waits with it for a slot of stage run. So the slots before that stage are few, and the number of leases taken
+from the queue is limited by them (`Attempts.entry`).
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ _BETWEEN = Answer(None, AttemptFailure.CANCELLED, "the rollout was cancelled bet
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Why an attempt is stopped, and what that means for its rollout."""
+    """Reason to stop an attempt, and its consequence for the rollout."""
 
     failure: AttemptFailure
     detail: str
     final: bool
-    """Whether no other attempt will come."""
-    told: bool
-    """Whether the queue knows already."""
+    """True if no other attempt follows."""
+    reported: bool
+    """True if the queue knows already."""
 
 
 class StoppedError(Exception):
-    """An attempt is not wanted any more."""
+    """The attempt was stopped."""
 
 
 class Stop:
-    """A word to one attempt; the first one counts."""
+    """Stop signal of one attempt; the first reason counts."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Future[Why] = asyncio.get_running_loop().create_future()
 
     def now(self, why: Why) -> None:
-        """Say it."""
+        """Stop the attempt."""
         if not self.asked.done():
             self.asked.set_result(why)
 
     async def first(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for work, or for the word.
+        """Wait for work, or for the stop signal.
 
         Raises:
-            StoppedError: the word came first; the work was cancelled.
+            StoppedError: the signal came first; the work was cancelled.
         """
         task = asyncio.create_task(work)
         try:
@@ -86,58 +86,58 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an attempt ended."""
+    """Result of an attempt, to be reported to the queue."""
 
     lease: Lease
     answer: Answer
     calls: int | None
-    """Policy calls. None: nobody counted."""
+    """Number of policy calls. None: they were not counted."""
     stages: Mapping[Stage, float]
-    """Seconds in each stage that it came to."""
+    """Seconds in each stage that the attempt reached."""
     final: bool
-    """Whether its root has the final mark."""
-    told: bool
-    """Whether the queue knows already."""
+    """True if its root span has the final mark."""
+    reported: bool
+    """True if the queue knows already."""
 
     @property
     def seconds(self) -> float:
-        """That the agent ran."""
+        """Time that the agent ran, in seconds."""
         return self.stages.get(Stage.RUN, 0.0)
 
 
 @dataclass(slots=True)
 class _Making:
-    """An attempt that is being made."""
+    """State of a running attempt."""
 
     rollout: Rollout
     timeout_seconds: float
-    """That the agent may take."""
+    """Time limit of the agent, in seconds."""
     stop: Stop
     clock: StageClock
     entry: Place
-    """Held until it has a place among those that run, or, where nothing comes before that, until it has run."""
+    """Slot held until the attempt has a slot of stage run, or, where no stage comes before that, until it has run."""
     span: Span | None = None
-    """None: it has not begun."""
+    """Root span. None: the attempt has not begun."""
     calls: int | None = 0
-    """Policy calls. None: it has begun, and they are not counted."""
+    """Number of policy calls. None: the attempt has begun, and they are not counted yet."""
     carried: Mapping[str, str] = field(default_factory=dict[str, str])
-    """`traceparent` and `baggage`."""
+    """Propagation headers: `traceparent` and `baggage`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What is asked over HTTP for an attempt."""
+    """Services that attempts use over HTTP."""
 
     environments: EnvironmentClient | None = None
-    """None: the agent has none, or its host makes them."""
+    """None: the agent has no environment, or its host creates it."""
     rewards: RewardClient | None = None
-    """None: the agent's host evaluates, or nobody does."""
+    """None: the agent's host evaluates, or there is no evaluator."""
     by_rules: bool = False
-    """Whether the builder's rules alone may reward an attempt (builder.rewards_from), so that it needs no reward of its own."""
+    """True if the builder's rules alone may reward an attempt (builder.rewards_from), so that it needs no reward of its own."""
 
 
 class Attempts:
-    """What attempts are made with."""
+    """Runs attempts with an agent's hosts and services."""
 
     def __init__(
         self,
@@ -149,16 +149,16 @@ class Attempts:
         settings: RunnerSettings,
         services: Services,
     ) -> None:
-        """Begin nothing yet.
+        """Store the arguments, and create the slots of each stage.
 
         Args:
-            pool: where agents run.
-            gateway: who counts their calls. None: nobody.
-            roots: who writes the root spans.
-            queue: who has the rollouts.
-            files: what is kept of attempts.
-            settings: how many may be in each stage, and for how long.
-            services: who is asked for environments and rewards.
+            pool: agent hosts.
+            gateway: counts policy calls. None: they are not counted.
+            roots: writes the root spans.
+            queue: holds the rollouts.
+            files: stores the output and the result of attempts.
+            settings: number of slots and time limit of each stage.
+            services: environment service and reward service.
         """
         self._pool = pool
         self.gateway = gateway
@@ -173,21 +173,21 @@ class Attempts:
         running = settings.workers * settings.concurrency
         before = settings.workers * settings.initialised_ahead if pool.initialises or services.environments else 0
         self.entry = before or running
-        """Attempts that can begin at once."""
+        """Number of attempts that can begin at once."""
         self.most = before + 2 * running
-        """Attempts at once: those that come before, those that run, and as many that are evaluated or told of."""
+        """Number of attempts at once: those before stage run, those in it, and as many that are evaluated or reported."""
 
     async def make(
         self, lease: Lease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
     ) -> Ended:
-        """Make an attempt.
+        """Run an attempt.
 
         Args:
-            lease: of what.
+            lease: names the attempt.
             stop: ends it early.
-            clock: counts its stages.
-            entered: called once, when somebody else can begin in its place.
-            broken: called when it cannot go on for a reason that is not its own; it then waits to be stopped.
+            clock: measures its stages.
+            entered: called once, when another attempt can begin in its place.
+            broken: called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
         """
         making = _Making(rollout_of(lease), lease.timeout_seconds, stop, clock, Place(entered))
         self.roots.claim(lease.rollout_id, lease.attempt)
@@ -212,10 +212,10 @@ class Attempts:
         final = why.final if why is not None else answer.failure is None or answer.rewards is not None or lease.last
         stages = clock.taken()
         self.roots.close(making.span or self.roots.open(making.rollout), answer, making.calls, stages, final=final)
-        return Ended(lease, answer, making.calls, stages, final=final, told=why is not None and why.told)
+        return Ended(lease, answer, making.calls, stages, final=final, reported=why is not None and why.reported)
 
     async def _through(self, making: _Making) -> Answer:
-        """All stages, with an environment that is leased, or without one."""
+        """Run all stages, with or without a leased environment."""
         if self._services.environments is None:
             return await self._judged(making, await self._hosted(making, None), None)
         try:
@@ -229,7 +229,7 @@ class Attempts:
 
     @asynccontextmanager
     async def _leased(self, making: _Making, environments: EnvironmentClient) -> AsyncGenerator[Instance]:
-        """An environment of a service, for as long as the block."""
+        """Lease an environment of a service, for as long as the block."""
         stop, key = making.stop, making.rollout.key
         with await stop.first(self._ahead.take()) as ahead:
             with await stop.first(self._asking.take()):
@@ -245,7 +245,7 @@ class Attempts:
                 environments.release(instance)
 
     async def _hosted(self, making: _Making, instance: Instance | None) -> Answer:
-        """The stages in an agent host."""
+        """Run the stages in an agent host."""
         host = await making.stop.first(self._pool.take())
         slot = Place(lambda: self._pool.free(host))
         try:
@@ -279,7 +279,7 @@ class Attempts:
         return await hosted.finish(ends)
 
     async def _judged(self, making: _Making, answer: Answer, instance: Instance | None) -> Answer:
-        """The answer, with the rewards of a service where one gives them."""
+        """Return the answer with the rewards of the reward service, if there is one."""
         rewards = self._services.rewards
         if rewards is None or answer.failure is not None:
             return answer
@@ -296,7 +296,7 @@ class Attempts:
             return await making.stop.first(rewards.judge(body, self._settings.evaluation_timeout_seconds))
 
     async def _begin(self, making: _Making) -> None:
-        """Open the root, and announce the attempt."""
+        """Open the root span, and announce the attempt to the gateway."""
         making.calls = None
         making.span = self.roots.open(making.rollout)
         making.carried = carrier(making.rollout, making.span)
@@ -304,7 +304,7 @@ class Attempts:
             await self.gateway.announce(making.rollout.key, making.rollout.mode, making.carried["traceparent"])
 
     async def _counted(self, making: _Making, answer: Answer) -> Answer:
-        """The answer, once the gateway has counted the calls."""
+        """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
         if self.gateway is None or making.stop.asked.done():
             return answer
         counted = await self.gateway.calls(making.rollout.key)
@@ -322,7 +322,7 @@ class Attempts:
         return answer if reward is None else replace(answer, rewards=reward)
 
     async def mourn(self, standing: Standing) -> None:
-        """Write the roots that nobody else will of a rollout that has ended: of an attempt whose worker is gone, or of a cancellation."""
+        """Write the missing root spans of a rollout that was cancelled, or whose last worker died."""
         if not standing.attempts or standing.state not in {State.DEAD, State.CANCELLED}:
             return
         last = standing.attempts[-1]
@@ -332,22 +332,22 @@ class Attempts:
         whole = await self.queue.rollout(standing.rollout_id) if last.attempt else standing
         await self._write_lost(whole, None if between else last.attempt)
         if between:
-            # No attempt was under way, and those before were not the last: somebody must say that no other comes.
+            # No attempt was running, and no root span has the final mark: one must say that no other attempt follows.
             self._write(_rollout(standing, last.attempt + 1), _BETWEEN, 0, final=True)
 
     def end_cancelled(self, lease: Lease) -> None:
-        """End a rollout that was cancelled before the queue heard of an attempt, whose root says that others come."""
+        """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
         rollout = rollout_of(lease)
         self._write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _BETWEEN, 0, final=True)
 
     async def _write_lost(self, whole: Standing, final: int | None) -> None:
-        """Write the roots of attempts whose workers are gone: until they are there, the builder waits for them."""
-        for one in whole.attempts:
-            if _ended_by_queue(one):
-                key = RolloutKey(whole.run_id, whole.rollout_id, one.attempt)
+        """Write the root spans of attempts whose workers are gone: until they exist, the builder waits for them."""
+        for attempt in whole.attempts:
+            if _ended_by_queue(attempt):
+                key = RolloutKey(whole.run_id, whole.rollout_id, attempt.attempt)
                 counted = await self.gateway.calls(key) if self.gateway is not None else None
-                answer = Answer(None, one.reason, one.detail)
-                self._write(_rollout(whole, one.attempt), answer, counted and counted.calls, final=one.attempt == final)
+                answer = Answer(None, attempt.reason, attempt.detail)
+                self._write(_rollout(whole, attempt.attempt), answer, counted and counted.calls, final=attempt.attempt == final)
 
     def _write(self, rollout: Rollout, answer: Answer, calls: int | None, *, final: bool) -> None:
         if self.roots.claim(rollout.key.rollout_id, rollout.key.attempt):
@@ -367,7 +367,7 @@ class Attempts:
 
 
 def rollout_of(lease: Lease) -> Rollout:
-    """What a lease is of."""
+    """Return the rollout of a lease."""
     key = RolloutKey(lease.run_id, lease.rollout_id, lease.attempt)
     return Rollout(key, Task(lease.task_id, lease.task_input(), lease.prompt), lease.mode, lease.group_id, lease.group_size)
 
@@ -382,5 +382,5 @@ def _after(answer: Answer) -> str:
 
 
 def _ended_by_queue(attempt: Attempt) -> bool:
-    """Whether the queue ended it itself: workers say how long their agents ran, and give back only what they have written a root of."""
+    """Return whether the queue itself ended the attempt: workers report the seconds, and release only attempts with a root span."""
     return attempt.ended_at is not None and attempt.reason not in {None, AttemptFailure.RELEASED} and attempt.seconds is None

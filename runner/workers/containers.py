@@ -1,4 +1,4 @@
-"""Containers that nobody waits for any more: found by their labels and removed.
+"""Removes containers that dead hosts and workers left behind; finds them by their labels.
 
 In: an agent, and the mark of a host that has ended; or the workers that are dead. Out: nothing. Invariant: a container whose host and
 worker live is left alone, and so is every container that no worker has started.
@@ -18,22 +18,22 @@ _LIST_SECONDS = 30.0
 
 
 def remove_of_host(agent: AgentSpec, mark: str) -> None:
-    """Remove the containers of an agent host that has ended: killing the engine's command line has not ended them."""
+    """Remove the containers of an agent host that has ended: killing the engine's command line does not end them."""
     if isinstance(agent, ContainerAgent):
-        remove(agent.engine, list(_found(agent.engine, f"{LABEL_HOST}={mark}")))
+        remove(agent.engine, list(_labelled(agent.engine, f"{LABEL_HOST}={mark}")))
 
 
 def remove_of_dead(agent: AgentSpec) -> None:
-    """Remove the containers that workers of this machine have left when they were killed together with their hosts."""
+    """Remove the containers that workers of this machine left when they were killed together with their hosts."""
     if isinstance(agent, ContainerAgent):
-        left = [name for name, worker in _found(agent.engine, LABEL_WORKER).items() if is_dead(worker)]
+        left = [name for name, worker in _labelled(agent.engine, LABEL_WORKER).items() if is_dead(worker)]
         if left:
             _logger.warning("%d containers were left by workers that have died, and are removed", len(left))
         remove(agent.engine, left)
 
 
-def _found(engine: str, label: str) -> dict[str, str]:
-    """Containers that have a label, running or not, by id; and the worker that each one names."""
+def _labelled(engine: str, label: str) -> dict[str, str]:
+    """Return the containers with a label, running or not, by id, each with the worker that its label names."""
     shown = f'{{{{.ID}}}} {{{{.Label "{LABEL_WORKER}"}}}}'
     try:
         asked = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the runner says to the gateway, and asks it: which attempts will call, and how often they did.
+"""Client of the gateway's API for the runner: announces attempts, and asks for their number of calls.
 
 In: attempts. Out: announcements, and numbers of calls. Invariant: a gateway that is away for a moment is waited for; one that stays
 away ends the run with its URL and a remedy.
@@ -30,16 +30,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallCount:
-    """An attempt's policy calls, as the gateway counted them."""
+    """Policy calls of an attempt, as the gateway counted them."""
 
     calls: int
-    """Calls that were accepted."""
+    """Number of accepted calls."""
     overflowed: bool
-    """Whether the engine refused the last one that ended because its prompt was longer than the model's context."""
+    """True if the engine refused the last completed call because its prompt was longer than the model's context."""
 
 
 class GatewayClient:
-    """A connection to one gateway."""
+    """Connection to one gateway."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self._url = url.rstrip("/")
@@ -57,7 +57,7 @@ class GatewayClient:
         """Wait, for a bounded time, until the gateway's engine is admitted.
 
         Raises:
-            GatewayError: nobody answers, the token was refused, or there is no engine.
+            GatewayError: the gateway does not answer, refuses the token, or has no engine.
         """
         end = asyncio.get_running_loop().time() + _READY_SECONDS
         while True:
@@ -79,43 +79,43 @@ class GatewayClient:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def endpoint(self, key: RolloutKey) -> str:
-        """The attempt's own OpenAI-compatible endpoint."""
+        """Return the OpenAI-compatible base URL of an attempt."""
         return f"{self._attempt(key)}/v1"
 
     async def announce(self, key: RolloutKey, mode: Mode, traceparent: str) -> None:
-        """Say that an attempt begins.
+        """Announce that an attempt begins.
 
         Raises:
-            GatewayError: the gateway refused, or stays away.
+            GatewayError: the gateway refuses, or does not answer.
         """
         await self._request("PUT", self._attempt(key), {"run_id": key.run_id, "mode": mode, "traceparent": traceparent})
 
     async def calls(self, key: RolloutKey) -> CallCount | None:
-        """Count an attempt's policy calls, waiting for those in flight. None: the gateway has forgotten the attempt.
+        """Count an attempt's policy calls, waiting for those in flight. None: the gateway does not know the attempt any more.
 
         Raises:
-            GatewayError: the gateway refused, or stays away.
+            GatewayError: the gateway refuses, or does not answer.
         """
-        found = await self._request("GET", f"{self._attempt(key)}/calls", None)
-        if found is None:
+        counted = await self._request("GET", f"{self._attempt(key)}/calls", None)
+        if counted is None:
             _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
             return None
-        return CallCount(int(found["calls"]), bool(found["overflowed"]))
+        return CallCount(int(counted["calls"]), bool(counted["overflowed"]))
 
     async def served(self, policy: str) -> int | None:
-        """The version of a policy that is served. None: it has not admitted its engine, or does not know the policy.
+        """Return the version of a policy that is served. None: its engine is not admitted, or the gateway does not know the policy.
 
         Raises:
-            GatewayError: the gateway refused, or stays away.
+            GatewayError: the gateway refuses, or does not answer.
         """
-        found = await self._request("GET", f"{self._url}/admin/policies/{quote(policy, safe='')}", None)
-        return None if found is None or found["version"] is None else int(found["version"])
+        state = await self._request("GET", f"{self._url}/admin/policies/{quote(policy, safe='')}", None)
+        return None if state is None or state["version"] is None else int(state["version"])
 
     def _attempt(self, key: RolloutKey) -> str:
         return f"{self._url}/rollout/{quote(key.rollout_id, safe='')}/attempt/{key.attempt}"
 
     async def _request(self, method: str, url: str, body: Mapping[str, object] | None) -> dict[str, Any] | None:
-        """None is HTTP 404, or an answer without a body."""
+        """Send a request, and return its JSON body. None: HTTP 404, or a response without a body."""
         end = asyncio.get_running_loop().time() + _RETRY_SECONDS
         while True:
             try:
@@ -134,5 +134,5 @@ class GatewayClient:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _away(self, error: BaseException) -> GatewayError:
-        said = str(error) or type(error).__name__
-        return GatewayError(f"the gateway at {self._url} does not answer ({said}). Start it with `spangrad gateway`, or set gateway.url.")
+        reason = str(error) or type(error).__name__
+        return GatewayError(f"the gateway at {self._url} does not answer ({reason}). Start it with `spangrad gateway`, or set gateway.url.")

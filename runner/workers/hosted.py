@@ -1,7 +1,7 @@
-"""One attempt in an agent host, from stage to stage.
+"""Runs one attempt in an agent host, from stage to stage.
 
-In: a host, a job, and a word for each stage to begin. Out: one answer. Invariant: what was begun has ended when the block is left, or its
-host counts as hung; a stage's time limit begins with the stage, so that nobody pays for the wait before it.
+In: a host, a job, and a call of `go` for each stage. Out: one answer. Invariant: an attempt that began has ended when the block is left, or
+its host counts as hung; a stage's time limit begins with the stage, so that the wait before it does not count.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from runner.workers.agent_processes import AgentHost
 
 _CANCEL_SECONDS = 5.0
-"""How long a host may take to cancel an attempt before it counts as hung."""
+"""Time that a host has to cancel an attempt before it counts as hung, in seconds."""
 _FLUSH_SECONDS = 30.0
-"""How long a host may take to send the spans of an attempt that ended in time, when the store did not take them at once."""
+"""Time that a host has to send the spans of an attempt that ended in time, in seconds, when the store did not accept them at once."""
 _CLOSE_SECONDS = 30.0
-"""How long a host may take, after the last stage, to close the environment and to send the spans."""
+"""Time that a host has after the last stage to close the environment and to send the spans, in seconds."""
 _STOPPED = Answer(None, AttemptFailure.CANCELLED, "stopped")
 _LATE = {
     Stage.INIT: AttemptFailure.ENVIRONMENT,
     Stage.RUN: AttemptFailure.TIMEOUT,
     Stage.EVALUATE: AttemptFailure.EVALUATION,
 }
-"""Failure of a stage that was not done in its time: only the agent's time is the policy's to use up."""
+"""Failure of a stage that exceeds its time limit: only the agent's own time may count against the policy."""
 _logger = logging.getLogger(__name__)
 
 _UNFLUSHED = Answer(None, AttemptFailure.UNFLUSHED, "its spans could not be sent in time, so rewards on them may be missing")
 
 Ends = Sequence[asyncio.Future[Any]]
-"""Done when the attempt is not to go on; it then fails as `cancelled`, once it has ended."""
+"""Futures of which each one stops the attempt when done; it then fails as `cancelled`, once it has ended."""
 
 
 class Hosted:
-    """An attempt; an async context manager. The host's `retired` is set on the way when it died or hung."""
+    """An attempt in a host; an async context manager. Sets the host's `retired` when the host died or hangs."""
 
     def __init__(self, host: AgentHost, job: Job) -> None:
-        """Nothing is begun yet."""
+        """Store the arguments; the first `go` begins the attempt."""
         self._host = host
         self._job = job
         self._begun = False
@@ -54,13 +54,13 @@ class Hosted:
         self._answered: asyncio.Future[dict[str, Any]]
 
     async def __aenter__(self) -> Self:
-        """Listen to the host."""
+        """Register for the host's messages."""
         self._answered = self._host.expect(self._job.id)
         self._host.moves[self._job.id] = self._hear
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End it, where it has not."""
+        """Cancel the attempt if it has not ended."""
         try:
             if self._begun and self._answer is None and not self._answered.done():
                 if isinstance(error, asyncio.CancelledError):
@@ -71,14 +71,14 @@ class Hosted:
             self._host.forget(self._job.id)
 
     async def go(self, stage: Stage, seconds: float, ends: Ends) -> bool:
-        """Begin a stage, and wait until it is over, for at most so long.
+        """Begin a stage, and wait until it is over, for at most `seconds`.
 
         Returns:
-            whether another one waits; where none does, `finish` knows the end.
+            True if another stage follows; if none does, `finish` returns the answer.
         """
         if self._host.ended:
             self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process had ended")
-        elif self._begun and stage is Stage.RUN and self._host.retired:  # an agent is better asked elsewhere; a judge here still may answer
+        elif self._begun and stage is Stage.RUN and self._host.retired:  # a new host can run the agent, but only this one can evaluate
             self._answer = Answer(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
         elif any(one.done() for one in ends):
             self._answer = _STOPPED
@@ -96,7 +96,7 @@ class Hosted:
         return self._moved.result() != END_STAGE
 
     async def finish(self, ends: Ends) -> Answer:
-        """Wait until it has ended, and say how."""
+        """Wait until the attempt has ended, and return its answer."""
         if self._answer is None and not self._answered.done():
             await asyncio.wait([self._answered, *ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not self._answered.done():
@@ -113,19 +113,19 @@ class Hosted:
             self._moved.set_result(stage)
 
     async def _over(self, ends: Ends, failure: AttemptFailure, late: str) -> Answer:
-        """End it early, because it is not wanted or its time is over: then it fails as `failure`, and `late` says why."""
+        """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and the detail `late`."""
         done = await self._cancel()
         if any(one.done() for one in ends):
             return _STOPPED
         if done and self._answered.result()["failure"] != AttemptFailure.TIMEOUT:
-            return await self._read(self._answered.result())  # it was in time; its spans were not
+            return await self._read(self._answered.result())  # it ended in time; only its spans are late
         if not done and failure is AttemptFailure.TIMEOUT and self._host.attempts > 1:
-            # Whichever of them blocks the process: the others could do nothing about it.
+            # It is unknown which attempt blocks the process, so no policy is blamed.
             return Answer(None, AttemptFailure.CRASH, f"{late}; the agent's process hangs with {self._host.attempts} attempts in it")
         return Answer(None, failure, late)
 
     async def _cancel(self) -> bool:
-        """Cancel it; whether the host has answered."""
+        """Cancel the attempt; return whether the host has answered."""
         self._host.send({"cancel": self._job.id})
         done, _ = await asyncio.wait([self._answered], timeout=_CANCEL_SECONDS)
         if not done or self._answered.result().get("stuck"):

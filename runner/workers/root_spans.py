@@ -1,11 +1,11 @@
-"""Root spans: one `rollout` an attempt, which says whose the attempt is and how it went.
+"""Root spans: one `rollout` span per attempt, with its identity and how it went.
 
-In: attempts, and how they ended. Out: spans to the store. Invariant: the identity of a root span is worked out from run, rollout and
-attempt, so whoever writes the root of an attempt, its worker or somebody who found it dead, writes the same span; the store counts it once.
-A root that was given up does not count as acknowledged.
+In: attempts, and how they ended. Out: spans to the store. Invariant: the ids of a root span are a function of run, rollout and attempt, so
+its worker and a process that finds the worker dead write the same span; the store counts it once. A root span that could not be sent does
+not count as acknowledged.
 
-A rollout ends with the root that carries the final mark. Where several do, because a worker died between the store's acknowledgement and
-the queue's, the newest attempt's counts, in the queue as in the builder.
+A rollout ends with the root span that carries the final mark. Where several do, because a worker died between the store's acknowledgement
+and the queue's, the newest attempt's counts, in the queue as in the builder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SECONDS = {
 
 
 class Roots:
-    """Root spans of one process, and their way to the store."""
+    """Root spans of one process, and their exporter."""
 
     def __init__(self, store: StoreSettings) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class Roots:
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def claim(self, rollout_id: str, attempt: int) -> bool:
-        """Say that this process writes the root of an attempt; False when it had said so before."""
+        """Claim the root span of an attempt for this process; return False if it was claimed before."""
         key = (rollout_id, attempt)
         if key in self._claims:
             return False
@@ -64,7 +64,7 @@ class Roots:
         return True
 
     def open(self, rollout: Rollout) -> Span:
-        """Begin the root of an attempt: a trace of its own, whatever span the caller is in."""
+        """Begin the root span of an attempt: a trace of its own, independent of the caller's span."""
         self._ids.key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
         return self._tracer.start_span(
             semconv.ROOT_SPAN_NAME,
@@ -84,14 +84,14 @@ class Roots:
     def close(
         self, span: Span, answer: Answer, calls: int | None, stages: Mapping[Stage, float] = MappingProxyType({}), *, final: bool
     ) -> None:
-        """Write on a root how its attempt went, and end it.
+        """Write the result of an attempt to its root span, and end it.
 
         Args:
-            span: of the attempt.
+            span: root span of the attempt.
             answer: rewards, or a failure.
-            calls: policy calls that the gateway answered. None: nobody counted.
-            stages: seconds in each stage that it came to.
-            final: whether no other attempt will come.
+            calls: policy calls that the gateway answered. None: they were not counted.
+            stages: seconds in each stage that the attempt reached.
+            final: True if no other attempt follows.
         """
         span.set_attribute(semconv.ROLLOUT_FINAL, final)
         if calls is not None:
@@ -107,10 +107,10 @@ class Roots:
         span.end()
 
     async def acknowledged(self, patience_seconds: float) -> None:
-        """Wait until the store has taken the roots that were closed before.
+        """Wait until the store has accepted the root spans that were closed before.
 
         Raises:
-            StoreError: it has not for so long, or one was given up, before or now.
+            StoreError: the time limit has passed, or a span was given up, before or now.
         """
         end = asyncio.get_running_loop().time() + patience_seconds
         while not await asyncio.to_thread(self._provider.force_flush, _FLUSH_MILLISECONDS):
@@ -118,19 +118,19 @@ class Roots:
                 endpoint = self._store.otlp_endpoint
                 seconds = f"{patience_seconds:g} s"
                 raise StoreError(f"the store at {endpoint} has not taken root spans for {seconds}. Start it with `spangrad store`.")
-        if self._sending.lost:  # for good: each of those who wait at the same time must hear of it
+        if self._sending.lost:  # it stays set: each of the concurrent callers must raise
             raise StoreError(
                 f"root spans did not get into the store at {self._store.otlp_endpoint} ({self._sending.lost_because}), and the queue is "
                 "not told of attempts that have none there. See what the store has against them; then the rollouts are run again."
             )
 
     async def shut(self) -> None:
-        """Send what is left, for a bounded time."""
+        """Send the remaining spans, in bounded time."""
         await asyncio.to_thread(self._provider.shutdown)
 
 
 def carrier(rollout: Rollout, span: Span) -> dict[str, str]:
-    """`traceparent` and `baggage` of an attempt."""
+    """Return `traceparent` and `baggage` of an attempt."""
     entries = {
         semconv.RUN_ID: rollout.key.run_id,
         semconv.ROLLOUT_ID: rollout.key.rollout_id,
@@ -147,12 +147,12 @@ def _prompt(rollout: Rollout) -> dict[str, str | int]:
 
 
 def by_name(rewards: Rewards | float | None) -> Rewards | None:
-    """Rewards by name: a lone number is the reward."""
+    """Return rewards by name: a lone number is the main reward."""
     return rewards if rewards is None or isinstance(rewards, Mapping) else {semconv.REWARD_NAME: rewards}
 
 
 class _Ids(IdGenerator):
-    """Ids of the root of `key`; set it, then start the span in the same thread."""
+    """Generates the ids of the root span of `key`; set it, then start the span in the same thread."""
 
     def __init__(self) -> None:
         self.key = ""
@@ -165,10 +165,10 @@ class _Ids(IdGenerator):
 
 
 async def require_store(store: StoreSettings) -> None:
-    """Send no spans at all, to see that they would be taken.
+    """Send an empty request, to check that the store accepts spans.
 
     Raises:
-        StoreError: they would not.
+        StoreError: it does not.
     """
     endpoint = store.otlp_endpoint
     headers = {"content-type": "application/x-protobuf", **bearer(store.token.get_secret_value() if store.token else None)}
@@ -178,9 +178,9 @@ async def require_store(store: StoreSettings) -> None:
             session.post(traces_url(endpoint), data=b"", headers=headers) as answer,
         ):
             if answer.status >= 300:
-                said = (await answer.text())[:300]
+                text = (await answer.text())[:300]
                 raise StoreError(
-                    f"the store at {endpoint} refuses spans: HTTP {answer.status} {said}. Check store.otlp_endpoint and store.token."
+                    f"the store at {endpoint} refuses spans: HTTP {answer.status} {text}. Check store.otlp_endpoint and store.token."
                 )
     except (aiohttp.ClientError, OSError) as error:
         raise StoreError(

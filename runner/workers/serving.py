@@ -1,7 +1,7 @@
-"""Works for a queue that is served: one worker, until it is told to end or cannot go on.
+"""Runs one worker of a queue server, until it is stopped or cannot go on.
 
-In: settings, an agent, an event. Out: attempts made, and those roots that others could not write. Invariant: what the worker holds when it
-ends has been told or given back, as far as store and queue can be reached.
+In: settings, an agent, an event. Out: attempts made, and the root spans of attempts whose workers died. Invariant: what the worker holds
+when it ends has been reported or released, as far as store and queue can be reached.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 600.0
-"""That the queue may be away: leases run out meanwhile, and what was told too late is refused."""
+"""Time for which requests are retried while the queue is away, in seconds: leases expire meanwhile, and late reports are refused."""
 _STORE_PATIENCE_SECONDS = 300.0
 _NEWS_SECONDS = 20.0
 _AGAIN_SECONDS = 2.0
-"""Before those who died are looked at again, when the gateway or the queue was away."""
+"""Pause before the root spans of lost attempts are tried again, in seconds, when the gateway or the queue was away."""
 _PAGE = 1000
 
 
 async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, ready: Callable[[], object]) -> None:
-    """Work until `ending` is set, then drain; set before all is there, it ends at once.
+    """Work until `ending` is set, then drain; if it is set before the worker is ready, end at once.
 
     Args:
-        settings: where everything is.
-        agent: what to run.
-        ending: set when it is to end.
+        settings: addresses of store, gateway and queue, and the run.
+        agent: the agent to run.
+        ending: event that ends the work.
         ready: called when the agent is loaded.
 
     Raises:
-        SpangradError: the store, the gateway, the queue or the agent is away for too long; what was held has been given back.
+        SpangradError: the store, the gateway, the queue or the agent is away for too long; all leases have been released.
     """
 
     async def queue() -> QueueClient:
@@ -53,17 +53,17 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
         return client
 
     async with AsyncExitStack() as stack:
-        told = asyncio.create_task(ending.wait())
-        stack.callback(told.cancel)
-        attempts = await _unless(told, open_attempts(settings, agent, stack, queue))
+        stopping = asyncio.create_task(ending.wait())
+        stack.callback(stopping.cancel)
+        attempts = await _unless(stopping, open_attempts(settings, agent, stack, queue))
         if attempts is None:
             return
-        made = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
-        worker = await stack.enter_async_context(made)
+        starting = Worker(attempts.queue, settings.runner.run_id, attempts, attempts.entry, store_patience_seconds=_STORE_PATIENCE_SECONDS)
+        worker = await stack.enter_async_context(starting)
         mourning = asyncio.create_task(_mourn(attempts, settings.runner.run_id))
         ready()
         try:
-            await asyncio.wait([told, worker.failed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopping, worker.failed], return_when=asyncio.FIRST_COMPLETED)
             error = worker.failed.result() if worker.failed.done() else None
             try:
                 await worker.drain(0 if error else settings.runner.drain_seconds)
@@ -77,11 +77,11 @@ async def serve(settings: Settings, agent: AgentSpec, ending: asyncio.Event, rea
             await asyncio.gather(mourning, return_exceptions=True)
 
 
-async def _unless(told: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | None:
-    """What work gives. None: `told` was done before it, and it is given up."""
+async def _unless(stopping: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the value of `work`, or None: `stopping` was done first, and `work` is cancelled."""
     doing = asyncio.create_task(work)
     try:
-        await asyncio.wait([told, doing], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([stopping, doing], return_when=asyncio.FIRST_COMPLETED)
         return doing.result() if doing.done() else None
     finally:
         doing.cancel()
@@ -89,34 +89,34 @@ async def _unless(told: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | 
 
 
 async def _mourn(attempts: Attempts, run_id: str) -> None:
-    """Write the roots of rollouts that ended without a worker of theirs alive: those that are there, then those that come."""
+    """Write the root spans of rollouts that ended without a living worker: first of those in the queue, then of each new one."""
     cursor = await _until_done(partial(_mourn_old, attempts, run_id))
     while True:
         cursor = await _until_done(partial(_mourn_new, attempts, run_id, cursor))
 
 
 async def _mourn_old(attempts: Attempts, run_id: str) -> int:
-    """The place in the order of endings before which all are done."""
+    """Write those of rollouts that have ended; return the number of the ending up to which all are done."""
     cursor = (await attempts.queue.run(run_id)).cursor
     for state in (State.DEAD, State.CANCELLED):
         after = 0
         while (page := await attempts.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
             after = page.cursor
-            for one in page.rollouts:
-                await attempts.mourn(one)
+            for rollout in page.rollouts:
+                await attempts.mourn(rollout)
     return cursor
 
 
 async def _mourn_new(attempts: Attempts, run_id: str, cursor: int) -> int:
-    """The next such place."""
+    """Write those of rollouts that end from now on; return the next such number."""
     page = await attempts.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_NEWS_SECONDS)
-    for one in page.rollouts:
-        await attempts.mourn(one)
+    for rollout in page.rollouts:
+        await attempts.mourn(rollout)
     return page.cursor
 
 
 async def _until_done(work: Callable[[], Awaitable[T]]) -> T:
-    """Do it again until it goes through: each root is written once, however often it is come to."""
+    """Retry `work` until it succeeds: each root span is written once, however often it is tried."""
     while True:
         try:
             return await work()

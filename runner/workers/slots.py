@@ -1,7 +1,7 @@
-"""Places: how many attempts may be in a stage at once, and how long each was there.
+"""Slots: limits how many attempts are in a stage at once, and measures how long each was there.
 
-In: attempts that come and go. Out: places, one an attempt. Invariant: never more are taken than there are; a place that is freed twice is
-freed once; whoever is cancelled while it waits has none; the wait is no stage's time.
+In: attempts that enter and leave stages. Out: slots, one per attempt. Invariant: the number of taken slots never exceeds the limit; a slot
+that is freed twice counts once; an attempt that is cancelled while it waits takes none; the wait counts for no stage.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from spangrad.types import Stage
 
 
 class Place:
-    """One place, taken; a context manager that frees it."""
+    """One taken slot; a context manager that frees it."""
 
     def __init__(self, free: Callable[[], object]) -> None:
-        """`free` gives it to somebody else."""
+        """Keep `free`, which makes the slot available to another attempt."""
         self._free = free
         self.freed = False
 
     def free(self) -> None:
-        """Let somebody else have it; idempotent."""
+        """Make the slot available to another attempt; idempotent."""
         if not self.freed:
             self.freed = True
             self._free()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return the slot."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Free it."""
+        """Free the slot."""
         self.free()
 
 
 class Places:
-    """A fixed number of places; who waits first is served first."""
+    """A fixed number of slots, taken in the order of the requests."""
 
     def __init__(self, count: int) -> None:
-        """All are free."""
+        """Create `count` free slots."""
         self._semaphore = asyncio.Semaphore(count)
         self.taken = 0
 
     async def take(self) -> Place:
-        """Wait for a place."""
+        """Wait for a slot, and take it."""
         await self._semaphore.acquire()
         self.taken += 1
         return Place(self._give)
@@ -59,7 +59,7 @@ class Places:
 
 
 class StageClock:
-    """How long one attempt was in each stage."""
+    """Time of one attempt in each stage."""
 
     def __init__(self) -> None:
         self._over: dict[Stage, float] = {}
@@ -67,7 +67,7 @@ class StageClock:
 
     @contextmanager
     def counting(self, stage: Stage) -> Generator[None]:
-        """The attempt is in a stage."""
+        """Measure a stage for as long as the block."""
         self._began[stage] = time.monotonic()
         try:
             yield
@@ -75,10 +75,10 @@ class StageClock:
             self._over[stage] = time.monotonic() - self._began.pop(stage)
 
     def seconds(self, stage: Stage) -> float:
-        """In a stage, so far; 0 before it."""
+        """Return the seconds in a stage so far; 0 before it."""
         began = self._began.get(stage)
         return self._over.get(stage, 0.0) if began is None else time.monotonic() - began
 
     def taken(self) -> dict[Stage, float]:
-        """In each stage that is over, in the order of the stages."""
+        """Return the seconds in each completed stage, in the order of the stages."""
         return {stage: self._over[stage] for stage in Stage if stage in self._over}

@@ -1,8 +1,8 @@
-"""A worker: leases rollouts from the queue, makes their attempts side by side, and tells how they ended.
+"""A worker: leases rollouts from the queue, runs their attempts concurrently, and reports how they ended.
 
-In: a queue, and what attempts are made with. Out: root spans in the store, endings in the queue. Invariant: the queue hears of an ending
-after the store has acknowledged the attempt's root span; what is leased is either told, or given back, or its lease runs out; no more
-is leased than can begin at once, so that time in the queue counts for nobody.
+In: a queue, and what attempts need. Out: root spans in the store, endings in the queue. Invariant: an ending is reported to the queue after
+the store has acknowledged the attempt's root span; each lease is reported, released, or expires; the worker leases no more than can begin
+at once, so that the wait before an attempt does not count as its time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from spangrad.types import AttemptFailure, Stage
 _logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 2.0
-"""That the queue may keep a question for work: a drain waits for its answer."""
+"""Longest time that the queue may hold a request for leases, in seconds: a drain waits for its response."""
 _GATHER_SECONDS = 0.005
-_RELEASED = Why(AttemptFailure.RELEASED, "its worker was told to end", final=False, told=False)
+_RELEASED = Why(AttemptFailure.RELEASED, "its worker was told to end", final=False, reported=False)
 
 
 class Worker:
-    """Makes attempts of one run's rollouts; an async context manager."""
+    """Runs attempts of one run's rollouts; an async context manager."""
 
     def __init__(self, queue: QueueClient, run_id: str, attempts: Attempts, slots: int, *, store_patience_seconds: float) -> None:
-        """Begin nothing yet.
+        """Store the arguments; `__aenter__` starts the work.
 
         Args:
-            queue: who has the rollouts.
-            run_id: whose.
-            attempts: makes them.
-            slots: attempts that can begin at once.
-            store_patience_seconds: how long the store may be away.
+            queue: holds the rollouts.
+            run_id: run to lease from.
+            attempts: runs the attempts.
+            slots: number of attempts that can begin at once.
+            store_patience_seconds: time for which the store may be away.
         """
         self._queue = queue
         self._run_id = run_id
@@ -53,32 +53,32 @@ class Worker:
         self._clocks: dict[tuple[str, int], StageClock] = {}
         self._making: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[Ended] = asyncio.Queue()
-        self._told = asyncio.Condition()
+        self._changes = asyncio.Condition()
         self._beating = Beating(queue, self._lost, self._ran)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self.name = this_process()
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Done when it cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
+        """Done when the worker cannot go on: the gateway, the store or the queue stays away, or the agent cannot be loaded any more."""
 
     async def __aenter__(self) -> Self:
-        """Begin to lease."""
+        """Start to lease rollouts."""
         await self._beating.__aenter__()
-        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._lease, self._tell)]
+        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._lease, self._report_endings)]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End at once: what is not told is given back by its lease's end."""
+        """Stop at once: leases of attempts that are not reported expire."""
         for task in [*self._tasks, *self._making]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._making, return_exceptions=True)
         await self._beating.__aexit__(kind, error, trace)
 
     async def drain(self, seconds: float) -> None:
-        """Lease nothing more; let attempts go on for so long, then give them back, and tell all of it.
+        """Lease nothing more; let attempts go on for so many seconds, then release the rest, and report all endings.
 
         Raises:
-            SpangradError: it cannot be told.
+            SpangradError: they cannot be reported.
         """
         self._draining = True
         self._room.set()
@@ -92,24 +92,24 @@ class Worker:
             await self._until(lambda: not self._held)
 
     def stop(self, rollouts: Collection[str] | None, why: Why) -> None:
-        """Stop attempts of these rollouts, or of all; they end soon after."""
+        """Stop attempts of these rollouts, or all; they end soon after."""
         for (rollout_id, _), stop in self._held.items():
             if rollouts is None or rollout_id in rollouts:
                 stop.now(why)
 
     async def without(self, rollouts: Collection[str]) -> None:
-        """Wait until it holds none of these."""
+        """Wait until the worker holds none of these rollouts."""
         await self._until(lambda: not any(rollout_id in rollouts for rollout_id, _ in self._held))
 
     async def _until(self, state: Callable[[], bool]) -> None:
-        async with self._told:
-            await self._told.wait_for(lambda: state() or (self.failed.done() and self._tasks[1].done()))
+        async with self._changes:
+            await self._changes.wait_for(lambda: state() or (self.failed.done() and self._tasks[1].done()))
         if not state():
             raise self.failed.result()
 
     async def _changed(self) -> None:
-        async with self._told:
-            self._told.notify_all()
+        async with self._changes:
+            self._changes.notify_all()
 
     async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -129,7 +129,7 @@ class Worker:
             if room < 1:
                 self._room.clear()
                 await self._room.wait()
-                await asyncio.sleep(_GATHER_SECONDS)  # attempts end in swarms: lease for all that are free by then at once
+                await asyncio.sleep(_GATHER_SECONDS)  # many attempts end at the same time: lease for all free slots at once
                 continue
             for lease in await self._queue.lease(self._run_id, self.name, room, wait_seconds=_ASK_SECONDS):
                 self._begin(lease)
@@ -155,7 +155,7 @@ class Worker:
             raise
 
     def _ran(self, lease: Lease) -> float | None:
-        """How long the agent of an attempt has run: the wait for a place, and what comes before and after, counts for nobody."""
+        """Return the seconds that the agent of an attempt has run; waits, initialisation and evaluation do not count."""
         clock = self._clocks.get((lease.rollout_id, lease.attempt))
         return clock and clock.seconds(Stage.RUN)
 
@@ -164,31 +164,31 @@ class Worker:
         self._room.set()
 
     def _lost(self, lease: Lease, result: Result) -> None:
-        """The queue says that a lease is over."""
+        """Stop an attempt whose lease the queue has ended."""
         _logger.info("attempt %d of rollout %s is over: %s", lease.attempt, lease.rollout_id, result.refused)
         stop = self._held.get((lease.rollout_id, lease.attempt))
         if stop is not None:
             why = result.ended or AttemptFailure.LOST
             final = result.state in {State.CANCELLED, State.DEAD}
-            stop.now(Why(why, result.refused or "the queue ended it", final=final, told=True))
+            stop.now(Why(why, result.refused or "the queue ended it", final=final, reported=True))
 
-    async def _tell(self) -> None:
-        """Tell endings, as many at once as have come while those before were told."""
+    async def _report_endings(self) -> None:
+        """Report endings, in batches of those that arrived while the previous batch was reported."""
         while True:
             ended = [await self._ended.get()]
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
             await self._attempts.roots.acknowledged(self._patience)
             await asyncio.to_thread(self._keep, ended)
-            await self._say([one for one in ended if not one.told])
-            for one in ended:
-                self._beating.drop(one.lease)
-                self._held.pop((one.lease.rollout_id, one.lease.attempt), None)
-                self._clocks.pop((one.lease.rollout_id, one.lease.attempt), None)
+            await self._report([attempt for attempt in ended if not attempt.reported])
+            for attempt in ended:
+                self._beating.drop(attempt.lease)
+                self._held.pop((attempt.lease.rollout_id, attempt.lease.attempt), None)
+                self._clocks.pop((attempt.lease.rollout_id, attempt.lease.attempt), None)
             self._room.set()
             await self._changed()
 
-    async def _say(self, ended: Sequence[Ended]) -> None:
+    async def _report(self, ended: Sequence[Ended]) -> None:
         released = [one.lease for one in ended if one.answer.failure is AttemptFailure.RELEASED]
         completions = [_completion(one) for one in ended if one.answer.failure is None]
         failures = [_failure(one) for one in ended if one.answer.failure not in {None, AttemptFailure.RELEASED}]
@@ -210,10 +210,16 @@ class Worker:
             await self._attempts.roots.acknowledged(self._patience)
 
     def _keep(self, ended: Sequence[Ended]) -> None:
-        for one in ended:
-            answer = one.answer
-            facts = {"worker": self.name, "reason": answer.failure, "detail": answer.detail, "calls": one.calls, "stages": one.stages}
-            self._attempts.files.end(one.lease.rollout_id, one.lease.attempt, facts)
+        for attempt in ended:
+            answer = attempt.answer
+            facts = {
+                "worker": self.name,
+                "reason": answer.failure,
+                "detail": answer.detail,
+                "calls": attempt.calls,
+                "stages": attempt.stages,
+            }
+            self._attempts.files.end(attempt.lease.rollout_id, attempt.lease.attempt, facts)
 
 
 def _completion(ended: Ended) -> Completion:
