@@ -1,4 +1,4 @@
-"""The adapter that changes nothing, with which an engine answers that takes adapters and was given none.
+"""The bare adapter: all zeros, so it changes nothing; an engine that takes adapters serves it until it is given another one.
 
 In: the engine's settings and its model. Out: a directory in PEFT's layout. Invariant: all of its words are 0, so that what is computed, and
 its checksum, are the base model's; calls in flight when an engine goes back to the base go on with the base.
@@ -15,27 +15,27 @@ from spangrad.settings import EngineSettings
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
 
 _KNOWN = "_proj.weight"
-"""What the names of layers end with that every architecture's adapters know."""
+"""Suffix of the names of the layers that the adapters of every architecture support."""
 
 
 def bare_adapter(engine: EngineSettings) -> Path:
-    """Where it lies: engines that share a cache may have other models."""
+    """Return the adapter's directory; one for each port, since engines that share a cache may have different models."""
     return engine.cache_dir.absolute() / f"bare-adapter-{engine.port}"
 
 
 def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
-    """Write it: of rank 1, for one layer.
+    """Write the adapter, of rank 1, for one layer.
 
     Raises:
         EngineError: the model has no layer that adapters are known to fit.
     """
-    found = next((one for file in sorted(model.glob("*.safetensors")) for one in _layers(file)), None)
-    if found is None:
+    layer = next((layer for file in sorted(model.glob("*.safetensors")) for layer in _layers(file)), None)
+    if layer is None:
         raise EngineError(
             f"engine.lora_rank = {engine.lora_rank}, and {model} has no layer *{_KNOWN} in *.safetensors: adapters are not known to "
             "fit it. Set engine.lora_rank = 0, and trainer.road = disk."
         )
-    name, (rows, columns) = found
+    name, (rows, columns) = layer
     shapes = {f"{PREFIX}{name}{A}": [1, columns], f"{PREFIX}{name}{B}": [rows, 1]}
     directory = bare_adapter(engine)
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_bare_adapter(engine: EngineSettings, model: Path) -> None:
 
 
 def _layers(file: Path) -> list[tuple[str, list[int]]]:
-    """Name and shape of a file's layers that can be adapted."""
+    """Return the name and shape of each layer in a file that can be adapted."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -56,7 +56,7 @@ def _layers(file: Path) -> list[tuple[str, list[int]]]:
 
 
 def _zeros(shapes: dict[str, list[int]]) -> bytes:
-    """A safetensors file of float32 zeros."""
+    """Return a safetensors file of float32 zeros."""
     header, end = dict[str, object](), 0
     for name, (rows, columns) in shapes.items():
         begin, end = end, end + 4 * rows * columns

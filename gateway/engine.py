@@ -49,13 +49,13 @@ STOP_SECONDS = 8
 POLL_SECONDS = 0.1
 WARM_UP_TOKENS = 3
 TRANSFER_BACKENDS = {"nccl": "nccl", "http": "spangrad_http"}
-"""Vllm's names of what engine.transfer names; the second is registered by our plugin."""
+"""Value of engine.transfer -> vLLM's name of the weight-transfer backend; the second is registered by our plugin."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's --max-lora-rank may be."""
+"""Values that vLLM accepts for --max-lora-rank, in ascending order."""
 _PLUGIN = "gateway.vllm_plugin"
 _SEES_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _INHERITED_TROUBLE = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-"""Variables of our environment that would mislead vLLM's; the first overrides --kv-cache-memory-bytes."""
+"""Environment variables that are not passed on, since they would mislead vLLM; the first overrides --kv-cache-memory-bytes."""
 
 
 def serve(settings: Settings) -> None:
@@ -84,7 +84,7 @@ def serve(settings: Settings) -> None:
 
 
 def command(settings: Settings, model: Path) -> list[str]:
-    """The command that starts vLLM."""
+    """Return the command that starts vLLM."""
     engine = settings.engine
     policy = settings.gateway.policy
     options = {
@@ -108,7 +108,7 @@ def command(settings: Settings, model: Path) -> list[str]:
     if engine.kv_cache_bytes is not None:
         options["--kv-cache-memory-bytes"] = str(engine.kv_cache_bytes)
     if engine.lora_rank:
-        rank = next(one for one in _LORA_RANKS if one >= engine.lora_rank)
+        rank = next(rank for rank in _LORA_RANKS if rank >= engine.lora_rank)
         options |= {"--max-lora-rank": str(rank), "--max-loras": "1", "--lora-modules": f"{policy}={bare_adapter(engine)}"}
     if engine.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": TRANSFER_BACKENDS[engine.transfer]})
@@ -118,7 +118,7 @@ def command(settings: Settings, model: Path) -> list[str]:
 
 
 def environment(settings: Settings, model: Path) -> dict[str, str]:
-    """The environment of vLLM: ours, without what misleads it, and what the plugin needs."""
+    """Return the environment of vLLM: this process's, without what misleads vLLM, and with what the plugin needs."""
     engine = settings.engine
     cache = engine.cache_dir.absolute()
     inherited = {name: value for name, value in os.environ.items() if name not in _INHERITED_TROUBLE and not name.startswith("SPANGRAD_")}
@@ -146,7 +146,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
 
 
 def _plugin_path(cache: Path) -> Path:
-    """A directory with our two packages and nothing else, so that no module of ours hides one of vLLM's environment."""
+    """Return a directory with our two packages and nothing else, so that no module of ours hides one of vLLM's environment."""
     path = cache / "python"
     path.mkdir(parents=True, exist_ok=True)
     root = Path(__file__).resolve().parent.parent
@@ -159,7 +159,7 @@ def _plugin_path(cache: Path) -> Path:
 
 
 def _check(engine: EngineSettings) -> Path:
-    """Refuse what cannot work before vLLM spends half a minute on it."""
+    """Check the settings, before vLLM spends half a minute on what cannot work; return the model's directory."""
     if engine.model is None:
         raise EngineError("no model to serve. Set engine.model (SPANGRAD_ENGINE__MODEL) to a model directory.")
     model = engine.model.absolute()
@@ -194,7 +194,7 @@ def _check(engine: EngineSettings) -> Path:
 
 
 class _Vllm:
-    """The child: its log is passed on and its last lines are kept."""
+    """The vLLM process: its log is passed on and its last lines are kept."""
 
     def __init__(self, engine: EngineSettings, command: list[str], environment: dict[str, str]) -> None:
         self._timeout = engine.start_timeout_seconds
@@ -253,7 +253,7 @@ class _Vllm:
 
 
 def _warm_up(base: str, settings: Settings) -> None:
-    """Take the first batches' cost (seconds) before anybody waits for it, then say so to those who ask /spangrad/info.
+    """Send the first requests, which take seconds, before agents call the engine; then have /spangrad/info report it as warm.
 
     Raises:
         EngineError: vLLM refuses a plain chat request, so it would refuse the agents'.
@@ -279,7 +279,7 @@ def _post(url: str, body: Mapping[str, object]) -> None:
 
 @contextmanager
 def _stop_signal() -> Generator[threading.Event]:
-    """An event that SIGTERM and SIGINT set, while the block runs."""
+    """Yield an event that SIGTERM and SIGINT set while the block runs."""
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ In: engine.extra_args, and the configuration file that they may name. Out: the f
 connect several. Invariant: arguments are read as vLLM reads them: with `=` or without, `_` for `-`, abbreviated, or from YAML.
 
 The policy's version, pauses and the checksum are those of one API server and one model. A second API server would answer with labels that
-no order has reached; a second rank with weights that nobody has compared.
+no order has reached; a second rank with weights whose checksum was not compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def require_one_server(extra_args: Sequence[str]) -> None:
     """Refuse arguments that give an engine several API servers or data-parallel ranks.
 
     Raises:
-        EngineError: one does; the message names it, and where it stands.
+        EngineError: one does; the message names it, and the place where it is set.
     """
     for option, value, place in _options(extra_args):
         if option.startswith("--data-parallel") or _is_abbreviation(option):
@@ -52,12 +52,12 @@ def require_one_server(extra_args: Sequence[str]) -> None:
 
 
 def _is_abbreviation(option: str) -> bool:
-    """Whether vLLM takes an option for --api-server-count."""
+    """Return whether vLLM reads an option as an abbreviation of --api-server-count."""
     return option.startswith(_LEAST_ABBREVIATION) and "--api-server-count".startswith(option)
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Options in their long form, their values (empty: none follows), and the place where each stands."""
+    """Yield options in their long form, their values (empty: none follows), and the place where each is set."""
     for at, word in enumerate(words):
         if not word.startswith("-"):
             continue

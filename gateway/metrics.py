@@ -1,6 +1,6 @@
-"""What the gateway counts, in Prometheus' text format.
+"""Metrics of the gateway, in Prometheus' text format.
 
-In: ends of calls, deliveries of spans, publications; at each scrape, what waits and what the backends say. Out: the text of `/metrics`.
+In: ends of calls, deliveries of spans, publications; at each scrape, queue lengths and the backends' states. Out: the text of `/metrics`.
 Invariant: counting costs a call less than 2 us and never waits; labels are names that we or the settings give, never a client's own.
 """
 
@@ -38,21 +38,21 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class SpanState:
-    """The road of spans at the time of a scrape."""
+    """State of the span exporter at the time of a scrape."""
 
     delivered: int = 0
-    """Acknowledged by the store."""
+    """Spans that the store has acknowledged."""
     refused: int = 0
-    """By the store, for what they are."""
+    """Spans that the store has refused because of their content."""
     waiting_bytes: int = 0
-    """Of those that the store has not acknowledged; all of them are in the spill file."""
+    """Bytes of the spans that the store has not acknowledged; all of them are in the spill file."""
     memory_bytes: int = 0
-    """Of those that are in memory as well."""
+    """Bytes of those spans that are in memory as well."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """How many values fell below each bound, and their sum."""
+    """Counts of the values up to each bound, and the sum of all values."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -67,14 +67,14 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
+        """Return the buckets' bounds and cumulative counts, as Prometheus expects them."""
         names = [*(str(bound) for bound in self.bounds), "+Inf"]
         return [(name, float(sum(self.counts[: place + 1]))) for place, name in enumerate(names)]
 
 
 @dataclass(slots=True)
 class _PolicyTally:
-    """Of one policy in one dialect."""
+    """Tokens and durations of one policy's calls in one dialect."""
 
     first_byte: Histogram = field(default_factory=lambda: Histogram(FIRST_BYTE_SECONDS))
     whole: Histogram = field(default_factory=lambda: Histogram(WHOLE_SECONDS))
@@ -83,7 +83,7 @@ class _PolicyTally:
 
 
 class Metrics(Collector):
-    """Plain numbers, put into Prometheus' form when somebody asks."""
+    """Counters, gauges and histograms of the gateway: plain numbers, put into Prometheus' form at each scrape."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -100,7 +100,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def began(self) -> None:
-        """A call was accepted."""
+        """Count an accepted call."""
         self.in_flight += 1
 
     def ended(
@@ -115,7 +115,7 @@ class Metrics(Collector):
         first_byte_seconds: float | None,
         seconds: float,
     ) -> None:
-        """A call that had begun is over, its span recorded.
+        """Count a call that has ended, and whose span is recorded.
 
         Args:
             policy: that answered, or was to answer; empty where none is known by the asked name.
@@ -140,7 +140,7 @@ class Metrics(Collector):
         tally.whole.observe(seconds)
 
     def published(self, policy: str, outcome: str, seconds: float) -> None:
-        """A publication is over: `ok`, or `failed`."""
+        """Count a publication that has ended, with outcome `ok` or `failed`."""
         self._publications.setdefault((policy, outcome), Histogram(PUBLICATION_SECONDS)).observe(seconds)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -148,11 +148,11 @@ class Metrics(Collector):
         return web.Response(body=self.text(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks of a collector."""
+        """Yield all metrics; prometheus_client calls this at each scrape."""
         spans = self.spans()
         calls = CounterMetricFamily(_PREFIX + "calls", "Policy calls that ended.", labels=["policy", "dialect", "status", "error_type"])
         for labels, count in self._calls.items():
@@ -188,14 +188,14 @@ class Metrics(Collector):
     def _of_backends(self) -> Iterator[Metric]:
         states = list(self.backends())
         by_status = GaugeMetricFamily(_PREFIX + "backends", "Backends, by status.", labels=["policy", "status"])
-        for (policy, status), count in Counter((one.policy, one.status) for one in states).items():
+        for (policy, status), count in Counter((state.policy, state.status) for state in states).items():
             by_status.add_metric((policy, status), count)
         in_flight = GaugeMetricFamily(_PREFIX + "backend_in_flight", "Calls that a backend is answering.", labels=_BACKEND)
         version = GaugeMetricFamily(_PREFIX + "backend_version", "The policy version that a backend serves.", labels=_BACKEND)
-        for one in states:
-            in_flight.add_metric((one.name, one.policy), one.in_flight)
-            if one.version is not None:
-                version.add_metric((one.name, one.policy), one.version)
+        for state in states:
+            in_flight.add_metric((state.name, state.policy), state.in_flight)
+            if state.version is not None:
+                version.add_metric((state.name, state.policy), state.version)
         yield from (by_status, in_flight, version)
 
 

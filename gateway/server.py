@@ -40,15 +40,15 @@ from spangrad.settings import Settings
 log = logging.getLogger(__name__)
 
 ENGINE_KEEP_ALIVE_SECONDS = 3
-"""Idle connections to the engine are given up before vLLM gives them up (5 s), so that none is closed under a request."""
+"""Longest time that an idle connection to an engine stays open; below vLLM's own 5 s, so that vLLM closes none under a request."""
 CONNECT_SECONDS = 10
-"""How long an upstream may take to accept a connection."""
+"""Longest time that an upstream may take to accept a connection."""
 DRAIN_SECONDS = 0.5
-"""How long calls in flight may go on at the end."""
+"""Longest time that calls in flight may go on at shutdown."""
 FLUSH_SECONDS = 1.2
-"""How long the last spans may take to reach the store at the end."""
+"""Longest time that the last spans may take to reach the store at shutdown."""
 GC_THRESHOLDS = (50_000, 20, 50)
-"""Fewer collections: a call makes few cycles (a few percent of the throughput)."""
+"""Thresholds of Python's garbage collector: a call makes few reference cycles, and fewer collections save a few percent."""
 
 
 def serve(settings: Settings) -> None:
@@ -81,7 +81,7 @@ async def _serve(settings: Settings) -> None:
 
 @asynccontextmanager
 async def running(settings: Settings) -> AsyncGenerator[list[asyncio.Task[None]]]:
-    """The gateway, listening; gives its background tasks, which end only by an error.
+    """Run the gateway, listening, while the block runs; yield its background tasks, which end only by an error.
 
     Raises:
         SpangradError: the clients' tokens, the certificate or the tokenizer cannot be used.
@@ -145,7 +145,7 @@ def application(
     metrics: Metrics,
     redactor: Redactor | None,
 ) -> web.Application:
-    """Wire the routes."""
+    """Return the HTTP application with all routes of the gateway."""
     counts = Counts()
     calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
     app = web.Application(middlewares=[guards.check], client_max_size=settings.gateway.max_request_bytes)

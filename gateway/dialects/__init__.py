@@ -1,4 +1,4 @@
-"""The forms in which agents ask: one module each, and their table by path."""
+"""The API dialects in which agents call the policy: one module each, and their table by path."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from gateway.dialects.responses import ResponsesDialect
 
 CHAT = ChatDialect()
 DIALECTS: dict[str, Dialect] = {dialect.path: dialect for dialect in (CHAT, CompletionsDialect(), ResponsesDialect(), MessagesDialect())}
-"""By path. What is asked of other paths is passed through, and not recorded."""
+"""Dialects by path. Requests to other paths are passed through, and not recorded."""

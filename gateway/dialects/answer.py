@@ -1,6 +1,6 @@
-"""What is kept of an engine's answer, whatever dialect it came in.
+"""An engine's answer, in a form common to all dialects.
 
-In: what the dialects' readers find. Out: an `Answer` for the call's span. Invariant: prompts and choices stand in the
+In: what the dialects' readers parse. Out: an `Answer` for the call's span. Invariant: prompts and choices stand in the
 engine's order, and of n choices to p prompts, choice i answers prompt i // (n / p).
 """
 
@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-"""What a span can hold: an unsigned integer of four bytes."""
+"""A token id that a span can hold: an unsigned integer of four bytes."""
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Logprob = Annotated[float, msgspec.Meta(ge=-3.4028234e38, le=3.4028234e38)]
 """A float of four bytes, finite."""
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
-"""A choice's place; the store numbers choices in two bytes."""
+"""A choice's index; the store numbers choices in two bytes."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -32,17 +32,17 @@ class Sampling(msgspec.Struct, frozen=True):
     frequency_penalty: float
     repetition_penalty: float
     constrained: bool
-    """Whether tokens were masked, put in, or their logits shifted."""
+    """True if tokens were masked or forced, or their logits shifted."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What the engine says of itself in an answer."""
+    """Facts that the engine's middleware adds to an answer: the policy and the weights that gave it, and the sampling."""
 
     policy: str
     tokenizer_hash: str
     versions: list[list[tuple[TokenId, Version]]] | None = None
-    """Of each choice, the response tokens at which a policy version begins, and the versions; empty: not known. None: the answer was
-    not finished."""
+    """Pairs for each choice: the response token at which a policy version begins, and the version; empty: not known. None: the answer
+    was not finished."""
     sampling: Sampling | None = None
     """None: the answer was not finished."""
 
@@ -56,12 +56,12 @@ class Choice:
     finish_reason: str | None = None
     """None: the answer was cut before the engine was done."""
     message: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Put together from a stream's parts; empty for whole answers, whose JSON is kept."""
+    """The message assembled from a stream's parts; empty for whole answers, whose JSON is kept."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What is kept of an answer, or of as much of it as came."""
+    """An answer, or the part of it that arrived before it was cut."""
 
     id: str | None = None
     model: str | None = None
@@ -73,18 +73,18 @@ class Answer:
     engine: EngineFacts | None = None
     """None: the engine has no spangrad middleware, or failed."""
     failed: bool = False
-    """Whether a stream held an error of the engine's, or something that is no part of an answer."""
+    """True if a stream held an error of the engine, or something that is no part of an answer."""
     json: bytes | None = None
     """A whole answer without its arrays. None: see `response_json`."""
     whole: Callable[[], dict[str, Any] | None] | None = None
-    """Puts a stream's parts together to the whole answer that they amount to. None: it was no stream."""
+    """Assembles a stream's parts into the whole answer. None: it was no stream."""
 
     def ordered(self) -> list[Choice]:
-        """The choices by index; one of which nothing came is empty."""
+        """Return the choices in the order of their indices; one of which nothing arrived is empty."""
         return [self.choices.get(index) or Choice() for index in range(max(self.choices, default=-1) + 1)]
 
     def response_json(self) -> bytes | None:
-        """The answer without its arrays; a stream's as the whole answer that it amounts to. None: nothing came."""
+        """Return the answer without its arrays, a stream's assembled into a whole answer. None: nothing arrived."""
         if self.json is not None or self.whole is None:
             return self.json
         whole = self.whole()

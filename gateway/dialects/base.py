@@ -1,8 +1,8 @@
-"""What every dialect gives: its path, its requests, and readers of the engine's answers.
+"""The interface of every dialect: its path, its requests, and readers of the engine's answers.
 
 In: a client's request and the engine's answer, as bytes. Out: what the other side gets of it, and an `Answer`.
-Invariant: JSON that we have no business with passes as the bytes it came in, and a stream's event leaves as soon as it
-has come.
+Invariant: JSON that is not ours to change passes as the bytes it came in, and a stream's event leaves as soon as it
+has arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _DATA = re.compile(rb"(?:\A|\n)data: ?([^\r\n]*)")
 NULL = msgspec.Raw(b"null")
 Fields = dict[str, msgspec.Raw]
-"""A JSON object of which only the names are read."""
+"""A JSON object of which only the names are decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Request:
     """A client's request."""
 
     raw: bytes
-    """As it came."""
+    """The bytes of the request as they came."""
     fields: dict[str, Any]
     """Its top-level fields, decoded but for the conversation, which stays raw."""
     dialect: Dialect
@@ -38,46 +38,46 @@ class Request:
 
     @property
     def engine_path(self) -> str:
-        """Where the engine answers it."""
+        """Return the path under which the engine answers the request."""
         return self.dialect.path
 
     @property
     def model(self) -> str | None:
-        """The model that is asked. None: not said."""
+        """Return the model that the request names. None: it names none."""
         model = self.fields.get("model")
         return model if isinstance(model, str) else None
 
     @property
     def wants_ids(self) -> bool:
-        """Whether the client gets the token ids that come: it asked for them, or nobody did."""
+        """Return whether the client gets token ids that the engine sends: it asked for them, or the gateway did not."""
         return asks_ids(self.fields) or is_left_alone(self.engine_path, self.fields)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the client gets the logprobs that come: it asked for them, or nobody did."""
+        """Return whether the client gets logprobs that the engine sends: it asked for them, or the gateway did not."""
         return asks_logprobs(self.engine_path, self.fields) or is_left_alone(self.engine_path, self.fields)
 
     def greedy(self) -> Request:
-        """The same request at temperature 0, whatever it asked for."""
+        """Return the same request at temperature 0, whatever it asked for."""
         fields = {**self.fields, "temperature": 0}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)
 
     def for_engine(self) -> bytes:
-        """The request that the engine gets."""
+        """Return the request that the engine gets."""
         asked = ask(self.engine_path, self.fields)
         return self.raw if asked is self.fields else msgspec.json.encode(asked)
 
 
 class StreamReader(ABC):
-    """Reads a stream as it comes."""
+    """Reader of a stream, event by event as it arrives."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self._held = bytearray()
-        """Of an event that has not come whole."""
+        """Beginning of an event that has not arrived whole."""
 
     def feed(self, data: bytes) -> bytes:
-        """Take what the engine sent; give what the client gets of it now."""
+        """Process what the engine sent; return what the client gets of it now."""
         # The blank line may have begun in what is held.
         begin, start, given = max(0, len(self._held) - 3), 0, list[bytes]()
         self._held += data
@@ -89,16 +89,16 @@ class StreamReader(ABC):
         return b"".join(given)
 
     def rest(self) -> bytes:
-        """What came after the last whole event."""
+        """Return the bytes that came after the last whole event."""
         return bytes(self._held)
 
     @abstractmethod
     def event(self, event: bytes) -> bytes | None:
-        """Take one event, without the blank line that ends it; give what the client gets of it, which has the same end. None: nothing."""
+        """Process an event, without the blank line that ends it; return what the client gets, also without that line. None: nothing."""
 
 
 class Dialect(Protocol):
-    """One of the forms in which agents ask."""
+    """One of the API dialects in which agents call the policy."""
 
     path: str
     operation: str
@@ -113,7 +113,7 @@ class Dialect(Protocol):
         ...
 
     def read(self, body: bytes, request: Request) -> tuple[Answer, bytes]:
-        """Read a whole answer, and give what the client gets of it.
+        """Read a whole answer; return it, and the bytes that the client gets.
 
         Raises:
             ValueError: it is no answer in this dialect.
@@ -121,18 +121,18 @@ class Dialect(Protocol):
         ...
 
     def stream(self, request: Request) -> StreamReader:
-        """A reader for the answer's stream."""
+        """Return a reader for the answer's stream."""
         ...
 
     def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
-        """An error of the gateway's own, as this dialect's clients show it in words."""
+        """Return an error of the gateway itself in this dialect's form, of which clients show the message."""
         ...
 
 
 def data_of(event: bytes) -> tuple[bytes, bytes, bytes]:
-    """What stands before an event's data, the data, and what stands after it; no data: all of it stands before."""
-    found = _DATA.search(event)
-    return (event[: found.start(1)], found[1], event[found.end(1) :]) if found else (event, b"", b"")
+    """Return the part of an event before its data, the data, and the part after it; an event without data is all before."""
+    match = _DATA.search(event)
+    return (event[: match.start(1)], match[1], event[match.end(1) :]) if match else (event, b"", b"")
 
 
 def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) -> Request:
@@ -150,5 +150,5 @@ def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) ->
 
 
 def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "code": status}}

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: one prompt, n choices; ids in fields of vLLM's, asked for in the request.
 
-In: choices of answers and chunks. Out: their ids, logprobs and finish reasons, and a stream's messages put together.
+In: choices of answers and chunks. Out: their ids, logprobs and finish reasons, and a stream's messages assembled.
 Invariant: that of `gateway.dialects.choices`.
 """
 
@@ -32,7 +32,7 @@ class _Function(msgspec.Struct):
 
 
 class _ToolCall(msgspec.Struct):
-    """A part of a call, at its place among the calls of the message."""
+    """A part of a tool call, with its index among the calls of the message."""
 
     index: int
     id: str | None = None
@@ -66,7 +66,7 @@ class ChatDialect(ChoicesDialect):
         _merge(choice.message, delta)
         answer.choices[index] = choice
         choice.token_ids += token_ids or []
-        choice.logprobs += [one.logprob for one in (logprobs.content if logprobs else None) or []]
+        choice.logprobs += [token.logprob for token in (logprobs.content if logprobs else None) or []]
         choice.finish_reason = finish_reason or choice.finish_reason
         # A chunk that has no ids came from an upstream that was not asked for any: nothing of it is ours to leave out.
         return bool(delta) or finish_reason is not None or "token_ids" not in fields
@@ -111,6 +111,6 @@ def _add_call(calls: list[dict[str, Any]], part: _ToolCall) -> None:
     if part.index == len(calls):
         calls.append({"function": {"name": "", "arguments": ""}})
     call, function = calls[part.index], part.function or _Function()
-    call.update({key: one for key, one in (("id", part.id), ("type", part.type)) if one is not None})
+    call.update({key: value for key, value in (("id", part.id), ("type", part.type)) if value is not None})
     call["function"]["name"] += function.name or ""
     call["function"]["arguments"] += function.arguments or ""

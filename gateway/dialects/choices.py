@@ -1,4 +1,4 @@
-"""The two dialects whose answers hold `choices`, with ids and logprobs in fields of vLLM's own: what they share.
+"""Base of the two dialects whose answers hold `choices`, with ids and logprobs in fields of vLLM's own.
 
 In: answers and chunks with more than the client asked for. Out: the same without it, and an `Answer`. Invariant: where
 vLLM writes null for what was not asked, null is left; a chunk that vLLM sends only for its ids is left out.
@@ -19,7 +19,7 @@ _Choices = list[Fields]
 
 
 class ChoicesDialect(ABC):
-    """Chat and completions."""
+    """Base of the dialects chat and completions."""
 
     path: str
     operation: str
@@ -56,11 +56,11 @@ class ChoicesDialect(ABC):
         return openai_error(status, message, kind)
 
     def begin(self, request: Request) -> Answer:
-        """What is known of a stream's answer before it comes."""
+        """Return the answer of a stream with what is known before it begins."""
         return Answer()
 
     def read_top(self, answer: Answer, top: Fields) -> None:
-        """Keep what stands at the top of an answer or chunk, and take our own field off."""
+        """Read the top-level fields of an answer or chunk, and remove our own field."""
         own = top.pop(ANSWER_FIELD, None)
         if own is not None:
             answer.engine = msgspec.json.decode(own, type=EngineFacts)
@@ -72,15 +72,15 @@ class ChoicesDialect(ABC):
 
     @abstractmethod
     def read_choice(self, answer: Answer, fields: Fields, request: Request) -> bool:
-        """Keep what a choice brings; whether it says anything but ids and logprobs."""
+        """Read a choice; return whether it holds anything but ids and logprobs."""
 
     @abstractmethod
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer that a stream's parts amount to."""
+        """Return the whole answer that a stream's parts amount to."""
 
 
 class ChoicesStream(StreamReader):
-    """Reads chunks of choices."""
+    """Reader of a stream whose chunks hold choices."""
 
     def __init__(self, dialect: ChoicesDialect, request: Request) -> None:
         answer = dialect.begin(request)
@@ -105,23 +105,24 @@ class ChoicesStream(StreamReader):
         return before + shown + after if shown else None
 
     def _chunk(self, data: bytes) -> bytes:
-        """What the client gets of a chunk; empty: nothing."""
+        """Return what the client gets of a chunk; empty: nothing."""
         top = msgspec.json.decode(data, type=Fields)
         if "error" in top:
             self.answer.failed = True
         self._dialect.read_top(self.answer, top)
         choices = msgspec.json.decode(top["choices"], type=_Choices) if "choices" in top else []
-        says = [self._dialect.read_choice(self.answer, fields, self._request) for fields in choices]
-        if choices and not any(says) and not self._ids and not self._logprobs:
+        has_content = [self._dialect.read_choice(self.answer, fields, self._request) for fields in choices]
+        if choices and not any(has_content) and not self._ids and not self._logprobs:
             return b""
         return encode(top, choices, ids=self._ids, logprobs=self._logprobs)
 
 
 def encode(top: Fields, choices: _Choices, *, ids: bool, logprobs: bool) -> bytes:
-    """Write an answer or chunk without what is not wanted, as null where vLLM writes null."""
+    """Encode an answer or chunk; hidden ids and logprobs become null, as vLLM writes them where they were not asked for."""
     hidden = [] if ids else ["token_ids", "prompt_token_ids"]
     hidden += [] if logprobs else ["logprobs"]
-    shown = {**top, "choices": [{**one, **{name: NULL for name in hidden if name in one}} for one in choices]} if "choices" in top else top
+    blanked = [{**choice, **{name: NULL for name in hidden if name in choice}} for choice in choices]
+    shown = {**top, "choices": blanked} if "choices" in top else top
     if not ids and "prompt_token_ids" in shown:
         shown = {**shown, "prompt_token_ids": NULL}
     return msgspec.json.encode(shown)

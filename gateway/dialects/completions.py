@@ -1,7 +1,7 @@
 """`/v1/completions`: p prompts with n choices each; ids in fields of vLLM's, asked for in the request.
 
 In: choices of answers and chunks. Out: their prompts' and their own ids, logprobs and finish reasons, and a stream's
-texts put together. Invariant: that of `gateway.dialects.choices`; an answer that echoes its prompt has no record of
+texts assembled. Invariant: that of `gateway.dialects.choices`; an answer that echoes its prompt has no record of
 ids, since vLLM leaves the echo out where ids are asked for.
 """
 
@@ -17,7 +17,7 @@ from gateway.dialects.choices import ChoicesDialect
 from gateway.vllm_plugin.asking import COMPLETIONS_PATH
 
 CHOICES_FORESEEN = 1024
-"""Choices of which a call may have more than the store tells apart."""
+"""Largest number of choices for which a stream's answer is prepared before it begins; a call may ask for more than the store can number."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -32,7 +32,7 @@ class CompletionsDialect(ChoicesDialect):
     conversation = frozenset({"prompt"})
 
     def begin(self, request: Request) -> Answer:
-        """See `ChoicesDialect`: of a stream that is cut, no choice may be missing, or others would answer its prompt."""
+        """See `ChoicesDialect`. No choice of a cut stream may be missing, or others would be taken for its prompt's."""
         prompts = _prompts(request)
         choices = prompts * _choices_each(request)
         if 1 < choices <= CHOICES_FORESEEN and not request.fields.get("echo"):
@@ -53,7 +53,7 @@ class CompletionsDialect(ChoicesDialect):
         choice.finish_reason = reason or choice.finish_reason
         if not request.fields.get("echo"):
             choice.token_ids += token_ids or []
-            choice.logprobs += [one for one in (logprobs.token_logprobs if logprobs else None) or [] if one is not None]
+            choice.logprobs += [value for value in (logprobs.token_logprobs if logprobs else None) or [] if value is not None]
             if prompt_ids:
                 place = index // _choices_each(request)
                 answer.prompts += [[] for _ in range(place + 1 - len(answer.prompts))]
@@ -70,13 +70,13 @@ class CompletionsDialect(ChoicesDialect):
 
 
 def _choices_each(request: Request) -> int:
-    """How many choices each prompt gets."""
+    """Return the number of choices that each prompt gets."""
     asked = request.fields.get("n")
     return asked if isinstance(asked, int) and asked > 0 else 1
 
 
 def _prompts(request: Request) -> int:
-    """How many prompts there are: one as a text or as token ids, or a list of such."""
+    """Return the number of prompts: 1 for a text or a list of token ids, else the length of the list of such."""
     prompt = bytes(request.fields.get("prompt", b""))
     if not prompt.startswith(b"["):
         return 1

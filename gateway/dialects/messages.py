@@ -15,7 +15,7 @@ from gateway.dialects.tapped import TappedDialect, TappedStream
 from gateway.vllm_plugin.asking import MESSAGES_PATH
 
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature", "input_json_delta": "partial_json"}
-"""A delta's type -> the field that it lengthens."""
+"""Type of a delta -> the field to which it appends."""
 
 
 class MessagesDialect(TappedDialect):
@@ -37,7 +37,7 @@ class MessagesDialect(TappedDialect):
 
 
 class MessagesStream(TappedStream):
-    """Puts a message together from its events."""
+    """Reader that assembles a message from its events."""
 
     def __init__(self, dialect: MessagesDialect) -> None:
         super().__init__(dialect)
@@ -75,7 +75,7 @@ class MessagesStream(TappedStream):
 
 
 def _block(block: dict[str, Any]) -> dict[str, Any]:
-    """A block with the input of its tool read, where all of it has come."""
+    """Return a block with the input of its tool decoded, where all of it has arrived."""
     try:
         return {**{k: v for k, v in block.items() if k != "partial_json"}, "input": msgspec.json.decode(block["partial_json"])}
     except (KeyError, ValueError):

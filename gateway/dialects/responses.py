@@ -2,7 +2,7 @@
 
 In: responses and their events. Out: the same without our field, and an `Answer`. Invariant: that of
 `gateway.dialects.tapped`. vLLM's own `enable_response_messages` would give ids only at a response's end and logprobs
-only of its texts: where the client asks for it, it gets what vLLM gives, and we do not look.
+only of its texts: where the client asks for it, it gets what vLLM gives, and we do not read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DELTAS = {
     "response.reasoning_text.delta": "text",
     "response.function_call_arguments.delta": "arguments",
 }
-"""An event's type -> what of an item it lengthens."""
+"""Type of an event -> the field of an item to which it appends."""
 
 
 class ResponsesDialect(TappedDialect):
@@ -43,7 +43,7 @@ class ResponsesDialect(TappedDialect):
 
 
 class ResponsesStream(TappedStream):
-    """Keeps the response that the last event gives whole, and of a stream that is cut what came of its items."""
+    """Reader that keeps the response that the last event holds whole, or the items that arrived of a stream that is cut."""
 
     def __init__(self, dialect: ResponsesDialect) -> None:
         super().__init__(dialect)

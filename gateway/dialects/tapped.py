@@ -1,4 +1,4 @@
-"""The dialects whose answers have no place for ids: the engine's middleware tells them in its own field. What they share.
+"""Base of the dialects whose answers have no place for ids: the engine's middleware reports them in its own field.
 
 In: answers and events with the field `spangrad`. Out: the same without it, byte for byte what vLLM's own code wrote,
 and an `Answer`. Invariant: each of the engine's generations is a prompt and the choice that answers it; of a stream
@@ -18,7 +18,7 @@ from spangrad.semconv import ANSWER_FIELD
 
 
 class _Generation(msgspec.Struct):
-    """What the engine was asked to generate, or what it did since the last event."""
+    """A request to the engine and what it generated, or the part of both that is new since the last event."""
 
     prompt_token_ids: list[TokenId] = []
     token_ids: list[TokenId] = []
@@ -31,7 +31,7 @@ class _Field(EngineFacts, frozen=True):
 
 
 class TappedDialect(ABC):
-    """Responses and messages."""
+    """Base of the dialects responses and messages."""
 
     path: str
     operation: str
@@ -40,7 +40,7 @@ class TappedDialect(ABC):
     required: str
     """A field that every answer has."""
     finish: str
-    """The field that says how it ended."""
+    """The field that says how the answer ended."""
     hidden: frozenset[str] = frozenset()
     """Fields of answers that hold token ids where the client asked for them: not kept a second time."""
 
@@ -54,20 +54,20 @@ class TappedDialect(ABC):
         if self.required not in top:
             raise ValueError(f"the answer has no `{self.required}`")
         answer = Answer(choices={0: Choice()})
-        keep_told(answer, top)
+        pop_engine_field(answer, top)
         self.read_head(answer, top)
         self.read_finish(answer, top)
         answer.json = msgspec.json.encode({name: NULL if name in self.hidden else value for name, value in top.items()})
         return answer, answer.json if self.hidden.isdisjoint(top) else msgspec.json.encode(top)
 
     def read_head(self, answer: Answer, top: Fields) -> None:
-        """Keep what an answer says of itself."""
+        """Read the id, model and usage of an answer."""
         answer.id = msgspec.json.decode(top.get("id", NULL), type=str | None)
         answer.model = msgspec.json.decode(top.get("model", NULL), type=str | None)
         answer.usage = msgspec.json.decode(top.get("usage", NULL), type=dict[str, Any] | None) or answer.usage
 
     def read_finish(self, answer: Answer, end: Fields) -> None:
-        """Keep how the answer ended in the dialect's own word, where the engine did not tell."""
+        """Read the finish reason in the dialect's own words, where the engine's field is absent."""
         if answer.engine is None:
             answer.choices[0].finish_reason = msgspec.json.decode(end.get(self.finish, NULL), type=str | None)
 
@@ -81,7 +81,7 @@ class TappedDialect(ABC):
 
 
 class TappedStream(StreamReader):
-    """Reads events of which our own field tells the ids."""
+    """Reader of a stream whose ids come in our own field."""
 
     def __init__(self, dialect: TappedDialect) -> None:
         super().__init__(Answer(whole=self.whole))
@@ -95,7 +95,7 @@ class TappedStream(StreamReader):
         try:
             top = msgspec.json.decode(data, type=Fields)
             self.answer.choices.setdefault(0, Choice())
-            if keep_told(self.answer, top):
+            if pop_engine_field(self.answer, top):
                 data = msgspec.json.encode(top)
             self.take(msgspec.json.decode(data, type=dict[str, Any]), top)
         except (ValueError, LookupError, TypeError):
@@ -105,7 +105,7 @@ class TappedStream(StreamReader):
 
     @abstractmethod
     def take(self, event: dict[str, Any], raw: Fields) -> None:
-        """Keep what an event brings.
+        """Read an event.
 
         Raises:
             ValueError, LookupError, TypeError: it is no event of this dialect.
@@ -113,11 +113,11 @@ class TappedStream(StreamReader):
 
     @abstractmethod
     def whole(self) -> dict[str, Any] | None:
-        """The whole answer that the events amount to. None: nothing came."""
+        """Return the whole answer that the events amount to. None: nothing arrived."""
 
 
-def keep_told(answer: Answer, top: Fields) -> bool:
-    """Keep what our own field tells, and take it off; whether it was there."""
+def pop_engine_field(answer: Answer, top: Fields) -> bool:
+    """Remove the field that our middleware added, and read it into the answer; return whether it was there."""
     own = top.pop(ANSWER_FIELD, None)
     if own is None:
         return False
