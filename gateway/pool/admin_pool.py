@@ -1,7 +1,7 @@
-"""What trainers and operators ask of the pool: backends that come and go, new weights, and how both stand.
+"""HTTP routes of the pool for trainers and operators: backends, publications of weights, and the state of both.
 
-In: HTTP requests. Out: JSON. Invariant: an order is carried out to its end though whoever gave it has left; a backend's key is never
-told.
+In: HTTP requests. Out: JSON. Invariant: an order is carried out to its end even if the client that gave it disconnects; no response holds a
+backend's key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A backend that is registered; the fields are those of `gateway.backends`."""
+    """A backend to register; the fields are those of `gateway.backends`."""
 
     url: str
     policy: str | None = None
@@ -44,7 +44,7 @@ class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How engines go over to a version that the gateway knows."""
+    """Order in which engines take a version that the gateway knows, and treatment of their calls in flight."""
 
     order: Order = Order.ALL_AT_ONCE
     in_flight: InFlight = InFlight.KEEP
@@ -57,13 +57,13 @@ class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How deep an engine sleeps."""
+    """Sleep level that an engine is put to."""
 
     level: Literal[1, 2] = 1
 
 
 class BackendState(msgspec.Struct, frozen=True):
-    """How a backend stands."""
+    """State of a backend."""
 
     name: str
     url: str
@@ -81,7 +81,7 @@ class BackendState(msgspec.Struct, frozen=True):
 
 
 class CanaryState(msgspec.Struct, frozen=True):
-    """What a share of the rollouts is served."""
+    """Version that a share of the rollouts is served, and the backend that serves it."""
 
     backend: str
     version: int
@@ -89,15 +89,15 @@ class CanaryState(msgspec.Struct, frozen=True):
 
 
 class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a policy stands; what is empty is left out."""
+    """State of a policy; fields at their defaults are left out."""
 
     policy: str
     version: int | None
     tokenizer_hash: str | None
     status: BackendStatus
-    """The best of its backends'."""
+    """The best status among the policy's backends."""
     reason: str = ""
-    """Why calls are refused."""
+    """Reason why calls are refused; empty: they are not."""
     waiting: int = 0
     before: int | None = None
     """The version that a rollback leads to. None: not known."""
@@ -105,42 +105,42 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PoolAdmin:
-    """The routes."""
+    """Handlers of the pool's routes."""
 
     def __init__(self, pool: Pool, metrics: Metrics) -> None:
         self._pool = pool
         self._metrics = metrics
 
     def routes(self) -> list[web.RouteDef]:
-        """What aiohttp registers."""
+        """Return the routes that aiohttp registers."""
         return [
             web.get("/admin/backends", self.backends),
-            web.post("/admin/backends", _in_words(self.add)),
-            web.delete("/admin/backends/{backend}", _in_words(self.remove)),
-            web.post("/admin/backends/{backend}/sleep", _in_words(self.sleep)),
-            web.post("/admin/backends/{backend}/wake_up", _in_words(self.wake)),
+            web.post("/admin/backends", _errors_as_json(self.add)),
+            web.delete("/admin/backends/{backend}", _errors_as_json(self.remove)),
+            web.post("/admin/backends/{backend}/sleep", _errors_as_json(self.sleep)),
+            web.post("/admin/backends/{backend}/wake_up", _errors_as_json(self.wake)),
             web.get("/admin/policies", self.policies),
-            web.get("/admin/policies/{policy}", _in_words(self.policy)),
-            web.post("/admin/policies/{policy}/versions", _in_words(self.publish)),
-            web.post("/admin/policies/{policy}/promote", _in_words(self.promote)),
-            web.post("/admin/policies/{policy}/rollback", _in_words(self.roll_back)),
+            web.get("/admin/policies/{policy}", _errors_as_json(self.policy)),
+            web.post("/admin/policies/{policy}/versions", _errors_as_json(self.publish)),
+            web.post("/admin/policies/{policy}/promote", _errors_as_json(self.promote)),
+            web.post("/admin/policies/{policy}/rollback", _errors_as_json(self.roll_back)),
         ]
 
     async def backends(self, request: web.Request) -> web.Response:
-        """How the backends stand."""
-        return json_response({"backends": [_backend_state(one) for one in self._pool.backends]})
+        """Answer with the state of all backends."""
+        return json_response({"backends": [_backend_state(backend) for backend in self._pool.backends]})
 
     async def add(self, request: web.Request) -> web.Response:
         """Register a backend."""
-        said = await _read(request, BackendRequest, "a backend is JSON with url, and maybe policy, kind, key, limit and model")
+        fields = await _read(request, BackendRequest, "a backend is JSON with url, and maybe policy, kind, key, limit and model")
         try:
             settings = BackendSettings(
-                url=said.url,
-                policy=said.policy or self._pool.default,
-                kind=said.kind,
-                key=SecretStr(said.key) if said.key is not None else None,
-                limit=said.limit,
-                model=said.model,
+                url=fields.url,
+                policy=fields.policy or self._pool.default,
+                kind=fields.kind,
+                key=SecretStr(fields.key) if fields.key is not None else None,
+                limit=fields.limit,
+                model=fields.model,
             )
         except ValidationError as error:
             first = error.errors()[0]
@@ -148,60 +148,60 @@ class PoolAdmin:
         return json_response(_backend_state(self._pool.add(settings)), 201)
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Take a backend out, when its calls have ended or at once."""
+        """Remove a backend when its calls have ended, or at once."""
         backend = self._backend(request)
         now = request.query.get("now", "false")
         if now not in {"true", "false"}:
             raise PublicationError(400, f"now = {now!r} is neither true nor false.")
-        await _to_its_end(self._pool.remove(backend, now=now == "true"))
+        await _to_completion(self._pool.remove(backend, now=now == "true"))
         return json_response({"name": backend.name, "status": "removed"})
 
     async def sleep(self, request: web.Request) -> web.Response:
-        """Have an engine lend its memory."""
+        """Have an engine free its GPU memory for the trainer."""
         backend = self._engine(request)
-        said = await _read(request, SleepRequest, "an order to sleep is JSON with level 1 or 2, or empty")
-        await _to_its_end(send_to_sleep(backend, said.level))
+        order = await _read(request, SleepRequest, "an order to sleep is JSON with level 1 or 2, or empty")
+        await _to_completion(send_to_sleep(backend, order.level))
         return json_response(_backend_state(backend))
 
     async def wake(self, request: web.Request) -> web.Response:
         """Have an engine take its memory back."""
         backend = self._engine(request)
-        await _to_its_end(wake_up(backend, self._pool.policies[backend.policy]))
+        await _to_completion(wake_up(backend, self._pool.policies[backend.policy]))
         return json_response(_backend_state(backend))
 
     async def policies(self, request: web.Request) -> web.Response:
-        """How the policies stand."""
-        return json_response({"policies": [policy_state(one) for one in self._pool.policies.values()]})
+        """Answer with the state of all policies."""
+        return json_response({"policies": [policy_state(policy) for policy in self._pool.policies.values()]})
 
     async def policy(self, request: web.Request) -> web.Response:
-        """How one policy stands."""
+        """Answer with the state of one policy."""
         return json_response(policy_state(self._policy(request)))
 
     async def publish(self, request: web.Request) -> web.Response:
         """Serve a new version."""
-        said = await _read(
+        publication = await _read(
             request,
             PublicationRequest,
             "a publication is JSON with version, path and checksum, and maybe order, in_flight, drain_seconds, canary and again",
         )
-        return json_response(await self._change(self._policy(request), lambda policy: publish(policy, said)))
+        return json_response(await self._change(self._policy(request), lambda policy: publish(policy, publication)))
 
     async def promote(self, request: web.Request) -> web.Response:
         """Serve the canary's version everywhere."""
-        said = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, said.order, said.calls)))
+        order = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
+        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, order.order, order.calls)))
 
     async def roll_back(self, request: web.Request) -> web.Response:
         """Serve the version before."""
-        said = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, said.order, said.calls)))
+        order = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
+        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, order.order, order.calls)))
 
     async def _change(self, policy: Policy, change: Callable[[Policy], Coroutine[Any, Any, Publication]]) -> Publication:
-        """Change what a policy serves, and count it."""
+        """Change the version that a policy serves, and count the publication."""
         began = time.monotonic()
         outcome = "failed"
         try:
-            changed = await _to_its_end(change(policy))
+            changed = await _to_completion(change(policy))
             outcome = "ok"
             return changed
         finally:
@@ -219,7 +219,7 @@ class PoolAdmin:
         name = request.match_info["backend"]
         backend = self._pool.find(name)
         if backend is None:
-            known = ", ".join(one.name for one in self._pool.backends) or "none"
+            known = ", ".join(backend.name for backend in self._pool.backends) or "none"
             raise PublicationError(404, f"there is no backend {name!r}. There are: {known}.")
         return backend
 
@@ -231,12 +231,12 @@ class PoolAdmin:
 
 
 def policy_state(policy: Policy) -> PolicyState:
-    """How a policy stands."""
+    """Return the state of a policy."""
     canary = policy.canary
     return PolicyState(
         policy=policy.name,
         version=policy.version,
-        tokenizer_hash=next((one.info.tokenizer_hash for one in policy.engines if one.info), None),
+        tokenizer_hash=next((engine.info.tokenizer_hash for engine in policy.engines if engine.info), None),
         status=policy.status,
         reason=policy.why_down() if policy.status is BackendStatus.DOWN else "",
         waiting=policy.waiting,
@@ -263,8 +263,8 @@ def _backend_state(backend: Upstream) -> BackendState:
     )
 
 
-def _in_words(handler: _Handler) -> _Handler:
-    """Answer what cannot be done with the reason."""
+def _errors_as_json(handler: _Handler) -> _Handler:
+    """Wrap a handler so that its errors become JSON responses that hold the reason."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
@@ -286,6 +286,6 @@ async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
         raise PublicationError(400, f"{form}: {error}") from None
 
 
-async def _to_its_end(order: Coroutine[Any, Any, _T]) -> _T:
-    """Carry out an order; a client that leaves must not leave an engine half-way."""
+async def _to_completion(order: Coroutine[Any, Any, _T]) -> _T:
+    """Carry out an order even if the client disconnects, which must not leave an engine half-way."""
     return await asyncio.shield(asyncio.create_task(order))

@@ -23,7 +23,7 @@ from spangrad.settings import BackendSettings
 log = logging.getLogger(__name__)
 
 CONTROL_SECONDS = 60
-"""How long an order may take that moves no weights."""
+"""Time limit of an order that moves no weights."""
 PROBE_SECONDS = 60
 CHECKSUM_METHOD = "spangrad_checksum"
 
@@ -31,20 +31,20 @@ _T = TypeVar("_T")
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What our plugin in the engine says of it."""
+    """State and capabilities of an engine, as our plugin in it reports them."""
 
     policy: str
     version: int
     tokenizer_hash: str
     warm: bool
     model: str = ""
-    """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not say."""
+    """Directory of the weights that it was started with, while it serves them; empty: it serves others, or does not report them."""
     lora_rank: int = 0
     """Largest rank of the adapters that it takes. 0: it takes whole models."""
     bare: str = ""
     """Directory of the adapter that changes nothing; empty: it takes none."""
     transfer: str = ""
-    """Over what it takes weights from a trainer; empty: it does not."""
+    """Transport by which it takes weights from a trainer; empty: it takes none."""
     api_servers: int = 1
     data_parallel_size: int = 1
 
@@ -58,32 +58,32 @@ class _Pause(msgspec.Struct):
 
 
 class Backend(Upstream):
-    """One engine."""
+    """An engine: its state, and the orders that it takes."""
 
     def __init__(self, name: str, settings: BackendSettings, session: aiohttp.ClientSession, reload_seconds: float) -> None:
         super().__init__(name, settings)
         self.model = self.model or self.policy
         self.reason = f"the engine at {self.url} is not admitted yet"
         self.info: EngineInfo | None = None
-        """None: never reached while it was warm."""
+        """State that the engine reported. None: it was never reached while it was warm."""
         self.checksum = ""
-        """Of the parameters in the engine's memory, in its dtype; empty: not known."""
+        """Checksum of the parameters in the engine's memory, in its dtype; empty: not known."""
         self.publication: dict[str, float] = {}
         """Seconds of each step of the last publication that succeeded; empty: there was none."""
         self.lock = asyncio.Lock()
-        """Held by whoever changes the status."""
+        """Held by the task that changes the status."""
         self.group = ""
-        """The connection for weights that it has with a trainer; empty: none that is known to stand."""
+        """Name of the connection for weights between the engine and a trainer; empty: none is known to be open."""
         self.restart_command = settings.restart_command
         self.broken = False
-        """Whether it is sent no calls until it is published to, or starts anew."""
+        """True if it is sent no calls until it is published to or restarted."""
         self.seconds = reload_seconds
-        """How long an order may take that moves weights."""
+        """Time limit in seconds of an order that moves weights."""
         self._session = session
 
     @property
     def worth_a_try(self) -> bool:
-        """An engine that was never reached is tried all the same: it may be up by now, and if not the call says so."""
+        """Return whether a call may try the engine while it is down: it may be up by now, and if not, the call's error says so."""
         return self.status is BackendStatus.DOWN and not self.broken
 
     def serve(self, info: EngineInfo, checksum: str) -> None:
@@ -92,14 +92,14 @@ class Backend(Upstream):
         self.become(BackendStatus.SERVING)
 
     def take_down(self, reason: str, *, broken: bool) -> None:
-        """Withdraw the backend; a broken one is sent no calls until it is published to, or starts anew."""
+        """Withdraw the backend; a broken one is sent no calls until it is published to or restarted."""
         log.error("backend %s is down: %s", self.name, reason)
         self.group = ""
         self.broken = broken
         self.become(BackendStatus.DOWN, reason)
 
     def could_not_connect(self, error: Exception) -> None:
-        """Nobody is there: whoever watches it admits it again."""
+        """Take the engine down after a failed connection; its watcher admits it again."""
         if self.status is BackendStatus.SERVING:
             self.take_down(unreachable(self, error), broken=False)
 
@@ -121,15 +121,15 @@ class Backend(Upstream):
             raise EngineError(f"{self.in_flight} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
 
     async def read_info(self) -> EngineInfo:
-        """What the engine serves."""
+        """Return the state that the engine reports."""
         return await self.fetch("/spangrad/info", EngineInfo)
 
     async def read_paused(self) -> bool:
-        """Whether the engine is paused."""
+        """Return whether the engine is paused."""
         return (await self.fetch("/is_paused", _Pause)).is_paused
 
     async def read_checksum(self, *, base_only: bool = False) -> str:
-        """Checksum of the parameters in the engine's memory, and of the adapter that it computes with unless `base_only`."""
+        """Return the checksum of the parameters in the engine's memory, and of its active adapter unless `base_only`."""
         order = {"method": CHECKSUM_METHOD, **({"kwargs": {"base_only": True}} if base_only else {})}
         body = await self.order("/collective_rpc", order, self.seconds)
         checksums = self._decode("/collective_rpc", body, _Results).results
@@ -147,7 +147,7 @@ class Backend(Upstream):
         await self.order(ADAPTER_PATH, order, self.seconds)
 
     async def probe(self, version: int) -> None:
-        """Have one token generated, outside the record, and check that it comes with everything that training needs.
+        """Generate one token, unrecorded, and check that the response holds everything that training needs.
 
         Raises:
             EngineError: it does not.
@@ -164,22 +164,22 @@ class Backend(Upstream):
             raise EngineError(f"its answer to a probe has no {lacking}. Start it with `spangrad engine`.")
 
     async def order(self, path: str, body: dict[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> bytes:
-        """Give an order; the answer's body.
+        """Send an order; return the body of the response.
 
         Raises:
-            EngineError: it was refused, or nobody answered.
+            EngineError: the engine refused it, or did not answer.
         """
         return await self._request("POST", path, msgspec.json.encode(body or {}), seconds)
 
     async def fetch(self, path: str, kind: type[_T]) -> _T:
-        """What it answers a question."""
+        """Return the engine's response to a GET request."""
         return self._decode(path, await self._request("GET", path, None, CONTROL_SECONDS), kind)
 
     async def ask_sender(self, url: str, token: str, path: str, body: dict[str, Any], kind: type[_T]) -> _T:
-        """What the trainer that has weights for this engine says.
+        """Ask the trainer that has weights for this engine; return its response.
 
         Raises:
-            EngineError: nothing, or that it cannot.
+            EngineError: it does not answer, or refuses.
         """
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
         try:
@@ -210,8 +210,8 @@ class Backend(Upstream):
             ) as answer:
                 text = await answer.read()
                 if answer.status != 200:
-                    said = self.scrub(text[:500]).decode(errors="replace")
-                    raise EngineError(f"the engine at {self.url} answers {path} with {answer.status}: {said}")
+                    reason = self.scrub(text[:500]).decode(errors="replace")
+                    raise EngineError(f"the engine at {self.url} answers {path} with {answer.status}: {reason}")
                 return text
         except TimeoutError:
             raise EngineError(f"the engine at {self.url} does not answer {path} within {seconds:g} s.") from None
@@ -220,7 +220,7 @@ class Backend(Upstream):
 
 
 def _lacking(answer: Answer, version: int) -> str:
-    """What an answer lacks of what training needs; empty: nothing."""
+    """Return which of the data that training needs an answer lacks; empty: none."""
     choices = answer.ordered()
     if not answer.prompts or not choices or not choices[0].token_ids:
         return "token ids"

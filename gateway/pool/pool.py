@@ -36,27 +36,27 @@ class Lease:
     def __init__(self, policy: Policy, backend: Upstream, model: str | None, attempt: Attempt | None, avoid: Set[str]) -> None:
         self.backend = backend
         self.model = model
-        """The name to ask the backend for. None: what the client named."""
+        """Model name to send to the backend. None: the one that the client sent."""
         self._policy = policy
         self._attempt = attempt
         self._avoid = avoid
 
     def failed_to_connect(self, error: Exception) -> Set[str] | None:
-        """Nobody was there, and nothing was sent. The backends to avoid in the next lease; None: there is no other to try."""
+        """Report that no connection was made, and nothing sent; return the backends to avoid next. None: there is no other to try."""
         self.backend.could_not_connect(error)
         avoid = self._avoid | {self.backend.name}
         return avoid if self._policy.worth_waiting(self._attempt, avoid) else None
 
 
 class Pool:
-    """The backends."""
+    """All backends of the gateway, and their watchers."""
 
     def __init__(self, settings: Settings, session: aiohttp.ClientSession) -> None:
         self.policies: dict[str, Policy] = {}
         self.default = settings.gateway.policy
-        """The policy of models that no policy is named after."""
+        """Policy that answers for models that name no policy."""
         self.models = settings.gateway.models
-        """Other names of policies."""
+        """Alias of a policy -> name of the policy."""
         self._session = session
         self._queue_limit = settings.gateway.queue_limit
         self._call_seconds = settings.gateway.request_timeout_seconds
@@ -68,36 +68,36 @@ class Pool:
 
     @property
     def backends(self) -> list[Upstream]:
-        """All of them."""
-        return [one for policy in self.policies.values() for one in policy.backends]
+        """Return the backends of all policies."""
+        return [backend for policy in self.policies.values() for backend in policy.backends]
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a backend."""
+        """Return the number of calls that wait for a backend."""
         return sum(policy.waiting for policy in self.policies.values())
 
     @property
     def names(self) -> list[str]:
-        """What clients may ask for."""
+        """Return the model names that clients may ask for."""
         return [*self.policies, *self.models]
 
     def find(self, name: str) -> Upstream | None:
-        """The backend of that name."""
-        return next((one for one in self.backends if one.name == name), None)
+        """Return the backend of that name. None: there is none."""
+        return next((backend for backend in self.backends if backend.name == name), None)
 
     def policy_of(self, model: str | None) -> Policy:
-        """The policy that answers for a model; the default one when none is named so, in whose engine's own words it is refused."""
+        """Return the policy that answers for a model; where none has its name, the default one, whose engine then refuses the call."""
         name = self.models.get(model or "", model or "")
         return self.policies.get(name) or self.policies.setdefault(self.default, Policy(self.default, self._queue_limit))
 
     @asynccontextmanager
     async def lease(self, model: str | None, attempt: Attempt | None, avoid: Set[str] = NOTHING) -> AsyncGenerator[Lease]:
-        """A backend for a call, waited for when all are busy or taking new weights.
+        """Lease a backend for a call; wait while all are busy or taking new weights.
 
         Args:
             model: what the client asks for.
-            attempt: whose call it is. None: of no rollout; such calls share one turn.
-            avoid: what `Lease.failed_to_connect` said.
+            attempt: the attempt that makes the call. None: of no rollout; such calls share one turn.
+            avoid: names of backends to avoid, as `Lease.failed_to_connect` returned them.
 
         Raises:
             BackendDownError: no backend is admitted.
@@ -118,7 +118,9 @@ class Pool:
             BackendRefusedError: it is here already, or a policy would have backends of both kinds.
         """
         policy = self.policies.setdefault(settings.policy, Policy(settings.policy, self._queue_limit))
-        name = next(name for number in count() if (name := f"{settings.policy}-{number}") not in {one.name for one in self.backends})
+        name = next(
+            name for number in count() if (name := f"{settings.policy}-{number}") not in {backend.name for backend in self.backends}
+        )
         if settings.kind == "engine":
             backend = Backend(name, settings, self._session, self._call_seconds)
         else:
@@ -131,7 +133,7 @@ class Pool:
                     f"policy {policy.name!r} has backends of kind {other.kind!r}: one of kind {backend.kind!r} answers with other weights. "
                     "Register it for a policy of its own."
                 )
-        if isinstance(backend, Backend) and any(one.url == backend.url and one.is_engine for one in self.backends):
+        if isinstance(backend, Backend) and any(other.url == backend.url and other.is_engine for other in self.backends):
             raise BackendRefusedError(f"the engine at {backend.url} serves another policy already. Remove it there first.")
         backend.changed = policy.changed
         policy.backends.append(backend)
@@ -142,7 +144,7 @@ class Pool:
         return backend
 
     async def remove(self, backend: Upstream, *, now: bool) -> None:
-        """Take a backend out: it gets no calls from now on, and leaves when those in flight have ended, or with `now` at once."""
+        """Remove a backend: it gets no more calls, and leaves when those in flight have ended, or at once with `now`."""
         watcher = self._watchers.pop(backend.name, None)
         if watcher is not None:
             watcher.cancel()
@@ -173,7 +175,7 @@ class Pool:
 
 
 def _configured(settings: GatewaySettings) -> list[BackendSettings]:
-    """The backends that the settings name, `gateway.engine_url` first unless it is in the list."""
+    """Return the backends that the settings name, `gateway.engine_url` first unless it is in the list."""
     listed = list(settings.backends)
     if not settings.engine_url:
         return listed
@@ -181,4 +183,4 @@ def _configured(settings: GatewaySettings) -> list[BackendSettings]:
         first = BackendSettings(url=settings.engine_url, policy=settings.policy)
     except ValidationError:
         raise SettingsError(f"gateway.engine_url = {settings.engine_url!r} is no engine's URL, such as http://127.0.0.1:8000.") from None
-    return listed if any((one.url, one.policy) == (first.url, first.policy) for one in listed) else [first, *listed]
+    return listed if any((backend.url, backend.policy) == (first.url, first.policy) for backend in listed) else [first, *listed]

@@ -1,7 +1,7 @@
-"""A queue that is fair between rollouts: those who wait stand in a line of their own rollout, and the lines take turns.
+"""A queue that is fair between rollouts: each rollout has a line of its own, and the lines are served round-robin.
 
-In: those who wait, each with the key of its line. Out: who is served next. Invariant: whoever can be served is, within as many
-turns as there are lines and places before it in its own.
+In: waiters, each with the key of its line. Out: the waiter to serve next. Invariant: a waiter that can be served is served within as many
+turns as there are lines and places before it in its own line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 class FairQueue(Generic[_K, _W]):
-    """Lines by key, in the order of their turns."""
+    """Round-robin queue of waiters: a line for each key, in the order of their turns."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[_K, deque[_W]] = OrderedDict()
@@ -26,15 +26,15 @@ class FairQueue(Generic[_K, _W]):
         return self._size
 
     def __iter__(self) -> Iterator[_W]:
-        return (one for line in self._lines.values() for one in line)
+        return (waiter for line in self._lines.values() for waiter in line)
 
     def put(self, key: _K, waiter: _W) -> None:
-        """Stand at the end of a line."""
+        """Append a waiter to the line of a key."""
         self._lines.setdefault(key, deque()).append(waiter)
         self._size += 1
 
     def discard(self, key: _K, waiter: _W) -> None:
-        """Leave without having been served; nothing when it stands there no more."""
+        """Remove a waiter that was not served; do nothing if it is not in the line."""
         line = self._lines.get(key)
         if line is not None and waiter in line:
             line.remove(waiter)
@@ -43,10 +43,10 @@ class FairQueue(Generic[_K, _W]):
                 del self._lines[key]
 
     def take(self, serve: Callable[[_W], _R | None]) -> _R | None:
-        """Serve one: the first of the first line that can be served; its line goes behind the others.
+        """Serve the head of the first line whose head can be served, and move the line behind the others. None: none can be served.
 
         Args:
-            serve: what serves the one given, or None when it cannot be served now. All of a line are served alike.
+            serve: returns the result of serving a waiter, or None if it cannot be served now. All of a line are served alike.
         """
         for key, line in self._lines.items():
             served = serve(line[0])

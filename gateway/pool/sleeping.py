@@ -1,7 +1,7 @@
-"""An engine's sleep, where it shares a GPU with the trainer: it lends its memory, and takes it back.
+"""Sleep and wake-up of an engine that shares a GPU with the trainer: it frees its memory, and allocates it again.
 
 In: an operator's or trainer's orders. Out: an engine that sleeps, or serves again. Invariant: an engine that was woken answers no call
-before it has shown that it holds the weights that it fell asleep with, or was given those that its policy serves.
+before its checksum has shown that it holds the weights that it fell asleep with, or it was given those that its policy serves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def send_to_sleep(backend: Backend, level: int) -> None:
 
 
 async def wake_up(backend: Backend, policy: Policy) -> None:
-    """Have an engine take its memory back, and serve.
+    """Have an engine allocate its memory again, and serve.
 
     Raises:
         PublicationError: it does not sleep.
@@ -56,15 +56,15 @@ async def wake_up(backend: Backend, policy: Policy) -> None:
         info = backend.info
         if backend.status is not BackendStatus.ASLEEP or info is None:
             raise PublicationError(409, f"backend {backend.name} is {backend.status}, not asleep.")
-        wanted = policy.wanted(backend)
+        release = policy.release_for(backend)
         try:
             await backend.order("/wake_up", seconds=backend.seconds)
             backend.become(BackendStatus.PUBLISHING)
             if await backend.read_checksum() == backend.checksum and not policy.missed(backend, info.version):
                 await backend.probe(info.version)
                 backend.serve(info, backend.checksum)
-            elif wanted:
-                await put(backend, wanted, await Expected(wanted).by(backend))
+            elif release:
+                await put(backend, release, await Expected(release).by(backend))
             else:
                 raise EngineError("it has other weights than it fell asleep with, and nobody has published any.")
         except (EngineError, PublicationError) as error:

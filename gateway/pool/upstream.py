@@ -1,7 +1,7 @@
-"""What answers calls: an engine of ours (`gateway.pool.backend`), or a frozen model that somebody else serves.
+"""Upstreams that answer calls: an engine of ours (`gateway.pool.backend`), or a frozen model that a third party serves.
 
 In: a backend's settings, beginnings and ends of calls. Out: whether calls may go to it, and with which key. Invariant: the key is
-shown to its own upstream only, and is replaced in what that answers before anybody records it or reads it.
+sent to its own upstream only, and is replaced in the upstream's answers before they are recorded or read.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ log = logging.getLogger(__name__)
 
 FIRST_REST_SECONDS = 1.0
 LONGEST_REST_SECONDS = 60.0
-"""How long a frozen upstream that cannot be reached is left alone: each time twice as long."""
+"""Longest back-off from a frozen upstream that cannot be reached; it begins at FIRST_REST_SECONDS and doubles each time."""
 ANTHROPIC_VERSION = "2023-06-01"
 
 
 class BackendStatus(StrEnum):
-    """Whether the backend answers calls."""
+    """Status of a backend: whether it answers calls."""
 
     SERVING = "serving"
-    """It does."""
+    """It answers calls."""
     PUBLISHING = "publishing"
-    """New weights are on their way: new calls wait, calls in flight go on."""
+    """It takes new weights: new calls wait, calls in flight go on."""
     ASLEEP = "asleep"
-    """It was sent to sleep, and has lent its memory: new calls wait."""
+    """It was sent to sleep, and has freed its memory: new calls wait."""
     DRAINING = "draining"
-    """It leaves, for good: calls in flight go on, new ones go elsewhere."""
+    """It is being removed: calls in flight go on, new ones go to other backends."""
     DOWN = "down"
-    """It is not admitted; the reason is at hand."""
+    """It is not admitted; `Upstream.reason` says why."""
 
 
 class BackendDownError(GatewayError):
-    """A call was refused because no backend holds weights that anybody vouches for."""
+    """A call was refused because no backend with verified weights is up."""
 
 
 class Upstream:
-    """What the pool knows of a backend."""
+    """A backend in the pool: its address and limits, its status, and its calls in flight."""
 
     def __init__(self, name: str, settings: BackendSettings) -> None:
         self.name = name
@@ -52,39 +52,39 @@ class Upstream:
         self.kind = settings.kind
         self.limit = settings.limit
         self.model = settings.model
-        """What the upstream is asked for. None: what the client asked for."""
+        """Model name to send to the upstream. None: the one that the client sent."""
         self.status = BackendStatus.DOWN
         self.reason = ""
-        """Why it is down."""
+        """Reason why it is down."""
         self.in_flight = 0
         self.calls = 0
-        """Calls that it was given, in all."""
+        """Total number of calls that it was given."""
         self.idle = asyncio.Event()
-        """No call is in flight."""
+        """Set while no call is in flight."""
         self.idle.set()
         self._key = settings.key.get_secret_value() if settings.key else ""
         self.changed: Callable[[], None] = lambda: None
-        """Called when the status has changed."""
+        """Callback for changes of the status."""
 
     @property
     def is_engine(self) -> bool:
-        """Whether it is one of ours: answers with token ids, takes orders, can be published to."""
+        """Return whether it is one of our engines: it answers with token ids, takes orders, and can be published to."""
         return self.kind == "engine"
 
     @property
     def provider(self) -> str:
-        """`gen_ai.provider.name` of its calls."""
+        """Return `gen_ai.provider.name` of its calls."""
         return "vllm" if self.is_engine else self.kind
 
     def refusal(self, path: str) -> str:
-        """Why it does not answer calls of this path; empty: it does."""
+        """Return the reason why it does not answer calls of this path; empty: it does."""
         if self.kind == "anthropic" and path != MESSAGES_PATH:
             return f"policy {self.policy!r} is served by Anthropic's interface, which answers {MESSAGES_PATH} alone."
         return ""
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that carry its key."""
+        """Return the headers that carry its key."""
         if not self._key:
             return {}
         if self.kind == "anthropic":
@@ -92,65 +92,65 @@ class Upstream:
         return {"Authorization": f"Bearer {self._key}"}
 
     def add_headers(self, headers: MutableMapping[str, str]) -> None:
-        """Put the headers of its own among a request's."""
+        """Add the upstream's own headers to a request's."""
         headers.update(self.headers)
         if self.kind == "anthropic":
             headers.setdefault("anthropic-version", ANTHROPIC_VERSION)
 
     @property
     def has_room(self) -> bool:
-        """Whether a call more is within its limit."""
+        """Return whether another call is within its limit."""
         return self.limit is None or self.in_flight < self.limit
 
     @property
     def worth_a_try(self) -> bool:
-        """Whether, while no backend serves, a call may find out that this one does."""
+        """Return whether a call may try this backend while it is down and no other serves."""
         return False
 
     def scrub(self, text: bytes) -> bytes:
-        """What the upstream said, without the key, should it have quoted it."""
+        """Return what the upstream answered, with the key replaced where the answer quotes it."""
         return text.replace(self._key.encode(), b"***") if self._key else text
 
     def scrubber(self) -> Scrubber:
-        """The same for what comes in parts."""
+        """Return a scrubber that replaces the key in data that comes in parts."""
         return Scrubber(self._key.encode())
 
     def begin(self) -> None:
-        """A call goes to it."""
+        """Count a call that goes to this backend."""
         self.in_flight += 1
         self.calls += 1
         self.idle.clear()
 
     def end(self) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
 
     def become(self, status: BackendStatus, reason: str = "") -> None:
-        """Change the status; one that leaves does so whatever a publication or a rest that began before comes to."""
+        """Change the status, unless the backend is draining: the end of an earlier publication or back-off does not revive it."""
         if self.status is not BackendStatus.DRAINING:
             self.status, self.reason = status, reason
             self.changed()
 
     def could_not_connect(self, error: Exception) -> None:
-        """A call found nobody there."""
+        """Handle a call's failure to connect to this backend."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """It has left the pool."""
+        """Release what the backend holds when it has left the pool."""
 
 
 class Scrubber:
-    """Takes a key out of what comes in parts, wherever it is cut."""
+    """Replaces a key in data that comes in parts, wherever the parts are cut."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._held = b""
-        """An end that may be the beginning of the key."""
+        """End of the data so far, held back since it may be the beginning of the key."""
 
     def feed(self, data: bytes) -> bytes:
-        """Take a part; give what may be shown of it now."""
+        """Process a part; return the data that may be passed on now."""
         if not self._key:
             return data
         data = (self._held + data).replace(self._key, b"***")
@@ -159,12 +159,12 @@ class Scrubber:
         return data[: len(data) - held]
 
     def rest(self) -> bytes:
-        """What was held back, once all has come."""
+        """Return the data that was held back, once all parts have come."""
         return self._held
 
 
 class FrozenUpstream(Upstream):
-    """A model that we do not train. It is judged by its calls alone: nobody is charged for health checks."""
+    """A model that we do not train. Its status follows from its calls alone, since health checks would cost the user money."""
 
     def __init__(self, name: str, settings: BackendSettings) -> None:
         super().__init__(name, settings)
@@ -173,13 +173,13 @@ class FrozenUpstream(Upstream):
         self._waking: asyncio.TimerHandle | None = None
 
     def end(self) -> None:
-        """A call has ended; unless it found nobody, the upstream is well."""
+        """Count a call that has ended; if the upstream was reached, reset the back-off."""
         super().end()
         if self.status is BackendStatus.SERVING:
             self._rest = FIRST_REST_SECONDS
 
     def could_not_connect(self, error: Exception) -> None:
-        """Leave it alone for a while, then let the next call try."""
+        """Back off from the upstream for a while, then let the next call try."""
         if self.status is BackendStatus.SERVING:
             self.become(BackendStatus.DOWN, f"{unreachable(self, error)} It is tried again within {self._rest:g} s.")
             log.error("backend %s is down: %s", self.name, self.reason)
@@ -187,19 +187,19 @@ class FrozenUpstream(Upstream):
             self._rest = min(2 * self._rest, LONGEST_REST_SECONDS)
 
     def close(self) -> None:
-        """Try it no more."""
+        """Cancel the next try."""
         if self._waking:
             self._waking.cancel()
 
 
 def base_url(url: str) -> str:
-    """A URL without the `/v1` that paths begin with."""
+    """Return a URL without the `/v1` that paths begin with."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def unreachable(upstream: Upstream, error: Exception) -> str:
-    """The sentence for a backend that does not answer."""
-    what = str(error) or type(error).__name__
+    """Return the error message for a backend that does not answer."""
+    reason = str(error) or type(error).__name__
     if upstream.is_engine:
-        return f"the engine at {upstream.url} does not answer ({what}). Start it with `spangrad engine`, or set gateway.engine_url."
-    return f"the upstream at {upstream.url} does not answer ({what})."
+        return f"the engine at {upstream.url} does not answer ({reason}). Start it with `spangrad engine`, or set gateway.engine_url."
+    return f"the upstream at {upstream.url} does not answer ({reason})."

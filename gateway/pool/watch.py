@@ -1,7 +1,7 @@
-"""Watches one engine: admits it when it is there, brings it up to the version that its policy serves, restarts it when it is spoiled.
+"""Watcher of one engine: admits it when it is up, brings it to the version that its policy serves, restarts it when it is broken.
 
-In: a backend, and what it ought to serve. Out: its status. Invariant: an engine that holds older weights than its policy serves, or some
-that were rolled back, say because it was restarted or could not be reached, answers no call before it holds the served ones.
+In: a backend, and the release that it must serve. Out: its status. Invariant: an engine that holds older weights than its policy serves, or
+weights that were rolled back, say because it was restarted or could not be reached, answers no call before it holds the served ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 RESTARTS = 3
-"""How often in a row a spoiled engine is restarted before it is left alone."""
+"""Most restarts in a row of a broken engine, after which it is left down."""
 OUTPUT_BYTES = 2000
-"""How much of a failed restart command's output is told."""
+"""Bytes at the end of a failed restart command's output that go into the reason."""
 
 
 async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
@@ -31,8 +31,8 @@ async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
 
     Args:
         backend: the engine.
-        policy: its policy, which knows what the engine ought to serve.
-        start_seconds: how long an engine may take to start before that is worth a word.
+        policy: its policy, which knows the release that the engine must serve.
+        start_seconds: longest time that an engine may take to start before an error is logged.
     """
     loop = asyncio.get_running_loop()
     overdue = loop.time() + start_seconds
@@ -58,7 +58,7 @@ async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
 
 
 async def _look(backend: Backend, policy: Policy) -> EngineError | None:
-    """See whether the engine is there, and admit it if it may be; why it is not there, or None."""
+    """Check the engine, and admit it if it is ready; return the error if it cannot be reached, else None."""
     async with backend.lock:
         try:
             info = await backend.read_info()
@@ -94,7 +94,7 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
         backend.reason = f"the engine at {backend.url} is warming up"
         return
     try:
-        # Known before the verdict: whoever publishes to an engine that is down compares with its dtype.
+        # Set before the verdict: a publication to an engine that is down compares with its dtype.
         backend.info, backend.checksum = info, await backend.read_checksum()
         if await backend.read_paused():
             raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
@@ -113,22 +113,22 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
     log.info("engine admitted: %s, policy %r version %d at %s, %s", backend.name, info.policy, info.version, backend.url, backend.checksum)
 
 
-async def _bring_up(backend: Backend, wanted: Release) -> None:
-    """Put what the policy serves into an engine that holds older weights, or some that were rolled back.
+async def _bring_up(backend: Backend, release: Release) -> None:
+    """Load the release that the policy serves into an engine that holds older weights, or weights that were rolled back.
 
     Raises:
         EngineError: that failed.
     """
-    log.info("backend %s holds what is not served any more: version %d from %s is put into it", backend.name, wanted.version, wanted.path)
+    log.info("backend %s holds what is not served any more: version %d from %s is put into it", backend.name, release.version, release.path)
     try:
-        expected = await Expected(wanted).by(backend)
+        expected = await Expected(release).by(backend)
     except PublicationError as error:
-        raise EngineError(f"it does not hold version {wanted.version}, which cannot be had: {error}") from error
-    await put(backend, wanted, expected)
+        raise EngineError(f"it does not hold version {release.version}, which cannot be had: {error}") from error
+    await put(backend, release, expected)
 
 
 async def _restart(backend: Backend, seconds: float) -> None:
-    """Run the command that restarts an engine, and let it be admitted anew; it is killed when it takes too long."""
+    """Run the command that restarts an engine, and let the engine be admitted again; kill the command when it takes too long."""
     log.warning("backend %s is restarted: %s", backend.name, " ".join(backend.restart_command))
     why = backend.reason
     # A file, as a command may leave an engine behind that keeps its output open.
@@ -150,7 +150,7 @@ async def _restart(backend: Backend, seconds: float) -> None:
                 process.kill()
         if process.returncode:
             output.seek(0)
-            said = output.read()[-OUTPUT_BYTES:].decode(errors="replace")
-            backend.reason = f"{why} Its restart command ended with exit code {process.returncode}: {said}"
+            tail = output.read()[-OUTPUT_BYTES:].decode(errors="replace")
+            backend.reason = f"{why} Its restart command ended with exit code {process.returncode}: {tail}"
         elif backend.broken:
             backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)
