@@ -1,4 +1,4 @@
-"""What the runner and whoever watches ask of the gateway: announcements, counts, readiness.
+"""HTTP routes for the runner and for health checks: announcements of attempts, call counts, readiness.
 
 In: HTTP requests. Out: JSON. Invariant: nothing here answers an agent, and every error is {"error": {"message", ...}}.
 """
@@ -14,25 +14,25 @@ from gateway.proxy.context import Announcement, Attempt, parse_traceparent
 from gateway.proxy.counts import Counts
 
 COUNT_WAIT_SECONDS = 10
-"""How long a count waits for calls in flight."""
+"""Longest time that a count waits for calls in flight."""
 
 
 class _AnnouncementRequest(msgspec.Struct, forbid_unknown_fields=True):
     run_id: str
     mode: str
     traceparent: str | None = None
-    """None: the attempt has no root span to hang calls under."""
+    """Context of the attempt's root span, which becomes the parent of its calls. None: it has none."""
 
 
 class Admin:
-    """The routes."""
+    """Handlers of the routes for the runner and for health checks."""
 
     def __init__(self, pool: Pool, counts: Counts) -> None:
         self._pool = pool
         self._counts = counts
 
     def routes(self) -> list[web.RouteDef]:
-        """What aiohttp registers."""
+        """Return the routes that aiohttp registers."""
         return [
             web.put(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}", self.announce),
             web.get(r"/rollout/{rollout}/attempt/{attempt:\d{1,4}}/calls", self.calls),
@@ -41,19 +41,19 @@ class Admin:
         ]
 
     async def announce(self, request: web.Request) -> web.Response:
-        """An attempt is about to start."""
+        """Record that an attempt is about to start."""
         try:
-            said = msgspec.json.decode(await request.read(), type=_AnnouncementRequest)
+            announcement = msgspec.json.decode(await request.read(), type=_AnnouncementRequest)
         except msgspec.DecodeError as error:
             return error_response(400, f"an announcement is JSON with run_id, mode and traceparent: {error}")
-        parent = parse_traceparent(said.traceparent)
-        if said.traceparent is not None and parent is None:
-            return error_response(400, f"traceparent {said.traceparent!r} is malformed")
-        self._counts.announce(url_attempt(request), Announcement(said.run_id, said.mode, parent))
+        parent = parse_traceparent(announcement.traceparent)
+        if announcement.traceparent is not None and parent is None:
+            return error_response(400, f"traceparent {announcement.traceparent!r} is malformed")
+        self._counts.announce(url_attempt(request), Announcement(announcement.run_id, announcement.mode, parent))
         return json_response({"status": "announced"})
 
     async def calls(self, request: web.Request) -> web.Response:
-        """Answer how many policy calls an attempt made, and whether the last one was refused for the length of its prompt."""
+        """Answer with the number of policy calls of an attempt, and whether the last one was refused for the length of its prompt."""
         attempt = url_attempt(request)
         calls = await self._counts.calls(attempt, COUNT_WAIT_SECONDS)
         if calls is None:
@@ -61,28 +61,28 @@ class Admin:
         return json_response({"calls": calls, "overflowed": self._counts.overflowed(attempt)})
 
     async def health(self, request: web.Request) -> web.Response:
-        """The gateway is up."""
+        """Answer that the gateway is up."""
         return json_response({"status": "up"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Every policy that has backends has one that answers, or is about to."""
-        policies = [one for one in self._pool.policies.values() if one.backends] or [self._pool.policy_of(None)]
-        down = [one for one in policies if one.status is BackendStatus.DOWN]
+        """Answer whether every policy that has backends has one that serves, or will soon."""
+        policies = [policy for policy in self._pool.policies.values() if policy.backends] or [self._pool.policy_of(None)]
+        down = [policy for policy in policies if policy.status is BackendStatus.DOWN]
         if down:
-            return error_response(503, " ".join(one.why_down() for one in down))
-        return json_response({"status": max((one.status for one in policies), key=list(BackendStatus).index)})
+            return error_response(503, " ".join(policy.why_down() for policy in down))
+        return json_response({"status": max((policy.status for policy in policies), key=list(BackendStatus).index)})
 
 
 def url_attempt(request: web.Request) -> Attempt:
-    """The attempt that a URL names."""
+    """Return the attempt that a URL names."""
     return Attempt(request.match_info["rollout"], int(request.match_info["attempt"]))
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
-    """JSON."""
+    """Return a response with a JSON body."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 def error_response(status: int, message: str, kind: str = "spangrad_error") -> web.Response:
-    """An error in OpenAI's form, which clients show in words."""
+    """Return an error in OpenAI's form, of which clients show the message."""
     return json_response({"error": {"message": message, "type": kind, "code": status}}, status)

@@ -1,4 +1,4 @@
-"""The road of a policy call: from the agent to the engine and back, its span on the way to the store.
+"""Forwarding of a policy call from the agent to the engine and back, and its span to the exporter.
 
 In: requests in one of the dialects. Out: answers. Invariant: a call is counted when it is accepted, is one span when it ends, and only
 then is no longer in flight; the span is on disk before the agent has the last of the answer; the engine stops generating as
@@ -49,17 +49,17 @@ _LAST_EVENT = re.compile(rb"data: ?\[DONE\]|event: ?(message_stop|response\.(com
 
 @dataclass(slots=True)
 class _Exchange:
-    """A call while it lasts."""
+    """State of a call in progress."""
 
     request: web.Request
     facts: CallFacts
     stream: web.StreamResponse | None = None
-    """None: no part of a stream has gone to the client."""
+    """The streamed response. None: no part of a stream has gone to the client."""
     recorded: bool = False
-    """Whether its span is written."""
+    """True once its span is written."""
     began: float = field(default_factory=time.perf_counter)
     first_byte: float | None = None
-    """When the client was sent the first part of a stream. None: it was not."""
+    """Time (`perf_counter`) at which the client was sent the first part of a stream. None: it was not."""
 
 
 class _ClientLeftError(Exception):
@@ -67,7 +67,7 @@ class _ClientLeftError(Exception):
 
 
 class Calls:
-    """The routes that agents use."""
+    """Handlers of the routes that agents use."""
 
     def __init__(
         self,
@@ -92,17 +92,17 @@ class Calls:
         self._seq = count()
 
     def routes(self) -> list[web.RouteDef]:
-        """What aiohttp registers."""
+        """Return the routes that aiohttp registers."""
         calls = [(prefix + path, partial(self.call, dialect)) for prefix in ("", ATTEMPT_PREFIX) for path, dialect in DIALECTS.items()]
         passed = [web.route("*", prefix + "/v1/{rest:.*}", self.pass_through) for prefix in ("", ATTEMPT_PREFIX)]
         return [*(web.post(path, handler) for path, handler in calls), *passed]
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """What is no policy call: models, embeddings and the like, unread and unrecorded."""
+        """Pass on a request that is no policy call (models, embeddings and the like), unread and unrecorded."""
         return await pass_through(request, self._session, self._pool, _url_attempt(request))
 
     async def call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """One policy call."""
+        """Forward and record one policy call."""
         try:
             asked = dialect.parse(await request.read())
         except ValueError as error:
@@ -123,7 +123,7 @@ class Calls:
             raise
         except _ClientLeftError:
             facts.aborted = True
-            return exchange.stream or web.Response()  # nobody reads it
+            return exchange.stream or web.Response()  # the client is gone
         except Exception:
             # A fault of ours: the client gets aiohttp's 500, and the span says so.
             facts.error_type = facts.error_type or GATEWAY_ERROR
@@ -132,7 +132,7 @@ class Calls:
             await self._record(exchange)
 
     async def _record(self, exchange: _Exchange) -> None:
-        """Write the call's span, once; what happens to the call from then on is not told."""
+        """Write the call's span, once; what happens to the call from then on is not recorded."""
         if exchange.recorded:
             return
         exchange.recorded = True
@@ -144,7 +144,7 @@ class Calls:
             self._count(exchange)
 
     def _span(self, facts: CallFacts) -> bytes:
-        """The call's span: what is counted is recorded, whatever stands in it."""
+        """Return the call's serialized span; if it cannot be built, a bare one, so that every counted call is recorded."""
         try:
             return build_span(facts, self._process_id, time.time_ns(), self._redactor)
         except Exception as fault:
@@ -168,14 +168,14 @@ class Calls:
         )
 
     def _named(self, model: str | None) -> str:
-        """The policy that a model names; empty: none, since what clients make up would be labels without end."""
+        """Return the policy that a model names; empty for unknown names, which would make unbounded label values."""
         return self._pool.policy_of(model).name if model in self._pool.names else ""
 
     async def _answered(self, exchange: _Exchange) -> web.StreamResponse:
-        """Answer a call; what can go wrong with the engine becomes an answer and a fact."""
+        """Answer a call; failures of the engine become error responses, and errors in the span."""
         try:
             async with asyncio.timeout(self._seconds):
-                return await self._by_some_backend(exchange)
+                return await self._by_any_backend(exchange)
         except BackendDownError as error:
             return _failed(exchange, 503, "engine_down", str(error))
         except PoolFullError as error:
@@ -186,8 +186,8 @@ class Calls:
             message = f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}."
             return _failed(exchange, 504, "timeout", message)
 
-    async def _by_some_backend(self, exchange: _Exchange) -> web.StreamResponse:
-        """Have a backend answer; another one is tried only where nothing was sent to the first."""
+    async def _by_any_backend(self, exchange: _Exchange) -> web.StreamResponse:
+        """Forward to a backend; try another one only where nothing was sent to the first."""
         facts, avoid = exchange.facts, NOTHING
         while True:
             async with self._pool.lease(facts.request.model, facts.context.attempt, avoid) as lease:
@@ -250,7 +250,7 @@ class Calls:
         return response
 
     async def _record_stream(self, exchange: _Exchange) -> None:
-        """Write the span of a stream that has come whole."""
+        """Write the span of a stream that has arrived whole."""
         facts = exchange.facts
         if facts.answer.failed:
             facts.error_type, facts.error_message = "engine_error", "the stream held an error, or something that is no part of an answer"
@@ -259,19 +259,19 @@ class Calls:
 
 
 def _used(answer: Answer, *names: str) -> int:
-    """Tokens by the upstream's own word, where it gave no ids."""
-    found = [(answer.usage or {}).get(name) for name in names]
-    return next((one for one in found if isinstance(one, int)), 0)
+    """Return the number of tokens that the upstream reports as usage, for answers without ids; 0 where it reports none."""
+    counts = [(answer.usage or {}).get(name) for name in names]
+    return next((count for count in counts if isinstance(count, int)), 0)
 
 
 def _is_end(events: bytes) -> bool:
-    """Whether the last of these events tells the client that it has the whole answer."""
+    """Return whether the last of these events marks the end of the answer for the client."""
     last = events.replace(b"\r\n", b"\n").removesuffix(b"\n\n").rpartition(b"\n\n")[2]
     return _LAST_EVENT.match(last) is not None
 
 
 def _asked(request: Request, lease: Lease) -> bytes:
-    """What a backend is asked: under the name by which it knows the model, and for ids if it can give them."""
+    """Return the request for a backend: with its own name of the model, and asking for ids if it can give them."""
     if lease.model is not None and lease.model != request.model:
         fields = {**request.fields, "model": lease.model}
         request = replace(request, fields=fields, raw=msgspec.json.encode(fields))
@@ -279,7 +279,7 @@ def _asked(request: Request, lease: Lease) -> bytes:
 
 
 def _read_whole(facts: CallFacts, body: bytes) -> bytes:
-    """Keep what a whole answer says; what the client gets of it."""
+    """Read a whole answer; return what the client gets of it."""
     try:
         facts.answer, body = facts.request.dialect.read(body, facts.request)
     except ValueError as error:
@@ -290,12 +290,12 @@ def _read_whole(facts: CallFacts, body: bytes) -> bytes:
 
 
 def _note_abort(facts: CallFacts) -> None:
-    """The engine ends calls with `abort` when its operator, or a failed publication, cuts them."""
+    """Mark the call as aborted where the engine ended it with `abort`, by order of its operator or after a failed publication."""
     facts.aborted = any(choice.finish_reason == "abort" for choice in facts.answer.choices.values())
 
 
 def _failed(exchange: _Exchange, status: int, kind: str, message: str) -> web.StreamResponse:
-    """Answer with an error, or cut a stream that has begun: only a broken connection says that this was not all."""
+    """Answer with an error, or break the connection of a stream that has begun: nothing else shows that it is incomplete."""
     exchange.facts.error_type, exchange.facts.error_message = kind, message
     if exchange.stream is None:
         exchange.facts.http_status = status

@@ -1,4 +1,4 @@
-"""Whose call is it: the rollout, attempt, run and mode of a request, and the span that it continues.
+"""Context of a call: its rollout, attempt, run and mode, and the span that it continues.
 
 In: the URL's prefix, the W3C headers `baggage` and `traceparent`, and what the runner announced. Out: a `CallContext`.
 Invariant: the URL names the rollout before baggage does, and the request's own parent comes before the announced one;
@@ -27,7 +27,7 @@ class SpanContext:
     span_id: bytes
 
     def header(self) -> str:
-        """As a `traceparent`, sampled."""
+        """Return the context as a W3C `traceparent`, sampled."""
         return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-01"
 
 
@@ -41,19 +41,19 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What the runner says of an attempt before it starts."""
+    """Facts of an attempt that the runner announces before it starts."""
 
     run_id: str | None = None
-    """None: not said."""
+    """None: not announced."""
     mode: str | None = None
-    """None: not said."""
+    """None: not announced."""
     parent: SpanContext | None = None
-    """The attempt's root span. None: not said."""
+    """The attempt's root span. None: not announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a call's span says of its rollout."""
+    """Rollout, run and mode of a call, and its place in a trace."""
 
     attempt: Attempt | None
     """None: the call belongs to no rollout that we know of."""
@@ -81,7 +81,7 @@ def parse_baggage(text: str | None) -> dict[str, str]:
 
 
 def attempt_of(url: Attempt | None, baggage: Mapping[str, str]) -> Attempt | None:
-    """The attempt that a call belongs to."""
+    """Return the attempt that a call belongs to: from its URL, else from its baggage. None: neither names one."""
     if url is not None:
         return url
     rollout = baggage.get(semconv.ROLLOUT_ID)
@@ -90,7 +90,7 @@ def attempt_of(url: Attempt | None, baggage: Mapping[str, str]) -> Attempt | Non
 
 
 def call_context(attempt: Attempt | None, announced: Announcement, baggage: Mapping[str, str], traceparent: str | None) -> CallContext:
-    """Put together what a call's span will say; the call's own span gets a fresh id."""
+    """Return the context of a call; its own span gets a fresh id."""
     parent = parse_traceparent(traceparent) or announced.parent
     return CallContext(
         attempt=attempt,

@@ -1,6 +1,6 @@
-"""How many policy calls each attempt has made: what makes a rollout's completeness checkable.
+"""Counts of the policy calls of each attempt, by which the completeness of a rollout is checked.
 
-In: announcements of the runner, beginnings and ends of calls. Out: a count that waits for calls in flight. Invariant: a
+In: the runner's announcements, beginnings and ends of calls. Out: a count that waits for calls in flight. Invariant: a
 call is counted when it is accepted, and ends here only after its span is queued for export.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, Attempt
 
 ATTEMPTS_KEPT = 100_000
-"""Attempts remembered; the longest unused without a call in flight are forgotten first (some 50 MB in all)."""
+"""Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
 
 
 @dataclass(slots=True)
@@ -22,22 +22,22 @@ class _Tally:
     calls: int = 0
     in_flight: int = 0
     overflowed: bool = False
-    """Whether the last call that ended was refused because its prompt was longer than the model's context."""
+    """True if the last call that ended was refused because its prompt was longer than the model's context."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Counts:
-    """The attempts that were announced or seen."""
+    """Call counts of the attempts that were announced or seen."""
 
     def __init__(self) -> None:
         self._tallies: OrderedDict[Attempt, _Tally] = OrderedDict()
 
     def announce(self, attempt: Attempt, announcement: Announcement) -> None:
-        """Keep what the runner says; calls by URL alone inherit it."""
+        """Keep the runner's announcement; calls by URL alone inherit it."""
         self._touch(attempt).announced = announcement
 
     def announced(self, attempt: Attempt | None) -> Announcement:
-        """What was announced of an attempt, or nothing."""
+        """Return the announcement of an attempt, or an empty one."""
         tally = self._tallies.get(attempt) if attempt else None
         return tally.announced if tally else NOTHING_ANNOUNCED
 
@@ -59,7 +59,7 @@ class Counts:
                 tally.idle.set()
 
     async def calls(self, attempt: Attempt, wait_seconds: float) -> int | None:
-        """Calls of an attempt, after waiting for those in flight; None when this process cannot know them all.
+        """Return the number of calls of an attempt, after waiting for those in flight; None when this process cannot know them all.
 
         The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
         that was started later, or that had forgotten the attempt: earlier calls are missing from it.
@@ -75,7 +75,7 @@ class Counts:
         return tally.calls
 
     def overflowed(self, attempt: Attempt) -> bool:
-        """Whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
+        """Return whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
         tally = self._tallies.get(attempt)
         return tally is not None and tally.overflowed
 
@@ -83,7 +83,7 @@ class Counts:
         tally = self._tallies.setdefault(attempt, _Tally())
         self._tallies.move_to_end(attempt)
         if len(self._tallies) > ATTEMPTS_KEPT:
-            oldest = next((key for key, one in self._tallies.items() if not one.in_flight and one is not tally), None)
+            oldest = next((key for key, other in self._tallies.items() if not other.in_flight and other is not tally), None)
             if oldest is not None:
                 del self._tallies[oldest]
         return tally

@@ -1,7 +1,7 @@
-"""Who may ask what of the gateway, how large and how slowly.
+"""Authentication and authorization of requests to the gateway, and limits of their size and duration.
 
 In: requests as they come, settings `gateway.token`, `gateway.clients`, `gateway.tls_*` and the limits. Out: the same requests, their bodies
-read, or refusals in OpenAI's form. Invariant: a route that nobody classified asks for full access, and a body is read whole, in
+read, or refusals in OpenAI's form. Invariant: a route that is not classified requires full access, and a body is read whole, in
 bounded time and bytes, before anything is done with it.
 """
 
@@ -38,12 +38,12 @@ _ASKS_FOR_TOKEN = (
 
 
 log = logging.getLogger("gateway.http")
-"""What the HTTP server says; see `without_headers`."""
+"""Log of the HTTP server; see `without_headers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request, and what it may do."""
+    """The client that sends a request, and its permissions."""
 
     name: str
     rollouts: str = _ANY_ROLLOUT
@@ -61,14 +61,14 @@ class _Asked(msgspec.Struct):
 
 
 class Guards:
-    """The middleware before every route."""
+    """Middleware before every route: authentication, authorization and limits."""
 
     def __init__(self, settings: GatewaySettings, policy_of: Callable[[str | None], str]) -> None:
-        """Read who may call.
+        """Read the clients and their permissions.
 
         Args:
             settings: of the gateway.
-            policy_of: the policy that answers for a request's `model`.
+            policy_of: returns the name of the policy that answers for a request's `model`.
 
         Raises:
             SettingsError: two clients have the same name or token.
@@ -80,7 +80,7 @@ class Guards:
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request that may not pass; read the body of one that may."""
+        """Refuse a request that is not permitted; read the body of one that is, and pass it on."""
         route = request.match_info.route.resource
         path = route.canonical if route else _UNKNOWN
         if path in _OPEN:
@@ -96,16 +96,16 @@ class Guards:
         return refusal or await handler(request)
 
     def _caller(self, headers: Mapping[str, str]) -> Caller | None:
-        """Whose token a request shows; without any in the settings, everybody may do everything."""
+        """Return the caller whose token a request bears; full access where the settings name no token. None: an unknown token, or none."""
         if not self._callers:
             return FULL_ACCESS
         scheme, _, bearer = headers.get("Authorization", "").partition(" ")
         shown = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-        # By their hashes: how long a look-up takes tells nothing of a token.
+        # By their hashes, so that the time of a look-up reveals nothing of a token.
         return next((caller for token in shown if token and (caller := self._callers.get(_digest(token)))), None)
 
     async def _read(self, request: web.Request) -> web.Response | None:
-        """Have the body read; a refusal where it is too large or too slow."""
+        """Read the body; return a refusal where it is too large or too slow."""
         if not request.can_read_body:
             return None
         if (request.content_length or 0) > self._max_bytes:
@@ -158,7 +158,7 @@ class Guards:
 
 
 def require_safe(settings: GatewaySettings) -> None:
-    """Refuse to bind beyond loopback when nobody is asked for a token.
+    """Refuse to bind beyond loopback when no token is required.
 
     Raises:
         SpangradError: `gateway.host` is not loopback, and there is no token.
@@ -167,7 +167,7 @@ def require_safe(settings: GatewaySettings) -> None:
 
 
 def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """What clients are greeted with; None: plain HTTP.
+    """Return the TLS context of the gateway's certificate. None: plain HTTP.
 
     Raises:
         SettingsError: only one of certificate and key is set.
@@ -197,7 +197,7 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 
 def without_headers(record: logging.LogRecord) -> bool:
-    """Filter of the HTTP server's log: its complaints of malformed heads quote them, keys included."""
+    """Drop the details of malformed requests from a record of the HTTP server's log: they quote headers, keys included."""
     if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
         record.exc_info = None
     return True
@@ -207,7 +207,7 @@ log.addFilter(without_headers)
 
 
 def _callers(settings: GatewaySettings) -> dict[bytes, Caller]:
-    """Callers by the hash of their token."""
+    """Return the callers by the hash of their token."""
     callers = {_digest(settings.token.get_secret_value()): FULL_ACCESS} if settings.token else {}
     names: set[str] = set()
     for client in settings.clients:

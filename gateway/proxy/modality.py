@@ -31,7 +31,7 @@ _NESTED = ("choices", "message", "content", "output", "outputs")
 """Fields that hold content. A tool call's `input` and `arguments`, and a tool's schema, are not among them."""
 _HINTS = (b"image", b"audio", b"video", b'file"', b'"document"', b"computer_screenshot")
 _ESCAPES = (b"\\u006", b"\\u007")
-"""Letters of ASCII as escapes, which no encoder writes: a type's name may hide behind them."""
+"""Escapes of ASCII letters, which no encoder writes: the name of a type may be written with them."""
 _NAMED = re.compile(rb'"(?:images|' + b"|".join(name.encode() for name in sorted(_KINDS)) + rb')"(?!\s*:\s*null)')
 
 
@@ -50,7 +50,7 @@ def modality(request: Request, answer: bytes | None) -> str:
 
 
 def _decoded(texts: Iterable[bytes]) -> Iterable[Any]:
-    """Values of the texts that may hold such a part: decoding a long conversation costs more than everything else here."""
+    """Decode the texts that may hold such a part, and only those: decoding a long conversation costs more than all else here."""
     for text in texts:
         if (any(hint in text for hint in _HINTS) and _NAMED.search(text)) or any(escape in text for escape in _ESCAPES):
             try:

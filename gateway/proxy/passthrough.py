@@ -1,4 +1,4 @@
-"""What agents ask of an engine that is no policy call: models, embeddings, token counts.
+"""Pass-through of requests that are no policy calls: models, embeddings, token counts.
 
 In: a request to a path below /v1 that no dialect answers. Out: the engine's answer, as it comes. Invariant: nothing is
 read, recorded or counted; and nothing passes that would change what the engine serves, or that would be a call.
@@ -26,7 +26,7 @@ REFUSED = {
     "unload_lora_adapter": "only a publication changes what the engine serves",
     "chat/completions/batch": "its choices would not be recorded; send a call for each conversation",
 }
-"""Paths below /v1 that do not pass, and why."""
+"""Path below /v1 that does not pass -> the reason."""
 
 
 class _Asked(msgspec.Struct):
@@ -34,7 +34,7 @@ class _Asked(msgspec.Struct):
 
 
 async def pass_through(request: web.Request, session: aiohttp.ClientSession, pool: Pool, attempt: Attempt | None) -> web.StreamResponse:
-    """Let a backend answer: one of the policy that the request's model names."""
+    """Forward a request to a backend of the policy that its model names."""
     rest = request.match_info["rest"]
     refusal = _refusal(request.method, rest)
     if refusal:
@@ -54,7 +54,7 @@ async def pass_through(request: web.Request, session: aiohttp.ClientSession, poo
 
 
 def _model(name: str) -> dict[str, object]:
-    """A model of which the gateway knows the name alone."""
+    """Return the entry of a model of which the gateway knows the name alone."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "spangrad"}
 
 
@@ -88,11 +88,11 @@ async def _let_answer(request: web.Request, body: bytes, session: aiohttp.Client
 
 
 def _refusal(method: str, rest: str) -> str:
-    """Why a path below /v1, percent-decoded, does not pass; empty: it does."""
+    """Return the reason why a path below /v1, percent-decoded, does not pass; empty: it does."""
     parts = rest.strip("/")
     if any(part in (".", "..") for part in rest.split("/")):
         return "it leads elsewhere"
-    # However it is spelt (%2F, a slash more), it would reach the engine as a call that nobody records.
+    # However it is spelt (%2F, an extra slash), it would reach the engine as a call that is not recorded.
     if method == "POST" and f"/v1/{parts}" in DIALECTS:
         return f"calls go to /v1/{parts}, spelt like that"
     return REFUSED.get(parts, "")

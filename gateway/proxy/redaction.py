@@ -1,10 +1,10 @@
-"""What must not be stored: taken out of a call's span before it is written anywhere.
+"""Redaction: removes what must not be stored from a call's span before it is written anywhere.
 
-In: the texts and attributes of a call's span, its JSON put together. Out: the same with `[redacted]` in place of what the rules
-find. Invariant: a call in which something was replaced keeps no token ids or logprobs, for they spell it, unless
-`gateway.redact_keep_ids` says so; what cannot be read well enough to apply a rule is withheld whole.
+In: the texts and attributes of a call's span, with the JSON of streams assembled. Out: the same with `[redacted]` in place of what the
+rules match. Invariant: a call in which something was replaced keeps no token ids or logprobs, for they spell it, unless
+`gateway.redact_keep_ids` is set; a text that cannot be parsed well enough to apply a rule is replaced whole.
 
-Rules see strings as their reader does: a whole answer and not a stream's parts, characters and not JSON's escapes.
+Rules are applied to strings as a reader sees them: a whole answer and not a stream's parts, characters and not JSON's escapes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spangrad.settings import GatewaySettings
 
 MARK = "[redacted]"
 ESCAPE_LEVELS = 8
-"""JSON in a string of JSON has its escapes escaped; so many times over, they are still found."""
+"""Levels of escapes (of JSON within strings of JSON) down to which the rules are applied."""
 
 _JSON = (semconv.REQUEST_JSON, semconv.RESPONSE_JSON)
 _NOT_TEXT = frozenset(
     {
-        # Ours, or the rollout's name: without it the call is nobody's.
+        # Our own, or the rollout's id, without which the call belongs to no rollout.
         semconv.RUN_ID,
         semconv.ROLLOUT_ID,
         semconv.ROLLOUT_MODE,
@@ -56,43 +56,46 @@ class Redactor:
         """Read the rules.
 
         Raises:
-            SettingsError: one is no regular expression, finds the empty text, or is no path; the message names it.
+            SettingsError: one is no regular expression, matches the empty text, or is no path; the message names it.
         """
         self.expressions = tuple(_expression(rule) for rule in settings.redact)
         self.paths = tuple(_path(rule) for rule in settings.redact_paths)
         self._keeps_ids = settings.redact_keep_ids
 
     def redact(self, name: str, message: str, attributes: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-        """Take out of a span what the rules find.
+        """Replace in a span what the rules match.
 
         Args:
             name: of the span.
             message: of its status.
-            attributes: what it says; arrays of token ids and logprobs are bytes.
+            attributes: of the span; arrays of token ids and logprobs are bytes.
 
         Returns:
-            The three without it; the attributes with `spangrad.redacted` where something was found.
+            The redacted three; the attributes with `spangrad.redacted` where something was replaced.
         """
-        one = _Redaction(self)
-        name, message = one.text(name), one.text(message)
+        redaction = _Redaction(self)
+        name, message = redaction.text(name), redaction.text(message)
         kept: dict[str, Any] = {}
         for key, value in attributes.items():
-            kept[key] = value if key in _NOT_TEXT else one.json(cast("str", value)) if key in _JSON and value else one.plain(value)
-        if one.found and not self._keeps_ids:
+            if key in _NOT_TEXT:
+                kept[key] = value
+            else:
+                kept[key] = redaction.json(cast("str", value)) if key in _JSON and value else redaction.plain(value)
+        if redaction.matched and not self._keeps_ids:
             kept = {key: value for key, value in kept.items() if not isinstance(value, bytes)}
         for key in _JSON:
             if attributes.get(key):
-                kept[key] = _encoded(kept[key] if self._keeps_ids or not one.found else _without_ids(kept[key]))
-        if one.found_by_path and kept.get(semconv.ERROR_TYPE) is not None:
-            # Errors repeat what was asked, wherever it stood.
+                kept[key] = _encoded(kept[key] if self._keeps_ids or not redaction.matched else _without_ids(kept[key]))
+        if redaction.matched_by_path and kept.get(semconv.ERROR_TYPE) is not None:
+            # Errors repeat values of the request, anywhere in their text.
             message = kept[semconv.RESPONSE_JSON] = MARK
-        if one.found:
+        if redaction.matched:
             kept[semconv.REDACTED] = True
         return name, message, kept
 
 
 def read_rules(settings: GatewaySettings) -> Redactor | None:
-    """The rules, or None where there are none.
+    """Return the rules, or None where there are none.
 
     Raises:
         SettingsError: a rule cannot be read.
@@ -105,11 +108,11 @@ class _Redaction:
 
     def __init__(self, rules: Redactor) -> None:
         self._rules = rules
-        self.found = False
-        self.found_by_path = False
+        self.matched = False
+        self.matched_by_path = False
 
     def text(self, text: str) -> str:
-        """A text without what the expressions find."""
+        """Return a text with the expressions' matches replaced."""
         kept: list[str] = []
         at = 0
         for begin, end in self._spans(text):
@@ -117,56 +120,56 @@ class _Redaction:
                 if begin >= at:
                     kept += (text[at:begin], MARK)
                 at = end
-        self.found |= at > 0
+        self.matched |= at > 0
         rest = "".join((*kept, text[at:]))
         if "\\" in rest and any(self._spans(plain) for plain in _unescaped(rest)):
-            self.found = True
+            self.matched = True
             return MARK
         return rest
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the expressions find something, in order."""
-        found = (match.span() for rule in self._rules.expressions for match in rule.finditer(text))
-        return sorted((begin, end) for begin, end in found if begin < end)
+        """Return the begin and end of each match of the expressions that is not empty, in order."""
+        spans = (match.span() for rule in self._rules.expressions for match in rule.finditer(text))
+        return sorted((begin, end) for begin, end in spans if begin < end)
 
     def plain(self, value: object) -> Any:
-        """An attribute's text, or list of texts, without what the expressions find."""
+        """Return an attribute's text, or list of texts, with the expressions' matches replaced."""
         if isinstance(value, list):
-            return [self.plain(one) for one in cast("list[object]", value)]
+            return [self.plain(item) for item in cast("list[object]", value)]
         return self.text(value) if isinstance(value, str) else value
 
     def json(self, text: str) -> Any:
-        """The value of a JSON text without what the rules find; of any other text, the text."""
+        """Return the redacted value of a JSON text; of any other text, the redacted text."""
         try:
             value = json.loads(text)
             for path in self._rules.paths:
                 self._withhold(value, path)
             return self._top(value)
         except RecursionError:
-            self.found = True
+            self.matched = True
             return _Text(MARK)
         except ValueError:
             if not self._rules.paths:
                 return _Text(self.text(text))
-            self.found = True
+            self.matched = True
             return _Text(MARK)
 
     def _top(self, value: Any) -> Any:
-        """A whole request or answer: numbers at its top, and those of its usage, are the engine's and not the conversation's."""
+        """Redact a whole request or answer, but for numbers at its top and in its usage, which are no part of the conversation."""
         if not isinstance(value, dict):
             return self._value(value, True)
         fields = cast("dict[str, Any]", value).items()
-        return {self.text(name): self._value(one, isinstance(one, list | dict) and name != "usage") for name, one in fields}
+        return {self.text(name): self._value(item, isinstance(item, list | dict) and name != "usage") for name, item in fields}
 
     def _value(self, value: Any, numbers: bool) -> Any:
-        """A JSON value without what the expressions find, in its `numbers` too or not."""
+        """Return a JSON value with the expressions' matches replaced; `numbers`: numbers as well."""
         match value:
             case str():
                 return self.text(value)
             case dict():
-                return {self.text(name): self._value(one, numbers) for name, one in cast("dict[str, Any]", value).items()}
+                return {self.text(name): self._value(item, numbers) for name, item in cast("dict[str, Any]", value).items()}
             case list():
-                return [self._value(one, numbers) for one in cast("list[Any]", value)]
+                return [self._value(item, numbers) for item in cast("list[Any]", value)]
             case bool() | None:
                 return value
             case _:
@@ -174,7 +177,7 @@ class _Redaction:
                 return value if not numbers or self.text(written) == written else MARK
 
     def _withhold(self, value: Any, path: _Path) -> None:
-        """Replace what a path leads to, where there is something."""
+        """Replace the values that a path leads to, unless they are empty."""
         step, *rest = path
         places: list[Any] = []
         if isinstance(value, dict):
@@ -183,18 +186,18 @@ class _Redaction:
             places = list(range(len(cast("list[Any]", value)))) if step == "*" else [step]
         for place in places:
             try:
-                one = value[place]
+                item = value[place]
             except (LookupError, TypeError):
                 continue
             if rest:
-                self._withhold(one, tuple(rest))
-            elif one is not None and one not in ("", [], {}):
+                self._withhold(item, tuple(rest))
+            elif item is not None and item not in ("", [], {}):
                 value[place] = MARK
-                self.found = self.found_by_path = True
+                self.matched = self.matched_by_path = True
 
 
 class _Text(str):
-    """What was no JSON, and stays as it is."""
+    """A text that was no JSON, and is not encoded as JSON."""
 
 
 def _encoded(value: Any) -> str:
@@ -202,22 +205,22 @@ def _encoded(value: Any) -> str:
 
 
 def _without_ids(value: Any) -> Any:
-    """A JSON value without what may be token ids, or single tokens."""
+    """Return a JSON value without what may be token ids, or single tokens."""
     match value:
         case dict():
             return {
-                name: MARK if name in _ARRAYS_THAT_SPELL and isinstance(one, list | dict) else _without_ids(one)
-                for name, one in cast("dict[str, Any]", value).items()
+                name: MARK if name in _ARRAYS_THAT_SPELL and isinstance(item, list | dict) else _without_ids(item)
+                for name, item in cast("dict[str, Any]", value).items()
             }
         case list():
             values = cast("list[Any]", value)
-            return MARK if values and all(type(one) is int for one in values) else [_without_ids(one) for one in values]
+            return MARK if values and all(type(item) is int for item in values) else [_without_ids(item) for item in values]
         case _:
             return value
 
 
 def _unescaped(text: str) -> Iterator[str]:
-    """A text with its JSON escapes read once, twice, and so on."""
+    """Yield a text with its JSON escapes decoded once, twice, and so on."""
     for _ in range(ESCAPE_LEVELS):
         plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else _ESCAPED.get(match[2], match[2]), text)
         if plain == text:
@@ -231,7 +234,7 @@ def _expression(rule: str) -> re.Pattern[str]:
     try:
         expression = re.compile(rule)
     except re.error as error:
-        raise SettingsError(f"gateway.redact has {rule!r}, which is no regular expression: {error}. Mend it, or leave it out.") from None
+        raise SettingsError(f"gateway.redact has {rule!r}, which is no regular expression: {error}. Fix it, or leave it out.") from None
     if expression.search(""):
         raise SettingsError(
             f"gateway.redact has {rule!r}, which finds the empty text, and so hits every call. Ask for one character at least."
@@ -240,7 +243,7 @@ def _expression(rule: str) -> re.Pattern[str]:
 
 
 def _path(rule: str) -> _Path:
-    """The steps of `messages[*].content`: names, places in a list, `*` for each."""
+    """Return the steps of a path such as `messages[*].content`: names, places in a list, `*` for each."""
     steps: list[str | int] = []
     at = 0
     while match := _STEP.match(rule, at):

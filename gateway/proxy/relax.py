@@ -1,6 +1,6 @@
-"""Requests of train rollouts, relaxed: asked of the engine without what masks or reshapes tokens (`gateway.relax`).
+"""Relaxation of the requests of train rollouts: removes what masks or reshapes the token distribution (`gateway.relax`).
 
-In: a client's request, in any dialect, and the names of relaxations. Out: the request that the engine is asked, and the names of those that
+In: a client's request, in any dialect, and the names of relaxations. Out: the request that the engine gets, and the names of those that
 changed it. Invariant: a value that vLLM would refuse is left for vLLM to refuse, and a request that no relaxation concerns stays the same
 object.
 """
@@ -29,9 +29,9 @@ _NEUTRAL: Mapping[str, tuple[float, TypeAdapter[Any]]] = {
     "frequency_penalty": (0.0, _SHIFT),
     "repetition_penalty": (1.0, TypeAdapter(Annotated[float, Field(gt=0)])),
 }
-"""Request field -> the value that leaves the distribution as it is, and the values that vLLM takes and that reshape it."""
+"""Request field -> the value that leaves the distribution as it is, and the type of the values that vLLM accepts and that reshape it."""
 _FORCED = ("function", "custom")
-"""Types of a tool choice that names a tool: chat's and Responses'."""
+"""Types of a tool choice that names a tool, in chat and Responses."""
 _FORCED_IN_MESSAGES = ("any", "tool")
 
 
@@ -59,9 +59,9 @@ def relax(request: Request, names: Iterable[Relaxation]) -> tuple[Request, tuple
 
 
 def _strict_tools(fields: _Fields) -> dict[str, Any]:
-    """Tools whose arguments are not held to their schema.
+    """Return the tools, with arguments that need not follow their schema; empty: no change.
 
-    `strict` becomes false and stays there, since Responses clients send the field always and have it repeated in the answer.
+    `strict` becomes false and is not removed, since Responses clients send the field always and have it repeated in the answer.
     """
     tools = fields.get("tools")
     if not isinstance(tools, list):
@@ -82,7 +82,7 @@ def _without_strict(tool: Any) -> Any:
 
 
 def _schemas(fields: _Fields) -> dict[str, Any]:
-    """Plain text in place of an answer in JSON: `response_format`, Responses' `text.format` and Messages' `output_config.format`."""
+    """Return fields for plain text in place of JSON: `response_format`, `text.format` (Responses), `output_config.format` (Messages)."""
     changes: dict[str, Any] = {}
     if _is_schema(fields.get("response_format")):
         changes["response_format"] = {"type": "text"}
@@ -118,7 +118,7 @@ def _reshapes(name: str, value: object) -> bool:
 
 
 def _tool_choice(fields: _Fields) -> dict[str, Any]:
-    """`auto` in place of `required` and of a named tool, in the form of the request's dialect."""
+    """Return the tool choice `auto` in place of `required` and of a named tool, in the form of the request's dialect."""
     choice = fields.get("tool_choice")
     if choice == "required":
         return {"tool_choice": "auto"}

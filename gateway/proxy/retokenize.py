@@ -1,7 +1,7 @@
-"""Token ids for calls whose upstream gives none: made anew from their text, and marked as such.
+"""Token ids for calls whose upstream gives none: computed from their text, and marked as such.
 
-In: serialized spans on their way to the store, the tokenizer directory `gateway.retokenize`. Out: the same spans; those of whole calls that
-an upstream without ids answered hold ids of this tokenizer and its chat template, its hash, and `spangrad.ids.source` = `retokenized`.
+In: serialized spans on their way to the store, the tokenizer directory `gateway.retokenize`. Out: the same spans; those of complete calls
+that an upstream without ids answered hold ids of this tokenizer and its chat template, its hash, and `spangrad.ids.source` = `retokenized`.
 Invariant: a span that holds an engine's ids, or that was redacted, stays as it is; no call waits for any of this.
 """
 
@@ -26,44 +26,44 @@ from spangrad.weights.checksums import tokenizer_hash
 log = logging.getLogger(__name__)
 
 RETOKENIZED = "retokenized"
-"""The value of `spangrad.ids.source`. Absent: the engine's."""
-_ENGINES = (semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.TOKENIZER_HASH)
-"""What only an engine with our plugin leaves on a span. They are looked for in its bytes: a text that speaks of them goes without ids."""
+"""Value of `spangrad.ids.source` for retokenized ids; the engine's own ids lack the attribute."""
+_ENGINE_ONLY = (semconv.PROMPT_TOKEN_IDS, semconv.RESPONSE_TOKEN_IDS, semconv.TOKENIZER_HASH)
+"""Attributes that only an engine with our plugin sets. They are searched for in a span's bytes: a text that quotes them gets no ids."""
 _REPLACED = {semconv.PROMPT_LENGTHS, semconv.RESPONSE_LENGTHS}
 
 _Json = dict[str, Any]
 
 
 class Tokenizer(Protocol):
-    """What is used of transformers' tokenizers."""
+    """Interface of transformers' tokenizers, as far as it is used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def apply_chat_template(
         self, conversation: Sequence[_Json], *, tools: Sequence[_Json] | None, add_generation_prompt: bool, tokenize: bool
     ) -> str:
-        """The text of a conversation, as the model reads it."""
+        """Return the text of a conversation, as the model reads it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """A call's texts."""
+    """Texts of a call: its prompts and answers."""
 
     prompts: list[str]
     answers: list[str]
-    """Of each choice."""
+    """The text of each choice."""
     special_tokens: bool
-    """Whether the tokenizer adds its own to a prompt: a chat template has written them already."""
+    """True if the tokenizer adds its special tokens to a prompt; false where a chat template has written them already."""
 
 
 class Retokenizer:
-    """Fills spans that came without ids."""
+    """Adds token ids to spans that came without them."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
-        """Use a tokenizer that is loaded; `name` is the hash of its directory."""
+        """Wrap a loaded tokenizer; `name` is the hash of its directory."""
         self._tokenizer = tokenizer
         self._name = name
         self._readers: Mapping[str, Callable[[_Json, _Json], _Texts]] = {
@@ -73,27 +73,27 @@ class Retokenizer:
         }
 
     def __call__(self, spans: Sequence[bytes]) -> list[bytes]:
-        """Fill those of the spans that need it; takes milliseconds for each."""
+        """Return the spans, with ids added to those that need them; takes milliseconds for each."""
         return [self._fill(span) for span in spans]
 
     def _fill(self, serialized: bytes) -> bytes:
-        if any(name.encode() in serialized for name in _ENGINES):
+        if any(name.encode() in serialized for name in _ENGINE_ONLY):
             return serialized
         span = Span.FromString(serialized)
-        said = {one.key: one.value for one in span.attributes}
-        reader = self._readers.get(said[semconv.HTTP_ROUTE].string_value) if semconv.HTTP_ROUTE in said else None
-        whole = semconv.RESPONSE_JSON in said and semconv.REQUEST_JSON in said
-        if reader is None or not whole or {semconv.REDACTED, semconv.ERROR_TYPE, semconv.ABORTED} & said.keys():
+        attributes = {attribute.key: attribute.value for attribute in span.attributes}
+        reader = self._readers.get(attributes[semconv.HTTP_ROUTE].string_value) if semconv.HTTP_ROUTE in attributes else None
+        whole = semconv.RESPONSE_JSON in attributes and semconv.REQUEST_JSON in attributes
+        if reader is None or not whole or {semconv.REDACTED, semconv.ERROR_TYPE, semconv.ABORTED} & attributes.keys():
             return serialized
         try:
             request, response = (
-                msgspec.json.decode(said[name].string_value, type=_Json) for name in (semconv.REQUEST_JSON, semconv.RESPONSE_JSON)
+                msgspec.json.decode(attributes[name].string_value, type=_Json) for name in (semconv.REQUEST_JSON, semconv.RESPONSE_JSON)
             )
             ids = self._ids(reader(request, response))
-        except Exception as error:  # whatever a template raises, and whatever stands in a foreign answer
+        except Exception as error:  # templates raise any error, and an upstream's answer may hold anything
             log.warning("a call of %s could not be retokenised (%s): it is stored without ids", span.name, type(error).__name__)
             return serialized
-        kept = [one for one in span.attributes if one.key not in _REPLACED]
+        kept = [attribute for attribute in span.attributes if attribute.key not in _REPLACED]
         del span.attributes[:]
         span.attributes.extend([*kept, *ids])
         return span.SerializeToString()
@@ -120,10 +120,10 @@ class Retokenizer:
     def _templated(self, messages: Sequence[_Json], answers: Sequence[_Json], tools: Sequence[_Json] | None) -> _Texts:
         asked = [_plain(message) for message in messages]
         prompt = self._render(asked, tools, prompting=True)
-        return _Texts([prompt], [self._answer(asked, _plain(one), tools, prompt) for one in answers], special_tokens=False)
+        return _Texts([prompt], [self._answer(asked, _plain(answer), tools, prompt) for answer in answers], special_tokens=False)
 
     def _answer(self, asked: list[_Json], answer: _Json, tools: Sequence[_Json] | None, prompt: str) -> str:
-        """The text of an answer; tool calls as the template writes them after the prompt."""
+        """Return the text of an answer; tool calls as the template writes them after the prompt."""
         if not answer.get("tool_calls"):
             return answer["content"]
         whole = self._render([*asked, answer], tools, prompting=False)
@@ -163,11 +163,11 @@ def load(directory: Path) -> Retokenizer:
 
 def _completions(request: _Json, response: _Json) -> _Texts:
     prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
-    return _Texts([_text(one) for one in prompts], [_text(choice["text"]) for choice in response["choices"]], special_tokens=True)
+    return _Texts([_text(prompt) for prompt in prompts], [_text(choice["text"]) for choice in response["choices"]], special_tokens=True)
 
 
 def _plain(message: _Json) -> _Json:
-    """A message as chat templates read it: its content one text, the arguments of its tools decoded.
+    """Return a message as chat templates read it: its content one text, the arguments of its tools decoded.
 
     Raises:
         ValueError: it holds something else than text and tool calls.
@@ -199,9 +199,9 @@ def _text(value: object) -> str:
 
 
 def _packed(ids: list[list[int]]) -> AnyValue:
-    flat = [one for some in ids for one in some]
+    flat = [token for sequence in ids for token in sequence]
     return AnyValue(bytes_value=struct.pack(f"<{len(flat)}I", *flat))
 
 
 def _lengths(ids: list[list[int]]) -> AnyValue:
-    return AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=len(some)) for some in ids]))
+    return AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=len(sequence)) for sequence in ids]))

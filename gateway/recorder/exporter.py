@@ -1,9 +1,9 @@
-"""Spans on their way to the store: kept until the store has them.
+"""Exporter of spans to the store: each span is kept on disk until the store has acknowledged it.
 
 In: serialized spans. Out: OTLP/HTTP requests of up to BATCH_BYTES, one at a time, in order, each repeated until it is
 acknowledged. Invariant: a span is on disk when `put` returns, and stays there until the store has acknowledged it, or
-refuses it for what it is (then it is named in the log); memory and disk are bounded, and while the disk's share is spent,
-calls wait rather than go unrecorded.
+refuses it because of its content (which is logged); memory and disk are bounded, and while the disk's limit is reached,
+new calls wait rather than go unrecorded.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 5.0
 REQUEST_SECONDS = 60
 DISK_PAUSE_SECONDS = 0.5
-"""Between two tries to write to, or to read from, a disk that fails."""
+"""Pause between two tries to write to, or to read from, a disk that fails."""
 QUICK_READ_BYTES = 2**18
-"""So little is read back without a thread, and so without a pause in which more could come."""
+"""Most bytes that are read back in the event loop; more are read in a thread, during which further spans may come."""
 SPLIT_STATUSES = frozenset({400, 413})
-"""The store will not take this body, ever: its spans are tried one by one."""
+"""HTTP statuses by which the store refuses a body for good: its spans are then sent one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
     span: bytes
     end: int
-    """Place behind it in the spill."""
+    """End offset of the span in the spill."""
     due: float = 0
-    """Time (monotonic) before which it is held back."""
+    """Time (monotonic) before which it is not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
-    """A span that the disk did not take, and the call that waits for it."""
+    """A span that could not be written to disk, and the future of the call that waits for it."""
 
     span: bytes
     written: asyncio.Future[None]
@@ -71,10 +71,10 @@ class SpanExporter:
         """Take over the spill with what an earlier gateway left, and begin to send.
 
         Args:
-            settings: where to, and how much may wait.
+            settings: with the store's endpoint, and the limits of memory and disk.
             session: to send with.
             instance_id: of this process.
-            complete: adds to spans before they are sent, in a thread. None: they go as they are.
+            complete: adds to spans before they are sent, in a thread. None: they are sent unchanged.
 
         Raises:
             GatewayError: another gateway owns `gateway.spill_path`, or it cannot be written.
@@ -97,31 +97,31 @@ class SpanExporter:
         self._queue: deque[_Queued] = deque()
         self._queue_bytes = 0
         self._read = self._spill.begin
-        """Place in the spill up to which spans are, or were, in the queue."""
+        """Offset in the spill up to which spans are, or were, in the queue."""
         self._unwritten: deque[_Unwritten] = deque()
         self._writer: asyncio.Task[None] | None = None
         self._filled = asyncio.Event()
         self._filled.set()
         self._room = asyncio.Event()
-        self._mind_room()
+        self._update_backpressure()
         self._stopping = asyncio.Event()
         self._complete = complete
         self.delivered = 0
-        """Spans that the store has acknowledged."""
+        """Number of spans that the store has acknowledged."""
         self.refused = 0
-        """Spans that the store has refused for what they are."""
+        """Number of spans that the store has refused because of their content."""
         if self.waiting_bytes:
             log.info("%d bytes of spans that an earlier gateway left in %s go to the store now", self.waiting_bytes, self._path)
         self.task = asyncio.create_task(self._run(), name="span exporter")
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of spans that are not acknowledged yet."""
+        """Return the bytes of spans that are not acknowledged yet."""
         return self._spill.waiting_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of those that are in memory as well."""
+        """Return the bytes of those spans that are in memory as well."""
         return self._queue_bytes
 
     async def room(self) -> None:
@@ -129,7 +129,7 @@ class SpanExporter:
         await self._room.wait()
 
     async def put(self, span: bytes) -> None:
-        """Keep a span: return when it is in the spill. Calls that began while there was room may overshoot the bound, by one span each.
+        """Write a span to the spill, and return when it is there. Calls that began below the limit may exceed it by one span each.
 
         A caller that is cancelled while the disk is full leaves the span here: it is written when the disk takes it.
         """
@@ -142,10 +142,10 @@ class SpanExporter:
         await unwritten.written
 
     async def stop(self, seconds: float) -> int:
-        """Send what is left, held back or not, for at most `seconds`; what is not taken waits on disk for the next gateway.
+        """Send all remaining spans, due or not, for at most `seconds`; those not acknowledged stay on disk for the next gateway.
 
         Returns:
-            The number of spans that are lost, because the disk did not take them.
+            The number of spans that are lost, because they could not be written to disk.
         """
         self._stopping.set()
         self._filled.set()
@@ -162,7 +162,7 @@ class SpanExporter:
         return len(self._unwritten)
 
     def _append(self, span: bytes) -> bool:
-        """Write a span, and queue it where the queue reaches to the spill's end."""
+        """Write a span to the spill, and queue it if the queue reaches the spill's end; return whether it was written."""
         begin = self._spill.end
         try:
             end = self._spill.append(span)
@@ -182,13 +182,13 @@ class SpanExporter:
         return True
 
     async def _write_later(self) -> None:
-        """Try again to write what the disk did not take."""
+        """Retry writing the spans that could not be written to disk, until all are."""
         while self._unwritten:
             await asyncio.sleep(DISK_PAUSE_SECONDS)
             self._write_again()
         self._writer = None
         log.info("spans can be written to %s again", self._path)
-        self._mind_room()
+        self._update_backpressure()
 
     def _write_again(self) -> None:
         while self._unwritten and self._append(self._unwritten[0].span):
@@ -196,8 +196,8 @@ class SpanExporter:
             if not written.done():
                 written.set_result(None)
 
-    def _mind_room(self) -> None:
-        """Let calls begin, if there is a reason to."""
+    def _update_backpressure(self) -> None:
+        """Let calls begin if no span waits to be written, and the spill is below its limit."""
         if not self._unwritten and self._spill.waiting_bytes < self._disk_limit:
             self._room.set()
 
@@ -232,24 +232,24 @@ class SpanExporter:
             return
         if piece.damaged:
             log.error("%d bytes of %s are no whole spans, and left out", piece.damaged, extent.path)
-        self._queue.extend(_Queued(one.span, one.end) for one in piece.spans)
-        self._queue_bytes = sum(len(one.span) for one in piece.spans)
+        self._queue.extend(_Queued(stored.span, stored.end) for stored in piece.spans)
+        self._queue_bytes = sum(len(stored.span) for stored in piece.spans)
         self._read = piece.end
         if not piece.spans:
             self._release(piece.end)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, or until the order to stop."""
+        """Sleep for `seconds`, or until the exporter is stopped."""
         if self._stopping.is_set():
             await asyncio.sleep(FIRST_PAUSE_SECONDS)
             return
         try:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         except TimeoutError:
-            pass  # nobody stopped us: the time is over
+            pass  # the time is over
 
     def _batch(self) -> list[_Queued]:
-        """The spans at the head of the queue that are due, and that fit into a request."""
+        """Return the spans at the head of the queue that are due and fit into one request."""
         now = time.monotonic()
         batch: list[_Queued] = []
         size = 0
@@ -291,10 +291,10 @@ class SpanExporter:
 
     def _release(self, end: int) -> None:
         self._spill.release(end)
-        self._mind_room()
+        self._update_backpressure()
 
     async def _send(self, spans: list[bytes]) -> tuple[str, bool]:
-        """Send once. Gives the reason why it was not taken (empty: it was), and whether that will not change."""
+        """Send spans once; return the reason why the store did not take them (empty: it did), and whether the failure is permanent."""
         try:
             timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
             async with self._session.post(self._url, data=self._request(spans), headers=self._headers, timeout=timeout) as answer:
@@ -307,7 +307,7 @@ class SpanExporter:
             return str(error) or type(error).__name__, False
 
     def _report_rejected(self, body: bytes) -> None:
-        """Name the spans of a request that were refused while the rest was taken."""
+        """Count and log the spans of a request that the store refused while it took the rest."""
         try:
             rejected = ExportTraceServiceResponse.FromString(body).partial_success
         except DecodeError:
@@ -318,13 +318,13 @@ class SpanExporter:
             log.error("%d spans are lost: the store at %s refuses them: %s", rejected.rejected_spans, self._url, rejected.error_message)
 
     def _request(self, spans: list[bytes]) -> bytes:
-        """An ExportTraceServiceRequest around spans that are serialized already (field numbers of trace.proto)."""
+        """Return an ExportTraceServiceRequest of spans that are already serialized (field numbers of trace.proto)."""
         body = b"".join(_message(2, span) for span in spans)
         return _message(1, _message(1, self._resource) + _message(2, _message(1, self._scope) + body))
 
 
 def _message(number: int, body: bytes) -> bytes:
-    """A length-delimited protobuf field."""
+    """Return a length-delimited protobuf field."""
     return bytes([number << 3 | 2]) + _varint(len(body)) + body
 
 

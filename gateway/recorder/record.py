@@ -1,4 +1,4 @@
-"""A policy call as a span: OpenTelemetry's message, built directly.
+"""Span of a policy call: OpenTelemetry's message, built directly.
 
 In: the facts of a call. Out: the bytes of one `opentelemetry.proto.trace.v1.Span`. Invariant: token ids and logprobs are
 little-endian uint32 and float32 as bytes, exactly as the engine gave them; what is not known is absent, never zero.
@@ -26,9 +26,9 @@ from spangrad.sampling import is_constrained
 
 PROVIDER = "vllm"
 MESSAGE_CHARACTERS = 2000
-"""How much of an error's body goes into the span's status."""
+"""Most characters of an error's body that go into the span's status."""
 GATEWAY_ERROR = "gateway_error"
-"""`error.type` of what is a fault of ours."""
+"""`error.type` of calls that failed by a fault of the gateway."""
 _SAMPLED_FLAG = 1
 
 SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
@@ -42,50 +42,50 @@ SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
 }
 """Request field -> attribute, and vLLM's default with `--generation-config vllm`."""
 _READ: dict[type[int | float], TypeAdapter[int] | TypeAdapter[float]] = {int: TypeAdapter(int), float: TypeAdapter(float)}
-"""What vLLM reads numbers with: it takes "0.5" for one."""
+"""Type of a number -> the adapter that reads it as vLLM does, which accepts texts such as "0.5"."""
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises what is asked between 0 and this to this."""
+"""Smallest temperature above 0 that vLLM samples with; it raises smaller ones to this."""
 
 _Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | None
 
 
 @dataclass(slots=True)
 class CallFacts:
-    """What is known of a call; filled while it lasts."""
+    """Facts of a call; filled in while the call is in progress."""
 
     context: CallContext
     request: Request
     seq: int
-    """Place among the calls that this process began."""
+    """Sequence number among the calls of this process."""
     started_ns: int
     provider: str = PROVIDER
-    """What kind of upstream answers."""
+    """Kind of the upstream that answers (`gen_ai.provider.name`)."""
     answer: Answer = field(default_factory=Answer)
     http_status: int | None = None
-    """What the client was answered. None: it left before."""
+    """HTTP status of the response to the client. None: the client disconnected before one."""
     error_type: str | None = None
     """None: the call did not fail."""
     error_message: str = ""
     relaxed: tuple[str, ...] = ()
     """Names of `gateway.relax` that changed the request."""
     aborted: bool = False
-    """Whether the client, or the engine's operator, cut the answer."""
+    """True if the client or the engine's operator cut the answer."""
 
 
 def build_span(facts: CallFacts, process_id: str, ended_ns: int, redactor: Redactor | None = None) -> bytes:
-    """Serialize the span of a call, without what the redactor finds in it."""
+    """Serialize the span of a call, redacted."""
     operation, model = facts.request.dialect.operation, facts.request.fields.get("model")
     name, message = f"{operation} {model}" if model else operation, facts.error_message
-    attributes = {**_identity(facts, process_id), **_told(facts)}
+    attributes = {**_identity(facts, process_id), **_request_and_response_attributes(facts)}
     if redactor is not None:
         name, message, attributes = redactor.redact(name, message, attributes)
     return _serialized(facts, ended_ns, name, message, attributes)
 
 
 def bare_span(facts: CallFacts, process_id: str, ended_ns: int, fault: Exception) -> bytes:
-    """Serialize the span of a call of which more cannot be told: whose it was, and that the gateway failed at it."""
-    # Of the fault its kind alone: its words may be the call's, which nobody has redacted.
+    """Serialize the minimal span of a call that could not be recorded whole: its identity, and that the gateway failed."""
+    # Only the type of the fault: its message may quote the call, which is not redacted.
     message = f"the call could not be recorded ({type(fault).__name__})"
     attributes = {**_identity(facts, process_id), semconv.ERROR_TYPE: GATEWAY_ERROR}
     return _serialized(replace(facts, error_type=GATEWAY_ERROR), ended_ns, facts.request.dialect.operation, message, attributes)
@@ -110,12 +110,12 @@ def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attrib
 
 
 def attribute(key: str, value: _Value) -> KeyValue:
-    """One attribute."""
+    """Return one attribute of a span."""
     return KeyValue(key=key, value=_any_value(value))
 
 
 def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
-    """Whose call it was, and how it ended."""
+    """Return the attributes that identify the call, and those of its outcome."""
     context = facts.context
     return {
         semconv.GEN_AI_OPERATION: facts.request.dialect.operation,
@@ -133,8 +133,8 @@ def _identity(facts: CallFacts, process_id: str) -> dict[str, _Value]:
     }
 
 
-def _told(facts: CallFacts) -> dict[str, _Value]:
-    """What was asked and answered."""
+def _request_and_response_attributes(facts: CallFacts) -> dict[str, _Value]:
+    """Return the attributes of the request and of the response."""
     answer, request = facts.answer, facts.request.fields
     engine, response = answer.engine, answer.response_json()
     return {
@@ -144,7 +144,7 @@ def _told(facts: CallFacts) -> dict[str, _Value]:
         semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
             request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens"), int
         ),
-        # What another upstream takes for granted is not known.
+        # The defaults of other upstreams are not known.
         **(_sampling(request, engine.sampling if engine else None) if facts.provider == PROVIDER else {}),
         **_answer(answer, response),
         semconv.POLICY_NAME: engine.policy if engine else None,
@@ -157,7 +157,7 @@ def _told(facts: CallFacts) -> dict[str, _Value]:
 
 
 def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str, _Value]:
-    """Return the parameters that were in effect: the engine's word, else what was asked for and the engine's defaults."""
+    """Return the sampling parameters in effect: those that the engine reports, else the requested ones and the engine's defaults."""
     if sampling is not None:
         in_effect: dict[str, _Value] = {key: getattr(sampling, name) for name, (key, _) in SAMPLING_DEFAULTS.items()}
         return in_effect | {semconv.SAMPLING_CONSTRAINED: sampling.constrained or is_constrained(request)}
@@ -165,7 +165,7 @@ def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str
     effective: dict[str, _Value] = {
         key: default if value is None else _number(value, type(default)) for key, (value, default) in asked.items()
     }
-    # Of what cannot be read nobody knows that it leaves the distribution as it is.
+    # A value that cannot be read may reshape the distribution.
     effective[semconv.SAMPLING_CONSTRAINED] = is_constrained(request) or None in effective.values()
     temperature = effective[semconv.SAMPLING_TEMPERATURE]
     if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
@@ -178,14 +178,14 @@ def _answer(answer: Answer, response: bytes | None) -> dict[str, _Value]:
     response_json = response.decode(errors="replace") if response is not None else None
     if not choices:
         return {semconv.RESPONSE_JSON: response_json}
-    prompt_ids = answer.prompts[0] if len(answer.prompts) == 1 else [one for prompt in answer.prompts for one in prompt]
-    ids = [one for choice in choices for one in choice.token_ids]
-    logprobs = [one for choice in choices for one in choice.logprobs]
+    prompt_ids = answer.prompts[0] if len(answer.prompts) == 1 else [token for prompt in answer.prompts for token in prompt]
+    ids = [token for choice in choices for token in choice.token_ids]
+    logprobs = [logprob for choice in choices for logprob in choice.logprobs]
     usage = answer.usage or {}
     return {
         semconv.GEN_AI_RESPONSE_ID: answer.id,
         semconv.GEN_AI_RESPONSE_MODEL: answer.model,
-        # One a choice: the place tells which. A choice that was cut has none.
+        # One for each choice, in order; empty for a choice that was cut.
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
         semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens")), int),
         semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens")), int),
@@ -203,7 +203,7 @@ def _text(value: object) -> str | None:
 
 
 def _number(value: object, kind: type[int | float]) -> int | float | None:
-    """A request's number as vLLM reads it, from a text too. None: there is none, or it cannot be read."""
+    """Return a request's number as vLLM reads it, from a text as well. None: there is none, or it cannot be read."""
     if value is None or type(value) is kind:
         return value
     try:
@@ -231,4 +231,4 @@ def _any_value(value: _Value) -> AnyValue:
         case None:
             return AnyValue()
         case _:
-            return AnyValue(array_value=ArrayValue(values=[_any_value(one) for one in value]))
+            return AnyValue(array_value=ArrayValue(values=[_any_value(item) for item in value]))

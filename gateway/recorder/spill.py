@@ -1,10 +1,10 @@
-"""Spans on disk until the store has them: a directory of segments that outlives the process.
+"""Spill of spans to disk until the store has acknowledged them: a directory of segments that outlives the process.
 
-In: serialized spans, one `append` each. Out: the same spans in the same order, read back from any place. Invariant: a
+In: serialized spans, one `append` each. Out: the same spans in the same order, read back from any offset. Invariant: a
 span that was appended is there after a kill of the process (not after a loss of power: nothing is synced), whole or not
 at all, until it is released; one process owns a directory.
 
-A segment is named by its place in the endless file that all segments together are, and holds frames: length and CRC-32 of
+A segment is named by its offset in the endless file that all segments form together, and holds frames: length and CRC-32 of
 a span as little-endian uint32, then the span.
 """
 
@@ -26,11 +26,11 @@ from spangrad.errors import GatewayError
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 8 * 2**20
-"""A segment that has reached this is full; what was released is sent again after a kill, up to this much."""
+"""Size at which a segment is full; up to this many bytes of released spans are sent again after a kill."""
 SUFFIX = ".spill"
 _HEADER = struct.Struct("<II")
 _CHECKSUM_OF_NOTHING = 0x5350414E
-"""Where the checksum begins: a tail of zeros, which some file systems leave behind, is then no frame."""
+"""Initial value of the CRC-32, so that a tail of zeros, which some file systems leave behind, is no valid frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +39,32 @@ class Stored:
 
     span: bytes
     end: int
-    """Place behind it."""
+    """Offset behind it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What was read at once."""
+    """Spans that were read at once."""
 
     spans: list[Stored] = field(default_factory=list[Stored])
     end: int = 0
-    """Place where reading goes on."""
+    """Offset at which to continue reading."""
     damaged: int = 0
-    """Bytes that are no whole frames: a write that a kill has cut, or a fault of the disk."""
+    """Number of bytes that are no whole frames: a write that was cut by a kill, or a fault of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of one segment."""
+    """Range of bytes within one segment."""
 
     path: Path
     segment: int
-    """Place of the segment's first byte."""
+    """Offset of the segment's first byte."""
     begin: int
     end: int
 
     def read(self, limit: int) -> Piece:
-        """Read spans from its beginning on: one at least, and more only within `limit` bytes. Blocks.
+        """Read spans from the beginning of the extent: at least one, and more only within `limit` bytes. Blocks.
 
         Raises:
             OSError: the disk fails.
@@ -87,7 +87,7 @@ class _Segment:
     path: Path
     begin: int
     end: int
-    """Place behind its last byte; grows while it is the last."""
+    """Offset behind its last byte; grows while it is the last segment."""
 
 
 class Spill:
@@ -101,28 +101,28 @@ class Spill:
         """
         self._directory = directory
         self._lock = _own(directory)
-        self._segments: deque[_Segment] = deque(_found(directory))
+        self._segments: deque[_Segment] = deque(_left_segments(directory))
         self._file: int | None = None
         self._begin = self._segments[0].begin if self._segments else 0
         self._end = self._segments[-1].end if self._segments else 0
 
     @property
     def begin(self) -> int:
-        """Place of the first span that is not released."""
+        """Return the offset of the first span that is not released."""
         return self._begin
 
     @property
     def end(self) -> int:
-        """Place behind the last span."""
+        """Return the offset behind the last span."""
         return self._end
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that are not released. The disk holds up to a segment more."""
+        """Return the number of bytes that are not released. The disk holds up to a segment more."""
         return self._end - self._begin
 
     def append(self, span: bytes) -> int:
-        """Write a span, and give the place behind it.
+        """Write a span, and return the offset behind it.
 
         Raises:
             OSError: it was not written, and no part of it is left (the disk is full, say).
@@ -143,18 +143,18 @@ class Spill:
         return self._end
 
     def extent(self, begin: int) -> Extent:
-        """What one segment holds from a place on that lies before `end`."""
-        segment = next(one for one in self._segments if begin < one.end)
+        """Return the rest of the segment that holds an offset, which lies before `end`."""
+        segment = next(segment for segment in self._segments if begin < segment.end)
         return Extent(segment.path, segment.begin, max(begin, segment.begin), segment.end)
 
     def release(self, end: int) -> None:
-        """The spans up to a place are the store's: delete what segments hold nothing else."""
+        """Release the spans up to an offset, which the store has acknowledged; delete segments that hold nothing else."""
         self._begin = end
         while len(self._segments) > 1 and self._segments[0].end <= end:
             _delete(self._segments.popleft().path)
 
     def close(self) -> None:
-        """Give up the directory; what is not released stays for the next owner."""
+        """Give up the directory; spans that are not released stay for the next owner."""
         self._close_file()
         if self._begin == self._end:
             self._drop_all()
@@ -173,7 +173,7 @@ class Spill:
         return file
 
     def _cut(self) -> None:
-        """Take back what a failed write has left, and whatever else the disk can do without."""
+        """Remove the bytes that a failed write has left, and all segments if no span waits."""
         if self._file is None:
             return
         try:
@@ -199,7 +199,7 @@ def frames(data: bytes) -> tuple[list[tuple[bytes, int]], int, int]:
     """Read the whole frames at the head of `data`.
 
     Returns:
-        The spans, each with the place behind it; the place behind the last frame; bytes of frames that do not match their checksum.
+        The spans, each with the offset behind it; the offset behind the last frame; bytes of frames that do not match their checksum.
     """
     spans: list[tuple[bytes, int]] = []
     at = damaged = 0
@@ -218,7 +218,7 @@ def frames(data: bytes) -> tuple[list[tuple[bytes, int]], int, int]:
 
 
 def _first_frame(data: bytes) -> int:
-    """Bytes of the first frame, header included."""
+    """Return the number of bytes of the first frame, header included."""
     return _HEADER.size + (_HEADER.unpack_from(data)[0] if len(data) >= _HEADER.size else 0)
 
 
@@ -230,7 +230,7 @@ def _delete(path: Path) -> None:
 
 
 def _own(directory: Path) -> int:
-    """Lock the directory; the lock goes with the process, however it ends."""
+    """Lock the directory until the process ends; return the lock's file descriptor."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -252,11 +252,11 @@ def _own(directory: Path) -> int:
     return lock
 
 
-def _found(directory: Path) -> list[_Segment]:
-    """What an earlier owner left, in order."""
+def _left_segments(directory: Path) -> list[_Segment]:
+    """Return the segments that an earlier owner left, in order."""
     paths = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.stem.isdecimal())
     segments = [_Segment(path, int(path.stem), int(path.stem) + path.stat().st_size) for path in paths]
-    for one, following in pairwise(segments):
-        # What a failed write left behind lies where the next segment begins.
-        one.end = min(one.end, following.begin)
+    for segment, following in pairwise(segments):
+        # The bytes that a failed write left overlap the beginning of the next segment.
+        segment.end = min(segment.end, following.begin)
     return segments

@@ -102,7 +102,7 @@ async def test_a_rule_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path
     child = start("gateway.server", settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.redact": ["[0-9"]}), tmp_path / "log")
     assert await asyncio.to_thread(child.process.wait, 20) == 2
     assert child.tail(1) == (
-        "gateway.redact has '[0-9', which is no regular expression: unterminated character set at position 0. Mend it, or leave it out."
+        "gateway.redact has '[0-9', which is no regular expression: unterminated character set at position 0. Fix it, or leave it out."
     )
 
 
