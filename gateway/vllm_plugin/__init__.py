@@ -1,1 +1,1 @@
-"""What runs inside vLLM's process and environment: the standard library, torch and vLLM are all there is."""
+"""Plugin that runs inside vLLM's process and environment, with the standard library, torch and vLLM alone."""

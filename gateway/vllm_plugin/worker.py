@@ -1,10 +1,10 @@
-"""The checksum of the parameters in vLLM's memory, equal to that of the checkpoint they were loaded from.
+"""Checksum of the parameters in vLLM's memory, equal to that of the checkpoint they were loaded from.
 
 In: a worker's model, its parameters fused and on any device. Out: `float32:00c0ffee00c0ffee`, as
 `spangrad.weights.checksums.checksum_directory` writes it. Invariant: only what `named_parameters` lists counts, each once;
 buffers (rotary tables, scales) are no weights of a checkpoint, and with it the adapters in the slots that are computed with: vLLM
 keeps them padded with zeros, and B multiplied by its scale. What is listed is what is computed with: on a CPU, vLLM
-would repack linear layers into a form that nobody can read and drop the parameters, so there they are kept plain.
+would repack linear layers into an opaque form and drop the parameters, so there they are kept plain.
 
 Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plugin.worker.SpangradWorker`.
 """
@@ -35,36 +35,36 @@ def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         _dispatch(layer, remove_weight)
 
 
-# vLLM imports this module in each worker before it loads the model. On a GPU nobody calls the function.
+# vLLM imports this module in each worker before it loads the model. On a GPU the function is not called.
 layers.dispatch_cpu_unquantized_gemm = _keep_plain
 WeightTransferEngineFactory.register_engine(HTTP_BACKEND, "gateway.vllm_plugin.transfer", "HttpTransferEngine")
 
 
 class SpangradWorker:
-    """What collective_rpc may call beside vLLM's own methods."""
+    """Worker extension: methods that collective_rpc may call beside vLLM's own."""
 
     def spangrad_checksum(self, base_only: bool = False) -> str:
-        """Checksum of the model's parameters, and of the adapters that are active unless `base_only`."""
+        """Return the checksum of the model's parameters, and of the active adapters unless `base_only`."""
         model = self.get_model()
         parameters = [parameter for _, parameter in model.named_parameters()]
         return checksum(parameters if base_only else [*parameters, *_active_adapters(model)])
 
 
 def _active_adapters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """A and B of each layer, of each adapter that calls may be computed with."""
+    """Yield A and B of each layer, of each active adapter."""
     manager = getattr(model, "lora_manager", None)
     slots = [] if manager is None else [slot for slot, adapter in enumerate(manager.lora_index_to_id) if adapter is not None]
-    for layer in {id(one): one for one in manager.modules.values()}.values() if slots else ():
+    for layer in {id(module): module for module in manager.modules.values()}.values() if slots else ():
         if hasattr(layer, "w13_lora_a_stacked"):
             raise ValueError("the model has adapters of experts: vLLM keeps them in another form, which checksums do not know")
         for stacked in (layer.lora_a_stacked, layer.lora_b_stacked):
-            for one in stacked if isinstance(stacked, tuple | list) else (stacked,):
-                yield from (one[slot] for slot in slots)
+            for matrices in stacked if isinstance(stacked, tuple | list) else (stacked,):
+                yield from (matrices[slot] for slot in slots)
 
 
 @torch.inference_mode()
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """Multiset checksum of tensors of one floating dtype; the formula stands in `spangrad.weights.checksums`.
+    """Return the multiset checksum of tensors of one floating dtype; the formula is in `spangrad.weights.checksums`.
 
     Raises:
         ValueError: the dtypes differ, or are not of two or four bytes.
@@ -84,7 +84,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _mix(words: torch.Tensor, bits: int) -> int:
-    """Sum of the mixed words. int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
+    """Return the sum of the mixed words. int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
     mixed = words.to(torch.int64) & (2**bits - 1)
     mixed *= _signed(MIX_A)
     mixed ^= (mixed >> 32) & (2**32 - 1)

@@ -1,9 +1,9 @@
-"""New weights into one running engine, by whichever road they come.
+"""Publication of new weights to one running engine, by any weight sync method.
 
 In: a release (a model directory, its version and checksum) and a backend. Out: a backend that serves it, or an error that says what
-it serves now. Invariant: weights that differ from the checksum are refused before the engine is touched; from the reload on, no call
+it serves now. Invariant: weights that differ from the checksum are refused before the engine is touched; from the load on, no call
 begins until the engine has shown by checksum that it holds exactly these weights, and by a probe that it generates with them; if it
-does not, it is taken out.
+does not, it is taken down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.sync_methods import Adapter, Road, road_of, unfit
+from gateway.weights.sync_methods import Adapter, Road, refusal_of, sync_method_of
 from gateway.weights.transfer import Sender, checksums
 from spangrad.errors import CheckpointError, EngineError, GatewayError
 from spangrad.weights.checksums import checksum_directory
@@ -35,26 +35,27 @@ class PublicationError(GatewayError):
 
 
 class InFlight(StrEnum):
-    """What becomes of the calls that an engine is at while it takes new weights."""
+    """Treatment of the calls in flight at an engine that takes new weights."""
 
     KEEP = "keep"
-    """They go on with the new weights where they stand."""
+    """They continue with the new weights from their current token."""
     DRAIN = "drain"
-    """They end first, or as many of them as do in the time that is given."""
+    """They end first, or as many of them as end within the given time."""
     ABORT = "abort"
     """They end at once, with what they have sampled so far and finish reason `abort`."""
 
 
 class CallsInFlight(msgspec.Struct, frozen=True):
-    """Treatment of calls in flight."""
+    """Treatment of calls in flight, with its time limit."""
 
     in_flight: InFlight = InFlight.KEEP
     drain_seconds: float | None = None
-    """Longest wait of `drain`; calls that are left go on as with `keep`. None: the time of a call, after which the publication fails."""
+    """Longest wait of `drain`, in seconds; calls left then continue as with `keep`. None: the time limit of a call, after
+    which the publication fails."""
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Weights that can be put into an engine."""
+    """A policy version: its number, and the directory and checksum of its weights."""
 
     version: int
     path: str
@@ -62,30 +63,30 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Expected:
-    """The checksum that engines must show: of a release's files, in each engine's dtype. The files are read once a dtype."""
+    """Checksums that engines must show once they hold a release, by dtype. The release's files are read once for each dtype."""
 
     def __init__(self, release: Release, sender: Sender | None = None) -> None:
-        """Of a release that is read from its files, or sent by `sender`, which is asked for what its engines are not of the dtype of."""
+        """Expect a release that is read from its files, or that `sender` sends; the sender is asked for checksums of other dtypes."""
         self._release = release
         self.sender = sender
-        self._found: dict[str, str] = {}
+        self._checksums: dict[str, str] = {}
 
     async def by(self, backend: Backend) -> str:
-        """What a backend must show.
+        """Return the checksum that a backend must show.
 
         Raises:
             PublicationError: the files are missing, broken or others than the checksum says, or the backend cannot take them.
         """
         dtype = backend.checksum.partition(":")[0]
-        if dtype not in self._found:
-            self._found[dtype] = await (self._sent(backend, dtype) if self.sender else asyncio.to_thread(_read, self._release, dtype))
+        if dtype not in self._checksums:
+            self._checksums[dtype] = await (self._sent(backend, dtype) if self.sender else asyncio.to_thread(_read, self._release, dtype))
         try:
-            reason = unfit(backend, Path(self._release.path), self.sender)
+            reason = refusal_of(backend, Path(self._release.path), self.sender)
         except CheckpointError as error:
             raise PublicationError(409, str(error)) from error
         if reason:
             raise PublicationError(409, reason)
-        return self._found[dtype]
+        return self._checksums[dtype]
 
     async def _sent(self, backend: Backend, dtype: str) -> str:
         release, sender = self._release, self.sender
@@ -93,21 +94,21 @@ class Expected:
         if release.checksum.startswith(f"{dtype}:"):
             return release.checksum
         try:
-            told = await checksums(backend, sender, dtype)
+            sent = await checksums(backend, sender, dtype)
         except EngineError as error:
             raise PublicationError(502, str(error)) from error
-        if told.whole != release.checksum:
+        if sent.whole != release.checksum:
             raise PublicationError(
-                409, f"the trainer has weights with checksum {told.whole}, not {release.checksum}. Publish from the files."
+                409, f"the trainer has weights with checksum {sent.whole}, not {release.checksum}. Publish from the files."
             )
-        return told.checksum
+        return sent.checksum
 
 
 KEEP = CallsInFlight()
 
 
 def holds(backend: Backend, expected: str) -> bool:
-    """Whether a backend serves weights with that checksum, under whatever version, as far as the gateway knows."""
+    """Return whether a backend serves weights with that checksum, under any version, as far as the gateway knows."""
     return backend.status is BackendStatus.SERVING and backend.checksum == expected
 
 
@@ -121,7 +122,7 @@ async def put(backend: Backend, release: Release, expected: str, calls: CallsInF
         release: what it is to serve.
         expected: the checksum that it must show.
         calls: how its calls in flight are treated.
-        sender: who sends the weights. None: they are read from the release's files.
+        sender: the trainer that sends the weights. None: they are read from the release's files.
 
     Raises:
         EngineError: the engine failed; the message says what state that left.
@@ -129,7 +130,7 @@ async def put(backend: Backend, release: Release, expected: str, calls: CallsInF
     info = backend.info
     assert info, "an engine that was never reached is not published to"
     try:
-        road = road_of(backend, Path(release.path), sender)
+        sync_method = sync_method_of(backend, Path(release.path), sender)
     except CheckpointError as error:
         raise EngineError(f"version {release.version} cannot be read any more: {error}") from error
     if holds(backend, expected) and await _relabel(backend, release, expected):
@@ -138,7 +139,7 @@ async def put(backend: Backend, release: Release, expected: str, calls: CallsInF
     before = backend.status
     backend.become(BackendStatus.PUBLISHING)
     try:
-        await _replace_weights(backend, release, expected, calls, before, road)
+        await _replace_weights(backend, release, expected, calls, before, sync_method)
         backend.serve(msgspec.structs.replace(info, version=release.version, model=""), expected)
     finally:
         if backend.status is BackendStatus.PUBLISHING:
@@ -150,19 +151,19 @@ def _read(release: Release, dtype: str) -> str:
     try:
         if not path.is_dir():
             raise PublicationError(409, f"there is no directory {release.path!r} on the gateway's machine.")
-        found = checksum_directory(path)
+        actual = checksum_directory(path)
         # A release that an engine was started with is known by its checksum in that engine's dtype.
         given = release.checksum.partition(":")[0]
-        compared = found if found.startswith(f"{given}:") else checksum_directory(path, given)
+        compared = actual if actual.startswith(f"{given}:") else checksum_directory(path, given)
         if compared != release.checksum:
-            raise PublicationError(409, f"the weights in {release.path} have checksum {found}, not {release.checksum}. Write them anew.")
-        return found if not dtype or found.startswith(f"{dtype}:") else checksum_directory(path, dtype)
+            raise PublicationError(409, f"the weights in {release.path} have checksum {actual}, not {release.checksum}. Write them anew.")
+        return actual if not dtype or actual.startswith(f"{dtype}:") else checksum_directory(path, dtype)
     except (CheckpointError, OSError) as error:
         raise PublicationError(409, str(error)) from error
 
 
 class _Steps:
-    """The step that a publication is at, and the seconds of those before it."""
+    """The current step of a publication, and the seconds of the steps before it."""
 
     def __init__(self, first: str) -> None:
         self.now = first
@@ -170,17 +171,17 @@ class _Steps:
         self._began = time.monotonic()
 
     def to(self, step: str) -> None:
-        """The step is done, and the next one begins."""
+        """End the current step, and begin the next one."""
         ended = time.monotonic()
         self.seconds[self.now] = self.seconds.get(self.now, 0.0) + ended - self._began
         self.now, self._began = step, ended
 
 
 async def _relabel(backend: Backend, release: Release, expected: str) -> bool:
-    """Give an engine that serves on a version's number, once it has shown that it holds that version's weights.
+    """Give a serving engine a version's number, once its checksum has shown that it holds that version's weights.
 
     Returns:
-        False: it holds others, as one that was restarted a moment ago.
+        False: it holds other weights, as an engine that was restarted a moment ago does.
 
     Raises:
         EngineError: it did not take the number.
@@ -203,16 +204,16 @@ async def _relabel(backend: Backend, release: Release, expected: str) -> bool:
 
 
 async def _replace_weights(
-    backend: Backend, release: Release, expected: str, calls: CallsInFlight, before: BackendStatus, road: Road
+    backend: Backend, release: Release, expected: str, calls: CallsInFlight, before: BackendStatus, sync_method: Road
 ) -> None:
-    """Take the engine through the steps; one that was serving serves on when it fails before it has loaded anything."""
+    """Run all steps of a publication; an engine that served before resumes if a step fails before any weights are loaded."""
     steps = _Steps("check")
     try:
         if before is BackendStatus.ASLEEP:
             steps.now = "wake_up"
             await backend.order("/wake_up", seconds=backend.seconds)
             steps.to("check")
-        await road.check(backend)
+        await sync_method.check(backend)
         if before is not BackendStatus.ASLEEP and calls.in_flight is InFlight.DRAIN:
             steps.to("drain")
             await backend.drained(calls.drain_seconds)
@@ -220,13 +221,13 @@ async def _replace_weights(
         # Calls in flight are kept unless they are to end, and their KV cache with the prefix cache is recomputed with the new weights.
         await backend.order(f"/pause?mode={'abort' if calls.in_flight is InFlight.ABORT else 'keep'}")
         await backend.order("/reset_prefix_cache?reset_running_requests=true")
-        await road.prepare(backend)
-        steps.to(road.step)
-        await road.take(backend)
+        await sync_method.prepare(backend)
+        steps.to(sync_method.step)
+        await sync_method.load(backend)
         steps.to("checksum")
         held = await backend.read_checksum()
         if held != expected:
-            raise EngineError(f"the engine holds {held or 'no weights'} after the {road.step}, not {expected}.")
+            raise EngineError(f"the engine holds {held or 'no weights'} after the {sync_method.step}, not {expected}.")
         steps.to("update_weight_version")
         await backend.order("/update_weight_version", {"new_version": str(release.version)})
         steps.to("resume")
@@ -235,7 +236,7 @@ async def _replace_weights(
         steps.to("probe")
         await backend.probe(release.version)
         steps.to("serve")
-    except Exception as error:  # a fault of ours, too, must leave no calls frozen in a pause
+    except Exception as error:  # any fault, also of the gateway, must leave no calls paused
         why = str(error) if isinstance(error, EngineError) else repr(error)
         reason = f"publication of version {release.version} failed at {steps.now}: {why}"
         if before is BackendStatus.SERVING and (steps.now in {"check", "drain", "pause"} or await _holds_old(backend, steps.now)):
@@ -247,7 +248,7 @@ async def _replace_weights(
 
 
 async def _holds_old(backend: Backend, step: str) -> bool:
-    """Whether the order to take new weights failed and left the old: vLLM lets go of an adapter only for one that it has read."""
+    """Return whether a failed load left the old weights: vLLM drops an adapter only once it has read the new one."""
     if step != Adapter.step:
         return False
     try:
@@ -257,7 +258,7 @@ async def _holds_old(backend: Backend, step: str) -> bool:
 
 
 async def _resume_old(backend: Backend, reason: str) -> None:
-    """Nothing was loaded: let the engine go on with the weights it has."""
+    """Resume an engine with the weights that it has, since nothing was loaded."""
     try:
         await backend.order("/resume")
     except EngineError as error:
@@ -267,10 +268,10 @@ async def _resume_old(backend: Backend, reason: str) -> None:
 
 
 async def _give_up(backend: Backend, reason: str) -> None:
-    """Nobody knows what the engine holds: take it out, and end the calls that are frozen in it."""
+    """Take down an engine whose weights are unknown, and abort the calls that are paused in it."""
     backend.take_down(f"{reason} Publish again, or restart the engine.", broken=True)
     try:
-        # Those that wait for the end of the pause end too: it will not come.
+        # This also ends calls that wait for the end of the pause, which will not come.
         await backend.order("/pause?mode=abort")
     except EngineError as error:
         log.warning("calls in flight could not be ended: %s", error)

@@ -1,6 +1,6 @@
-"""New weights for a policy: into all of its engines, one after the other or at once, into one first, and back.
+"""Releases of a policy: publication to all of its engines, rolling or at once, to a canary first, and rollback.
 
-In: a version from the trainer, or an operator's order. Out: engines that serve it, and a word on those that do not. Invariant: a
+In: a version from the trainer, or an operator's order. Out: engines that serve it, and the reasons of those that do not. Invariant: a
 version counts as served only when an engine has shown that it serves it; an engine that failed, or is behind, answers no calls.
 """
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class Order(StrEnum):
-    """In which order engines take new weights."""
+    """Order in which the engines of a policy take new weights."""
 
     ALL_AT_ONCE = "all_at_once"
-    """All together: calls wait for the first that is done."""
+    """All engines together: calls wait for the first that is done."""
     ROLLING = "rolling"
-    """One after the other, while the rest serve on; it ends with the first engine, should that fail."""
+    """One engine after the other, while the rest serve; it ends with the first engine if that fails."""
 
 
 class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the trainer hands over."""
+    """A trainer's request to publish a version."""
 
     version: int
     path: str
@@ -42,11 +42,12 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     order: Order = Order.ALL_AT_ONCE
     in_flight: InFlight = InFlight.KEEP
     drain_seconds: float | None = None
-    """Longest wait of `drain`; calls that are left go on as with `keep`. None: the time of a call, after which the publication fails."""
+    """Longest wait of `drain`, in seconds; calls left then continue as with `keep`. None: the time limit of a call, after
+    which the publication fails."""
     canary: float | None = None
-    """Share of the rollouts that one engine serves with it, until it is promoted or rolled back. None: all engines serve it."""
+    """Share of the rollouts that one engine serves with the version until it is promoted or rolled back. None: all engines serve it."""
     sender: Sender | None = None
-    """Who sends the weights to the engines' workers. None: they read them from `path`, as they will whenever they need them again."""
+    """Trainer that sends the weights to the engines. None: they read them from `path`, as any engine does that needs them later."""
     again: bool = False
     """Publish a version that was rolled back, or that is older than what is served."""
 
@@ -57,7 +58,7 @@ class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """A version that is served."""
+    """Result of a publication: the version that is served, and by which backends."""
 
     policy: str
     version: int
@@ -66,7 +67,7 @@ class Publication(msgspec.Struct, frozen=True):
     backends: dict[str, str] = {}
     """Each engine's status, with the reason of those that are down."""
     stages: dict[str, dict[str, float]] = {}
-    """Seconds of each step (pause, reload, checksum, ...) of the engines that took the version now."""
+    """Seconds of each step (pause, reload, checksum, ...), by engine, of those that took the version in this publication."""
 
 
 async def publish(policy: Policy, request: PublicationRequest) -> Publication:
@@ -90,7 +91,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
                 409, f'version {request.version} was rolled back. Publish a newer one, or this one with "again": true, if you mean it.'
             )
         expected = Expected(release, request.sender)
-        todo = [one for one in engines if not _serves(one, release, await expected.by(one))]
+        todo = [engine for engine in engines if not _serves(engine, release, await expected.by(engine))]
         if not todo:
             return _publication(policy, release, 0.0)
         _require_newer(policy, release, todo, again=request.again)
@@ -116,7 +117,7 @@ async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publica
         if canary is None:
             raise PublicationError(409, f"policy {policy.name!r} has no canary.")
         expected = Expected(canary.release)
-        todo = [one for one in _reached(policy) if not _serves(one, canary.release, await expected.by(one))]
+        todo = [engine for engine in _reached(policy) if not _serves(engine, canary.release, await expected.by(engine))]
         if canary.backend in todo:
             raise PublicationError(409, f"the canary does not serve version {canary.release.version}: {canary.backend.reason}")
         policy.canary = None
@@ -140,7 +141,7 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
     began = time.monotonic()
     async with policy.lock:
         engines = _reached(policy)
-        up = any(one.status is not BackendStatus.DOWN for one in engines)
+        up = any(engine.status is not BackendStatus.DOWN for engine in engines)
         newest = policy.canary is None and up
         former = policy.releases[:-1] if newest else policy.releases
         if not former:
@@ -149,8 +150,8 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
             )
         release = former[-1]
         expected = Expected(release)
-        todo = [one for one in engines if not _serves(one, release, await expected.by(one))]
-        withdrawn = [policy.canary.release.version] if policy.canary else [one.version for one in policy.releases[-1:] if newest]
+        todo = [engine for engine in engines if not _serves(engine, release, await expected.by(engine))]
+        withdrawn = [policy.canary.release.version] if policy.canary else [past.version for past in policy.releases[-1:] if newest]
         try:
             if todo:
                 await _put_into(policy, todo, release, expected, order, calls)
@@ -167,7 +168,7 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
 
 
 def _reached(policy: Policy) -> list[Backend]:
-    """The engines that can be published to.
+    """Return the engines that can be published to.
 
     Raises:
         PublicationError: there is none.
@@ -175,7 +176,7 @@ def _reached(policy: Policy) -> list[Backend]:
     engines = policy.engines
     if not engines:
         raise PublicationError(409, f"policy {policy.name!r} has no engine to publish to: its backends are frozen, or there are none.")
-    reached = [one for one in engines if one.info]
+    reached = [engine for engine in engines if engine.info]
     if not reached:
         raise PublicationError(503, f"{policy.why_down()}. Publish again once /readyz answers 200.")
     return reached
@@ -187,18 +188,18 @@ def _serves(backend: Backend, release: Release, expected: str) -> bool:
 
 
 def _require_newer(policy: Policy, release: Release, todo: Sequence[Backend], *, again: bool) -> None:
-    """A version has one set of weights for ever, and older ones come back by rolling back, or where that is asked for, alone."""
-    for one in policy.engines:
-        if one.info and (release.version == one.info.version or (release.version < one.info.version and not again)):
-            mends = release.version == one.info.version and (one.status is BackendStatus.DOWN or one not in todo)
-            if not mends:
-                raise PublicationError(409, f"version {release.version} is not newer than version {one.info.version}, which is served.")
+    """Raise unless the version is newer than those served: a version's weights never change, and old ones return by rollback or `again`."""
+    for engine in policy.engines:
+        if engine.info and (release.version == engine.info.version or (release.version < engine.info.version and not again)):
+            repairs = release.version == engine.info.version and (engine.status is BackendStatus.DOWN or engine not in todo)
+            if not repairs:
+                raise PublicationError(409, f"version {release.version} is not newer than version {engine.info.version}, which is served.")
 
 
 async def _put_into(
     policy: Policy, engines: Sequence[Backend], release: Release, expected: Expected, order: Order, calls: CallsInFlight
 ) -> None:
-    """Publish to engines; those that fail are told apart by their status.
+    """Publish to engines; the status of each shows whether it failed.
 
     Raises:
         EngineError: all failed, or in rolling order the first.
@@ -207,12 +208,12 @@ async def _put_into(
     if order is Order.ROLLING:
         failures = [await _publish_to(engines[0], release, expected, calls)]
         if failures[0] is None:
-            failures += [await _publish_to(one, release, expected, calls) for one in engines[1:]]
+            failures += [await _publish_to(engine, release, expected, calls) for engine in engines[1:]]
     else:
-        # Those that get a number alone serve on meanwhile.
-        policy.all_at_once = not all([holds(one, await expected.by(one)) for one in engines])
+        # Engines that get only a new version number serve meanwhile.
+        policy.all_at_once = not all([holds(engine, await expected.by(engine)) for engine in engines])
         try:
-            failures = await asyncio.gather(*(_publish_to(one, release, expected, calls) for one in engines))
+            failures = await asyncio.gather(*(_publish_to(engine, release, expected, calls) for engine in engines))
         finally:
             policy.all_at_once = False
             policy.changed()
@@ -226,7 +227,7 @@ async def _put_into(
 
 
 async def _publish_to(backend: Backend, release: Release, expected: Expected, calls: CallsInFlight) -> EngineError | None:
-    """Publish to one engine; what went wrong, or None."""
+    """Publish to one engine; return its error, or None."""
     async with backend.lock:
         try:
             await put(backend, release, await expected.by(backend), calls, expected.sender)
@@ -237,12 +238,12 @@ async def _publish_to(backend: Backend, release: Release, expected: Expected, ca
 
 async def _send_canary(policy: Policy, release: Release, expected: Expected, request: PublicationRequest, todo: Sequence[Backend]) -> None:
     share = request.canary or 0.0
-    serving = [one for one in todo if one.status is BackendStatus.SERVING]
+    serving = [engine for engine in todo if engine.status is BackendStatus.SERVING]
     if len(serving) < 2:
         raise PublicationError(409, f"a canary needs two engines that serve, policy {policy.name!r} has {len(serving)}.")
     if not 0 < share < 1:
         raise PublicationError(409, f"canary = {share:g} is no share of the rollouts: it lies between 0 and 1.")
-    first = min(serving, key=lambda one: one.in_flight)
+    first = min(serving, key=lambda engine: engine.in_flight)
     # Before it serves: calls that wait meanwhile go to it only if they are its own.
     policy.canary = Canary(first, release, share)
     try:
@@ -255,14 +256,16 @@ async def _send_canary(policy: Policy, release: Release, expected: Expected, req
 
 
 def _withdraw_laggards(policy: Policy) -> None:
-    """An engine that could not be paused serves the old version still: who watches it brings it up."""
-    wanted = policy.release
-    for one in policy.engines:
-        if wanted and one.info and one.status is BackendStatus.SERVING and one.info.version != wanted.version:
-            one.take_down(f"the engine at {one.url} is behind: it serves version {one.info.version}, not {wanted.version}", broken=False)
+    """Take down engines that still serve another version, as one that could not be paused does; their watchers bring them up to date."""
+    release = policy.release
+    for engine in policy.engines:
+        if release and engine.info and engine.status is BackendStatus.SERVING and engine.info.version != release.version:
+            engine.take_down(
+                f"the engine at {engine.url} is behind: it serves version {engine.info.version}, not {release.version}", broken=False
+            )
 
 
 def _publication(policy: Policy, release: Release, seconds: float, took: Sequence[Backend] = ()) -> Publication:
-    backends = {one.name: f"{one.status}: {one.reason}" if one.reason else str(one.status) for one in policy.engines}
-    stages = {one.name: one.publication for one in took if one.status is not BackendStatus.DOWN}
+    backends = {engine.name: f"{engine.status}: {engine.reason}" if engine.reason else str(engine.status) for engine in policy.engines}
+    stages = {engine.name: engine.publication for engine in took if engine.status is not BackendStatus.DOWN}
     return Publication(policy.name, release.version, release.checksum, seconds, backends, stages)

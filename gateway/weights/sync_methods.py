@@ -1,7 +1,7 @@
-"""The roads by which weights come into an engine: files that it reads anew, an adapter beside its base, or straight from the trainer.
+"""Weight sync methods: an engine reloads files, loads an adapter beside its base, or receives weights straight from the trainer.
 
-In: a release, and what an engine says that it can take. Out: one order that has the engine take it. Invariant: what an engine cannot take
-is refused before it is touched; an engine that takes adapters keeps the base that it was started with.
+In: a release, and what an engine reports that it can take. Out: the orders that have the engine load it. Invariant: what an engine cannot
+take is refused before it is touched; an engine that takes adapters keeps the base that it was started with.
 """
 
 from __future__ import annotations
@@ -19,95 +19,95 @@ from spangrad.weights.checksums import checksum_base
 
 
 class Road(Protocol):
-    """One of them, for one release and one engine."""
+    """A weight sync method, for one release and one engine."""
 
     @property
     def step(self) -> str:
-        """What the step of a publication is called that takes it."""
+        """Name of the publication step that loads the weights."""
         ...
 
     async def check(self, backend: Backend) -> None:
         """Compare what takes long to compare, while the engine goes on answering.
 
         Raises:
-            EngineError: it cannot take it, and holds what it held.
+            EngineError: the engine cannot load it, and holds what it held.
         """
         ...
 
     async def prepare(self, backend: Backend) -> None:
-        """Do what leaves the weights of the engine, which is paused, as they are.
+        """Do the work on the paused engine that does not change its weights yet.
 
         Raises:
-            EngineError: it cannot take it, and holds what it held.
+            EngineError: the engine cannot load it, and holds what it held.
         """
         ...
 
-    async def take(self, backend: Backend) -> None:
-        """Have the engine take it.
+    async def load(self, backend: Backend) -> None:
+        """Have the engine load the weights.
 
         Raises:
-            EngineError: it failed; only the checksum tells what the engine holds.
+            EngineError: it failed; only the checksum shows what the engine holds.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Reload:
-    """The engine reads a whole model from a directory."""
+    """Weight sync in which the engine reads a whole model from a directory."""
 
     path: str
     step: str = "reload"
 
     async def check(self, backend: Backend) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     async def prepare(self, backend: Backend) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
-    async def take(self, backend: Backend) -> None:
+    async def load(self, backend: Backend) -> None:
         """Replace all weights."""
         await backend.reload(self.path)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The engine reads an adapter in place of the one it has."""
+    """Weight sync in which the engine reads an adapter in place of the one it has."""
 
     path: str
     base: Path
-    """Directory of the model that it is of."""
+    """Directory of the adapter's base model."""
     dtype: str
-    """The engine's."""
+    """Dtype of the engine's parameters."""
     step: str = "adapter"
 
     async def check(self, backend: Backend) -> None:
         """Compare the engine's base with the adapter's; its files are read at the first publication only."""
         try:
-            wanted = await asyncio.to_thread(checksum_base, self.base, self.dtype or None)
+            expected = await asyncio.to_thread(checksum_base, self.base, self.dtype or None)
         except CheckpointError as error:
             raise EngineError(str(error)) from error
         held = await backend.read_checksum(base_only=True)
-        if held != wanted:
+        if held != expected:
             raise EngineError(
-                f"the engine's base has checksum {held}, and {self.base}, which the version is of, {wanted}. Start the engine with that "
+                f"the engine's base has checksum {held}, and {self.base}, which the version is of, {expected}. Start the engine with that "
                 "model."
             )
 
     async def prepare(self, backend: Backend) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
-    async def take(self, backend: Backend) -> None:
-        """Replace the adapter; vLLM lets go of the old one once it has the new one."""
+    async def load(self, backend: Backend) -> None:
+        """Replace the adapter; vLLM drops the old one once it has the new one."""
         await backend.load_adapter(self.path)
 
 
-def unfit(backend: Backend, path: Path, sender: Sender | None) -> str:
-    """Why an engine cannot take a release; empty: it can, or nobody has reached the engine yet.
+def refusal_of(backend: Backend, path: Path, sender: Sender | None) -> str:
+    """Return the reason why an engine cannot load a release; empty: it can, or the engine was never reached.
 
     Args:
         backend: the engine.
-        path: where the release lies.
-        sender: who sends it. None: it is read from there.
+        path: directory of the release.
+        sender: the trainer that sends it. None: it is read from the directory.
 
     Raises:
         CheckpointError: an adapter's configuration cannot be read.
@@ -138,8 +138,8 @@ def unfit(backend: Backend, path: Path, sender: Sender | None) -> str:
     return ""
 
 
-def road_of(backend: Backend, path: Path, sender: Sender | None) -> Road:
-    """How an engine takes a release, read or sent. One that takes adapters takes a whole model only where that is its base, bare.
+def sync_method_of(backend: Backend, path: Path, sender: Sender | None) -> Road:
+    """Return the method by which an engine loads a release. One that takes adapters can load a whole model only if that is its base.
 
     Raises:
         CheckpointError: an adapter's configuration cannot be read.

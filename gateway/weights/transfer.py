@@ -1,4 +1,4 @@
-"""Weights straight from the trainer into an engine's workers, by vLLM's weight-transfer protocol; no file is read.
+"""Weight sync straight from the trainer to an engine's workers, by vLLM's weight-transfer protocol; no file is read.
 
 In: a publication that names the trainer's sender. Out: the orders to the engine between which the trainer sends. Invariant: the trainer
 sends only what the gateway has asked it for, once the engine is paused; the gateway gives all orders to the engine, and the trainer none.
@@ -19,19 +19,19 @@ from spangrad.errors import EngineError
 
 
 class Sender(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a trainer stands by with the weights of a version."""
+    """Address and token of a trainer that is ready to send the weights of a version."""
 
     url: str
     token: str
 
 
 class Checksums(msgspec.Struct, frozen=True):
-    """What the sender says of its weights."""
+    """Checksums of the sender's weights."""
 
     checksum: str
-    """As an engine of the asked dtype holds them."""
+    """Checksum of the weights in the requested dtype, as an engine holds them."""
     whole: str
-    """As the version's files hold them."""
+    """Checksum of the weights in the dtype of the version's files."""
 
 
 class _Transfer(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class _WorldSize(msgspec.Struct):
 
 
 class Transfer:
-    """The road from a sender into one engine."""
+    """Weight sync in which a sender transfers the weights to one engine."""
 
     step = "transfer"
 
@@ -55,18 +55,18 @@ class Transfer:
         self._update: dict[str, Any] = {}
 
     async def check(self, backend: Backend) -> None:
-        """Nothing is to be done: the release's checksum says what the sender has."""
+        """Do nothing: the release's checksum is that of the sender's weights."""
 
     async def prepare(self, backend: Backend) -> None:
-        """Have engine and trainer meet; the engine is paused, since vLLM's workers wait for the trainer."""
+        """Connect engine and trainer; the engine is paused, since vLLM's workers wait for the trainer."""
         assert backend.info
         workers = (await backend.fetch("/get_world_size", _WorldSize)).world_size
         if workers != 1:
             raise EngineError(
                 f"the engine at {backend.url} has {workers} workers; the weights of one only can be compared. Use one a backend."
             )
-        wanted = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "dtype": self._dtype, "group": backend.group}
-        answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", wanted, _Transfer)
+        transfer = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "dtype": self._dtype, "group": backend.group}
+        answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", transfer, _Transfer)
         if answer.init is not None:
             backend.group = ""
             await backend.order("/shutdown_weight_transfer_engine", seconds=backend.seconds)
@@ -74,8 +74,8 @@ class Transfer:
             backend.group = answer.group
         self._update = answer.update
 
-    async def take(self, backend: Backend) -> None:
-        """Have the workers receive; what was begun and not finished spoils the engine."""
+    async def load(self, backend: Backend) -> None:
+        """Have the workers receive the weights; a transfer that is not finished leaves the engine broken."""
         group, backend.group = backend.group, ""
         await backend.order("/start_weight_update", seconds=backend.seconds)
         await backend.order("/update_weights", {"update_info": self._update}, backend.seconds)
@@ -84,7 +84,7 @@ class Transfer:
 
 
 async def checksums(backend: Backend, sender: Sender, dtype: str) -> Checksums:
-    """What an engine of a dtype must show once it has the sender's weights.
+    """Ask the sender for the checksum that an engine of a dtype must show once it has the sender's weights.
 
     Raises:
         EngineError: the sender does not answer.
