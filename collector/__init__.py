@@ -1,1 +1,1 @@
-"""The collector: OTLP in, the span store's tables out, and ClickHouse's HTTP interface for whoever reads them."""
+"""The collector: receives OTLP, writes the span store's tables, and serves them over ClickHouse's HTTP interface."""

@@ -1,6 +1,6 @@
-"""Who may do what: a write token opens everything, a read token questions only.
+"""Authentication of requests: a write token permits everything, a read token queries only.
 
-In: what a request shows. Out: its role, or none. Invariant: tokens are compared in constant time, and appear in no answer.
+In: the credentials of a request. Out: its role, or none. Invariant: tokens are compared in constant time, and appear in no answer.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What whoever showed a token may do."""
+    """Permissions of a request, by the token that it bears."""
 
     WRITER = "writer"
-    """Send spans, ask and change."""
+    """May send spans, query and change tables."""
     READER = "reader"
-    """Ask, within limits."""
+    """May query, within limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guardian:
-    """Compares what is shown with the store's tokens."""
+    """Compares the credentials of requests with the store's tokens."""
 
     token: str | None
-    """None: nothing is asked."""
+    """Token of writers. None: no token is required."""
     read_token: str | None = None
-    """None: nobody is a mere reader."""
+    """Token of readers. None: there is no such role."""
 
     def admits_bearer(self, authorization: str) -> bool:
-        """Whether who sends this Authorization header may write."""
+        """Return whether the sender of this Authorization header may write."""
         return self._role(_credential(authorization, "bearer")) is Role.WRITER
 
     def clickhouse_role(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> Role | None:
-        """The role of a request to ClickHouse's interface, which shows a token as key, bearer, basic password or parameter."""
+        """Return the role of a request to ClickHouse's interface, which bears a token as key, bearer, basic password or parameter."""
         authorization = headers.get("Authorization", "")
         return self._role(
             headers.get("X-ClickHouse-Key")

@@ -1,9 +1,9 @@
-"""What the store's process may open: its own directory, and what programs need; by Linux's Landlock, where the kernel has it.
+"""Confinement of the store's process to its own directory and to what programs need, by Linux's Landlock where the kernel has it.
 
-In: the store's directory. Out: a process that cannot open anything else, and whose secrets stand in no file. Invariant: nothing of this
-depends on what a statement says: the engine has functions that read files by any name, and a text can be made of pieces.
+In: the store's directory. Out: a process that cannot open anything else, and whose secrets are in no file. Invariant: the confinement does
+not depend on the text of a statement: the database has functions that read files by any name, and a name can be composed of pieces.
 
-It holds for the thread that asks and for all that it starts, so that it comes before the engine.
+It holds for the calling thread and for all that it starts, so that it comes before the database is opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY, _TRUNCATE = 1 << 0, 1 << 1, 
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _EXECUTE | _READ_FILE | _READ_DIRECTORY
 _SINCE = {2: (1 << 14) - 1, 3: (1 << 15) - 1}
-"""What can be forbidden, by the version that can: 1 forbids moving files between directories to everybody."""
+"""Version of Landlock -> mask of the accesses that it can forbid; version 1 is left out, as it forbids all moves between directories."""
 _PACKAGES = Path(__file__).parents[1]
 _READABLE = (
     *(Path(sys.prefix), Path(sys.base_prefix)),
@@ -43,12 +43,12 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|HEADERS", re.IGNORECASE
 
 
 def confine(directory: Path) -> bool:
-    """Open nothing from now on but what is beneath a directory, and what programs need to run; whether the kernel sees to it.
+    """Restrict the process to a directory and to what programs need to run; return whether the kernel enforces it.
 
-    Temporary files go there, too.
+    Temporary files go into the directory as well.
 
     Args:
-        directory: of the store; it is there.
+        directory: of the store; it must exist.
     """
     _forget_secrets()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -73,7 +73,7 @@ def confine(directory: Path) -> bool:
 
 
 def _allow(libc: ctypes.CDLL, rules: int, paths: Iterable[Path], access: int) -> None:
-    """Allow access to paths, and to what is beneath them; those that are not there are left out."""
+    """Allow access to paths, and to what is beneath them; missing paths are left out."""
     for path in paths:
         try:
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -87,7 +87,7 @@ def _allow(libc: ctypes.CDLL, rules: int, paths: Iterable[Path], access: int) ->
 
 
 def _forget_secrets() -> None:
-    """Overwrite secrets where the process was given them: /proc/self/environ shows that place. Python keeps what it has read."""
+    """Overwrite secrets in the process's initial environment, which /proc/self/environ shows. Python keeps its own copy."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     for name, value in os.environb.items():

@@ -1,4 +1,4 @@
-"""The embedded ClickHouse engine (chDB), and the only module that imports it.
+"""The embedded database (chDB, which is ClickHouse in this process); the only module that imports it.
 
 In: a directory. Out: handles that run statements and inserts, each usable by one thread at a time.
 Invariant: one process owns a directory; statements reach tables, never files, URLs or other servers (chdb_config/users.xml).
@@ -21,26 +21,27 @@ from spangrad.errors import StoreError
 
 CONFIG = Path(__file__).parent / "chdb_config"
 HANDLE_SETTINGS = {
-    # Bytes that one statement may use; the engine as a whole is bounded in chdb_config/config.xml.
+    # Bytes that one statement may use; the database as a whole is bounded in chdb_config/config.xml.
     "max_memory_usage": 2 * 2**30,
     "max_partitions_per_insert_block": 0,
-    # A format's schema stands in the setting itself, never in a file that it names.
+    # A format's schema is given in the setting itself, never in a file that it names.
     "format_schema_source": "string",
 }
-"""What differs from the engine's defaults on every handle."""
+"""Settings of every handle that differ from the database's defaults."""
 _DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
-"""CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER, INCORRECT_DATA, THROW_IF."""
+"""ClickHouse's error codes CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER,
+INCORRECT_DATA and THROW_IF: the rows are at fault."""
 _UNKNOWN = 1002
 _OWNER = "owner"
-"""The file in a store's directory that its process locks, and names itself in."""
+"""The file in a store's directory that its process locks, and into which it writes its id."""
 _FORMAT = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _PYTHON_FORMATS = frozenset({"dataframe", "datastore", "arrowtable"})
-"""chDB's own: it answers with objects in these, and not with bytes."""
+"""Formats of chDB's own, in which it answers with Python objects instead of bytes."""
 _CODE = re.compile(r"Code: (\d+)\.")
 
 
 class EngineRefusedError(StoreError):
-    """The engine refused a statement; `code` is ClickHouse's."""
+    """The database refused a statement; `code` is ClickHouse's."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -48,13 +49,13 @@ class EngineRefusedError(StoreError):
 
     @property
     def of_the_data(self) -> bool:
-        """Whether the rows themselves are at fault, so that sending them again is of no use."""
+        """Return whether the rows themselves are at fault, so that sending them again is of no use."""
         return self.code in _DATA_CODES
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one statement gave."""
+    """Result of one statement."""
 
     body: bytes
     rows_read: int = 0
@@ -65,31 +66,31 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the engine's parser makes of a text."""
+    """Result of parsing a text as SQL: the number of statements, and whether they only read."""
 
     statements: int
-    """0: it does not parse."""
+    """Number of statements. 0: the text does not parse."""
     reads_only: bool
 
 
 class Handle:
-    """One session of the engine: its current database, its settings and its temporary tables."""
+    """One session of the embedded database: its current SQL database, its settings and its temporary tables."""
 
     def __init__(self, connection: Any, name: str) -> None:
         self._connection = connection
         self.name = name
-        """The setting `workload` of every statement of the handle, as system.processes shows it."""
+        """Name of the handle: the setting `workload` of each of its statements, as system.processes shows it."""
 
     def kind(self, sql: str) -> Kind:
-        """Parse a text without running it; some ten microseconds, and 30 ms a megabyte."""
-        found = self._connection._conn.classify_query(sql)
-        return Kind(found["statement_count"], found["query_class"].name == "READ_ONLY")
+        """Parse a text without running it; takes some ten microseconds, and 30 ms a megabyte."""
+        parsed = self._connection._conn.classify_query(sql)
+        return Kind(parsed["statement_count"], parsed["query_class"].name == "READ_ONLY")
 
     def query(self, sql: str, output_format: str = "TabSeparated", parameters: Mapping[str, str] | None = None) -> Answer:
-        """Run any statement; a FORMAT clause in it wins over `output_format`.
+        """Run any statement; its own FORMAT clause takes precedence over `output_format`.
 
         Raises:
-            EngineRefusedError: the engine did not run it.
+            EngineRefusedError: the database did not run it.
         """
         # Statements without rows in their answer are run in any format: its name goes into a header, though.
         if output_format.lower() in _PYTHON_FORMATS or not _FORMAT.fullmatch(output_format):
@@ -99,36 +100,36 @@ class Handle:
         except RuntimeError as error:
             raise _refused(error) from None
         except TypeError:
-            # Of a form's field or a header, which are read whatever their bytes are.
+            # From a form's field or a header, whose bytes are not checked before.
             raise EngineRefusedError("Code: 36. DB::Exception: the database or a setting is not UTF-8. (BAD_ARGUMENTS)", 36) from None
         return Answer(result.bytes() or b"", result.rows_read(), result.bytes_read())
 
     def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> Answer:
-        """Run one statement whose answer goes into a pipe while it is made, at the pace of whoever reads there.
+        """Run one statement whose answer goes into a pipe while it is computed, at the pace of the reader.
 
-        When the other end is closed the engine says nothing and goes on: the statement must be killed too.
+        When the reading end is closed, the database reports no error and continues: the statement must be killed too.
 
         Args:
-            clause: where the statement names its answer's format.
+            clause: the statement, split at the clause that names its answer's format.
             descriptor: of the pipe's end to write to; stays open.
             output_format: unless the statement names another.
             parameters: by name.
 
         Returns:
-            What was read, with an empty body.
+            The statement's counts, with an empty body.
 
         Raises:
-            EngineRefusedError: the engine did not run it (SYNTAX_ERROR also where it takes no such clause), or failed in its
-                middle, after some of the answer was written.
+            EngineRefusedError: the database did not run it (SYNTAX_ERROR also where the statement takes no such clause), or failed
+                after some of the answer was written.
         """
         sql = f"{clause.before}\nINTO OUTFILE '/dev/fd/{descriptor}' TRUNCATE {clause.after}"
         return self.query(sql, output_format, parameters)
 
     def send(self, head: str, input_format: str, rows: Iterable[bytes]) -> int:
-        """Parse rows, cut anywhere, into the table of a head (INSERT INTO t (columns)); how many were read.
+        """Parse rows, cut anywhere, into the table of a head (INSERT INTO t (columns)); return the number of rows read.
 
-        chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written: only for tables that
-        take everything. `collector.write.staging` is the road for all others.
+        chDB reports errors while rows are parsed, and swallows errors while they are written: use this only for tables that
+        accept every row. `collector.write.staging` inserts into all others.
 
         Raises:
             EngineRefusedError: the rows were not read.
@@ -146,18 +147,18 @@ class Handle:
         return result.rows_written
 
     def close(self) -> None:
-        """Forget the session; idempotent."""
+        """Close the session; idempotent."""
         self._connection.close()
 
 
 class Engine:
-    """The engine over one directory."""
+    """The embedded database of one directory, which this process owns until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, creating it when it is not there.
+        """Open `path`; create it if it does not exist.
 
         Raises:
-            StoreError: another process owns the directory, or the engine does not start on it.
+            StoreError: another process owns the directory, or the database does not start on it.
         """
         self.path = path.resolve()
         if "?" in str(self.path):
@@ -166,7 +167,7 @@ class Engine:
             )
         self._lock = _own(self.path)
         _plain_default_database(self.path)
-        # The engine finds the second file only by an absolute path.
+        # The database finds the second file only by an absolute path.
         self._config = self.path / "config.xml"
         self._config.write_text((CONFIG / "config.xml").read_text().replace("@USERS@", str(CONFIG / "users.xml")))
         self._numbers = itertools.count(1)
@@ -178,10 +179,10 @@ class Engine:
         """Open one more session; cheap.
 
         Args:
-            schema_files: formats read their schemas from files: for statements of ours alone.
+            schema_files: formats read their schemas from files; only for our own statements.
 
         Raises:
-            StoreError: the engine does not start.
+            StoreError: the database does not start.
         """
         import chdb
 
@@ -206,20 +207,20 @@ class Engine:
         handle.close()
 
     def query_id(self, name: str) -> str:
-        """The engine's id of the statement that runs on the handle of this name; empty when none does."""
+        """Return the database's id of the statement that runs on the handle of this name; empty when none does."""
         handle = self.handle()
-        found = handle.query(f"SELECT query_id FROM system.processes WHERE Settings['workload'] = '{name}'").body
+        query_id = handle.query(f"SELECT query_id FROM system.processes WHERE Settings['workload'] = '{name}'").body
         handle.close()
-        return found.decode().strip()
+        return query_id.decode().strip()
 
     def close(self) -> None:
-        """Close the engine, when all other handles are closed, and give up the directory."""
+        """Close the database, after all other handles were closed, and give up the directory."""
         self._keeper.close()
         os.close(self._lock)
 
 
 def make_directory(path: Path) -> None:
-    """Make a store's directory, unless it is there.
+    """Create a store's directory, unless it exists.
 
     Raises:
         StoreError: it cannot be made, or is a file.
@@ -235,7 +236,7 @@ def _unusable(path: Path, error: OSError) -> StoreError:
 
 
 def user_of(path: Path) -> str:
-    """The process that has a store's directory open; empty: none has."""
+    """Return the id of the process that has a store's directory open; empty: none has."""
     try:
         with (path / _OWNER).open() as owner:
             fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -247,7 +248,7 @@ def user_of(path: Path) -> str:
 
 
 def _own(path: Path) -> int:
-    """Lock the directory; the lock goes with the process, however it ends."""
+    """Lock the directory until the process ends; return the lock's file descriptor."""
     make_directory(path)
     try:
         lock = os.open(path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
@@ -267,10 +268,10 @@ def _own(path: Path) -> int:
 
 
 def _plain_default_database(path: Path) -> None:
-    """Make `default` an ordinary database before the engine's first start: its own overlays this machine's files.
+    """Make `default` an ordinary SQL database before chDB's first start: chDB's own one overlays this machine's files.
 
-    The engine's own takes the tables of whatever this link names, `default` then takes them again, and the process aborts. The
-    link is a convenience that the engine makes anew; `default` is known by its file.
+    chDB's own one loads the tables of the directory that this link names, `default` then loads them again, and the process aborts.
+    chDB makes the link again as a convenience; it knows `default` by its file.
     """
     (path / "metadata" / "default").unlink(missing_ok=True)
     metadata = path / "metadata" / "default.sql"
@@ -283,8 +284,8 @@ def _plain_default_database(path: Path) -> None:
 
 def _refused(error: Exception) -> EngineRefusedError:
     message = str(error)
-    found = _CODE.search(message)
-    if not found:
-        # chDB's own words: it can't put the engine's into a text, say, because they quote bytes that are none.
+    match = _CODE.search(message)
+    if not match:
+        # A message of chDB's own: it cannot decode ClickHouse's, say, because that quotes bytes that are not UTF-8.
         return EngineRefusedError(f"Code: {_UNKNOWN}. DB::Exception: {message} (UNKNOWN_EXCEPTION)", _UNKNOWN)
-    return EngineRefusedError(message[found.start() :], int(found.group(1)))
+    return EngineRefusedError(message[match.start() :], int(match.group(1)))

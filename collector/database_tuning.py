@@ -1,8 +1,8 @@
-"""How the embedded engine keeps the tables that every insert adds to: merged seldom, many parts at once, and quick to read.
+"""Storage settings of the embedded database's busiest tables: parts are merged seldom, many at once, and are quick to read.
 
-In: what runs a statement. Out: settings of tables. Invariant: nothing that a reader sees depends on them.
+In: a function that runs a statement. Out: settings of tables. Invariant: no result of a query depends on them.
 
-Merging a part costs as much as inserting it did. The engine's defaults merge a handful of parts at once, so that a row is written
+Merging a part costs as much as inserting it did. The database's defaults merge a handful of parts at once, so that a row is written
 three times and more; here it is once, when so many parts have come, and again when so many merged ones have.
 """
 
@@ -20,12 +20,12 @@ _SETTINGS = {
     "vertical_merge_algorithm_min_columns_to_activate": 1,
 }
 _READ_BY_ROLLOUT = ("rollout_spans", "calls")
-# As the schema has it from the server's default; parts beyond some hundred megabytes would have ZSTD, a tenth more to read by.
+# The server's default codec; the embedded database would use ZSTD for parts beyond some hundred megabytes: reading costs a tenth more.
 _QUICK_TO_READ = {"default_compression_codec": "'LZ4'"}
 
 
 def tune(execute: Callable[[str], object]) -> None:
-    """Set how the embedded store's tables are kept; idempotent."""
+    """Apply the storage settings to the embedded store's tables; idempotent."""
     for table in _TABLES:
         settings = _SETTINGS | (_QUICK_TO_READ if table in _READ_BY_ROLLOUT else {})
         execute(f"ALTER TABLE otel.{table} MODIFY SETTING {', '.join(f'{name} = {value}' for name, value in settings.items())}")

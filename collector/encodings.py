@@ -1,7 +1,7 @@
 """HTTP content encodings of bodies, both ways.
 
 In: bytes and the name of an encoding. Out: bytes. Invariant: nothing unpacks beyond the caller's limit, and the caller may
-stop it at every piece on the way there; of however many streams a body is made, it is unpacked in linear time.
+stop it at every piece; a body of any number of streams is unpacked in linear time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from backports import zstd
 
 SUPPORTED = ("br", "gzip", "deflate", "lz4", "zstd")
 _BROTLI_LEVEL = 3
-"""Packs better than gzip's first level, at about its cost."""
+"""Brotli level that packs better than gzip's first level, at about its cost."""
 _PIECE = 1 << 20
-"""Bytes that a stream is given, and that it gives, at once at most."""
+"""Most bytes that are passed to a stream, or taken from it, at once."""
 _LEAST_SLICE = 1 << 12
 
 
 class EncodingError(ValueError):
-    """A body's encoding is unknown, or the body does not have it."""
+    """A body's encoding is unknown, or the body is not so encoded."""
 
 
 class TooLargeError(ValueError):
@@ -37,8 +37,8 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
     Args:
         body: as received.
         encoding: the Content-Encoding header; empty or `identity` for none.
-        limit: bytes that may come out.
-        hold: told how many bytes are out as they come; what it raises ends the unpacking.
+        limit: most bytes that may come out.
+        hold: called with the number of bytes unpacked so far; an error that it raises ends the unpacking.
 
     Raises:
         EncodingError: the encoding is unknown, or the body is broken or cut.
@@ -84,7 +84,7 @@ def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
 
 
 def accepted_encoding(accepted: str) -> str | None:
-    """The first encoding of an Accept-Encoding header that is supported; None when none is."""
+    """Return the first encoding of an Accept-Encoding header that is supported; None when none is."""
     for part in accepted.lower().split(","):
         name, _, weight = part.partition(";")
         if name.strip() in SUPPORTED and weight.replace(" ", "") not in {"q=0", "q=0.0", "q=0.00", "q=0.000"}:
@@ -93,10 +93,10 @@ def accepted_encoding(accepted: str) -> str | None:
 
 
 class Packer:
-    """Packs a body piece by piece; what comes out of a piece may be empty."""
+    """Packs a body piece by piece; the output for a piece may be empty."""
 
     def __init__(self, encoding: str) -> None:
-        """Pack in one of SUPPORTED."""
+        """Pack in an encoding of SUPPORTED."""
         self.encoding = encoding
         self._begin = b""
         match encoding:
@@ -115,12 +115,12 @@ class Packer:
                 self._pack, self._finish = packer.compress, packer.flush
 
     def pack(self, piece: bytes) -> bytes:
-        """The next piece, packed."""
+        """Return the packed output for the next piece."""
         begin, self._begin = self._begin, b""
         return begin + self._pack(piece)
 
     def finish(self) -> bytes:
-        """What is left, and the end of the stream."""
+        """Return the remaining output, and the end of the stream."""
         begin, self._begin = self._begin, b""
         return begin + self._finish()
 
@@ -130,9 +130,9 @@ def _has_zlib_header(body: bytes) -> bool:
 
 
 class _Slices:
-    """A body that is given to streams slice by slice.
+    """A body that is passed to streams slice by slice.
 
-    What is left of a slice behind a stream's end is copied by the stream: so the slices of the next one begin no longer than this one was.
+    A stream copies the rest of a slice behind its end: so the first slices of the next stream are no longer than this stream was.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -142,18 +142,18 @@ class _Slices:
         self._size = _PIECE
 
     def __bool__(self) -> bool:
-        """Whether there is more."""
+        """Return whether there is more of the body."""
         return self._offset < len(self._body)
 
     def take(self) -> bytes:
-        """The next slice; empty at the end."""
+        """Return the next slice; empty at the end."""
         taken = self._body[self._offset : self._offset + self._size]
         self._offset += len(taken)
         self._size = min(2 * self._size, _PIECE)
         return taken
 
     def end(self, unused: bytes | bytearray | None) -> None:
-        """End a stream, which had no use for these last bytes."""
+        """End a stream that left these last bytes unused."""
         self._offset -= len(unused or b"")
         self._size = min(max(self._offset - self._begin, _LEAST_SLICE), _PIECE)
         self._begin = self._offset

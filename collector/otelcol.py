@@ -1,7 +1,7 @@
-"""The real OpenTelemetry Collector in front of a ClickHouse: found, checked, and run in this process's place.
+"""The OpenTelemetry Collector in front of a ClickHouse server: located, checked, and run in place of this process.
 
 In: the settings. Out: a running Collector with otel-config.yaml. Invariant: it starts only before a store whose tables are those of
-this installation; what it then does, signals and exit code included, is its own: nothing of ours stands between.
+this installation; after that, signals and exit code are the Collector's own: this process was replaced by it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from spangrad.store.clickhouse import connect, store_errors
 
 VARIABLE = "SPANGRAD_OTELCOL"
 NAMES = ("otelcol-spangrad", "otelcol-contrib", "otelcol")
-"""In PATH, the first of these is taken."""
+"""Names of the Collector's program; the first that is in PATH is used."""
 DISTRIBUTION = Path(__file__).parent / "distribution"
 CONFIG = DISTRIBUTION / "otel-config.yaml"
-"""A link to the file at the checkout's root; a copy of it in a wheel."""
+"""Configuration of the Collector: a link to the file at the checkout's root; a copy of it in a wheel."""
 GO_GC_PERCENT = 200
-"""Garbage may be twice what is alive: a quarter of the CPU less than Go's own 100, for about 120 MB more."""
+"""GOGC, percent of live memory that garbage may reach: a quarter less CPU than at Go's own 100, for about 120 MB more."""
 SIGNALS = ("traces", "logs")
-"""Each has a queue of its own."""
+"""Signals that the Collector receives; each has a queue of its own."""
 _CHECK_SECONDS = 60
 
 
 def run(settings: Settings) -> NoReturn:
-    """Check everything that can be checked, then become the Collector.
+    """Check everything that can be checked, then replace this process by the Collector.
 
     Raises:
         SpangradError: there is no usable binary, a port is in use, the address needs a token, or the configuration is refused.
@@ -58,23 +58,23 @@ def run(settings: Settings) -> NoReturn:
     require_schema(settings.store)
     configs = [f"--config={file}" for file in config_files(settings)]
     variables = environment(settings, os.environ)
-    _require_taken(binary, configs, variables)
+    _require_accepted(binary, configs, variables)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(binary, [binary, *configs], variables)
 
 
 def find_binary(environ: Mapping[str, str]) -> str:
-    """Where the Collector is: as SPANGRAD_OTELCOL says, else the first of NAMES in PATH.
+    """Return the path of the Collector's program: that in SPANGRAD_OTELCOL, else the first of NAMES in PATH.
 
     Raises:
-        SpangradError: it is nowhere, or what is named is no program.
+        SpangradError: there is none, or the variable names no program.
     """
     named = environ.get(VARIABLE)
     if not named:
         for name in NAMES:
-            if found := shutil.which(name, path=environ.get("PATH")):
-                return found
+            if program := shutil.which(name, path=environ.get("PATH")):
+                return program
         raise SpangradError(
             f"no OpenTelemetry Collector: none of {', '.join(NAMES)} is in PATH. Build it with `make otelcol` (Go), install"
             f" otelcol-contrib, or set {VARIABLE} to the program."
@@ -87,28 +87,28 @@ def find_binary(environ: Mapping[str, str]) -> str:
 
 
 def require_room(collector: CollectorSettings) -> None:
-    """Make sure that the queue fits on its disk: where it does not, the Collector loses requests that it has acknowledged.
+    """Raise unless the queue fits on its disk: on a full disk, the Collector loses requests that it has acknowledged.
 
     Raises:
-        SpangradError: it does not.
+        SpangradError: it does not fit.
     """
     queue = collector.queue_path.absolute()
     held = sum(file.stat().st_size for file in queue.glob("*") if file.is_file())
     disk = next(path for path in (queue, *queue.parents) if path.exists())
-    room, wanted = shutil.disk_usage(disk).free + held, len(SIGNALS) * collector.queue_bytes
-    if room < wanted:
+    room, needed = shutil.disk_usage(disk).free + held, len(SIGNALS) * collector.queue_bytes
+    if room < needed:
         raise SpangradError(
             f"collector.queue_path = {str(collector.queue_path)!r} has room for {room // 2**20} MiB, and the queues of"
-            f" {' and '.join(SIGNALS)} may take {wanted // 2**20}. Set collector.queue_bytes to {room // len(SIGNALS)} or less,"
+            f" {' and '.join(SIGNALS)} may take {needed // 2**20}. Set collector.queue_bytes to {room // len(SIGNALS)} or less,"
             " or the path to a larger disk."
         )
 
 
 def require_schema(store: StoreSettings) -> None:
-    """Make sure that the store answers and has the tables of this installation.
+    """Raise unless the store answers and has the tables of this installation.
 
     Raises:
-        StoreError: it does not, or has not.
+        StoreError: it does not answer, or lacks some.
     """
     client = connect(store)
 
@@ -126,10 +126,10 @@ def require_schema(store: StoreSettings) -> None:
 
 
 def config_files(settings: Settings) -> list[Path]:
-    """otel-config.yaml and what is merged over it, the last the strongest.
+    """Return otel-config.yaml and the files that are merged over it; later ones take precedence.
 
     Raises:
-        SpangradError: a certificate without its key, the other way round, or one of them that is not there.
+        SpangradError: only one of certificate and key is set, or one of the files does not exist.
     """
     collector = settings.collector
     files = [CONFIG]
@@ -146,9 +146,9 @@ def config_files(settings: Settings) -> list[Path]:
 
 
 def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The Collector's environment: `environ`, and every variable that otel-config.yaml reads.
+    """Return the Collector's environment: `environ`, and every variable that otel-config.yaml reads.
 
-    GOGC, GOMEMLIMIT and CLICKHOUSE_COMPRESS are no settings of ours: what `environ` says of them holds.
+    GOGC, GOMEMLIMIT and CLICKHOUSE_COMPRESS are no settings of ours: their values in `environ` take precedence.
     """
     collector, store = settings.collector, settings.store
     parts = urlsplit(store.url)
@@ -171,8 +171,8 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
     return {**defaults, **environ, **{name: _text(value) for name, value in values.items()}}
 
 
-def _require_taken(binary: str, configs: list[str], variables: Mapping[str, str]) -> None:
-    """Let the program itself say whether it takes the configuration."""
+def _require_accepted(binary: str, configs: list[str], variables: Mapping[str, str]) -> None:
+    """Have the program itself check the configuration; raise if it refuses it."""
     try:
         checked = subprocess.run(
             [binary, "validate", *configs], env=dict(variables), capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
@@ -181,8 +181,8 @@ def _require_taken(binary: str, configs: list[str], variables: Mapping[str, str]
         reason = error.strerror if isinstance(error, OSError) else f"no answer within {_CHECK_SECONDS} s"
         raise SpangradError(f"{binary} does not run ({reason}). Set {VARIABLE} to an OpenTelemetry Collector for this machine.") from None
     if checked.returncode:
-        said = " ".join(checked.stderr.split())[:1000]
-        raise SpangradError(f"{binary} refuses {' '.join(configs)} ({said}). Mend what it names, or set {VARIABLE} to otelcol-contrib.")
+        reason = " ".join(checked.stderr.split())[:1000]
+        raise SpangradError(f"{binary} refuses {' '.join(configs)} ({reason}). Fix what it names, or set {VARIABLE} to otelcol-contrib.")
 
 
 def _token(settings: Settings) -> SecretStr | None:

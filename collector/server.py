@@ -1,8 +1,8 @@
-"""The store's one process: OTLP in by gRPC and HTTP, ClickHouse's HTTP interface out, one embedded engine between.
+"""The store's one process: OTLP receivers (gRPC and HTTP), the embedded database, and ClickHouse's HTTP interface to it.
 
 In: StoreSettings. Out: a served directory of data, until SIGTERM or SIGINT.
-Invariant: what was acknowledged is in the tables or in the journal, and in the tables for whoever asks; the
-process starts no other and ends within two seconds of being asked.
+Invariant: what was acknowledged is in the tables or in the journal, and in the tables before a query is answered; the
+process starts no other and ends within two seconds of the signal.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from spangrad.settings import StoreSettings
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
-"""How long a stopping store waits for requests that are still on their way."""
+"""Longest time that a stopping store waits for requests in progress."""
 
 
 def serve(store: StoreSettings) -> None:
     """Serve the store until SIGTERM or SIGINT.
 
     Raises:
-        SpangradError: a port is in use, or another one's too, or the address needs a token.
+        SpangradError: a port is in use or named twice, or the address needs a token.
         StoreError: the directory cannot be used, another process owns it, or its schema does not match.
     """
     require_safe_bind(store.host, store.token, "store")
@@ -58,45 +58,45 @@ def serve(store: StoreSettings) -> None:
         )
     ports = {f"store.{name}": getattr(store, name) for name in ("otlp_grpc_port", "otlp_http_port", "clickhouse_port")}
     for name, port in ports.items():
-        if twins := [other for other, its in ports.items() if its == port and other != name]:
-            raise SettingsError(f"{name} and {twins[0]} are both {port}. Give each a port of its own.")
+        if duplicates := [other for other, other_port in ports.items() if other_port == port and other != name]:
+            raise SettingsError(f"{name} and {duplicates[0]} are both {port}. Give each a port of its own.")
         require_free_port(store.host, port, name)
     keep_memory()
-    # What is imported stays: a collection of garbage need not look at it.
+    # Imported modules stay: the garbage collector need not visit them.
     gc.freeze()
     make_directory(store.path)
     confine(store.path.resolve())
-    engine = Engine(store.path)
-    # The engine keeps files of its own (schemas of formats) in the working directory.
-    os.chdir(engine.path)
+    database = Engine(store.path)
+    # The database keeps files of its own (schemas of formats) in the working directory.
+    os.chdir(database.path)
     try:
-        handle = engine.handle()
+        handle = database.handle()
         migrate(lambda sql: handle.query(sql).body.decode(), Layout())
         tune(handle.query)
         handle.close()
-        uvloop.run(_serve(store, engine))
+        uvloop.run(_serve(store, database))
     finally:
-        engine.close()
+        database.close()
 
 
-async def _serve(store: StoreSettings, engine: Engine) -> None:
+async def _serve(store: StoreSettings, database: Engine) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
-    token, read_token = (one.get_secret_value() if one else None for one in (store.token, store.read_token))
+    token, read_token = (secret.get_secret_value() if secret else None for secret in (store.token, store.read_token))
     guardian = Guardian(token, read_token)
-    traces, logs = (engine.handle(schema_files=True), engine.handle(schema_files=True)), engine.handle()
-    spans = DeferredSpans(traces, engine.path / "journals", store.settle_seconds)
+    traces, logs = (database.handle(schema_files=True), database.handle(schema_files=True)), database.handle()
+    spans = DeferredSpans(traces, database.path / "journals", store.settle_seconds)
     ingest = Ingest(
         Inserter("insert-traces", spans.commit, store.linger_ms / 1000),
         Inserter("insert-logs", LogStaging(logs).commit, store.linger_ms / 1000),
         store.queue_bytes,
     )
-    expiry = Expiry(engine.handle, store.ttl_days) if store.ttl_days else None
+    expiry = Expiry(database.handle, store.ttl_days) if store.ttl_days else None
     limits = ReaderLimits(store.reader_max_rows, store.reader_max_seconds)
-    interface = ClickHouseInterface(engine, spans, guardian, limits, Budget(store.queue_bytes))
+    interface = ClickHouseInterface(database, spans, guardian, limits, Budget(store.queue_bytes))
     host = f"[{store.host}]" if ":" in store.host else store.host
     grpc_server = GRPCReceiver(ingest, guardian).server(f"{host}:{store.otlp_grpc_port}")
     servers = [
@@ -109,11 +109,11 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
         *(host, store.otlp_http_port, host, store.otlp_grpc_port, host, store.clickhouse_port, store.path),
     )
     await stop.wait()
-    # First no new requests, then an answer for each that is in: the inserters commit meanwhile.
+    # First refuse new requests, then answer those in progress: the inserters commit meanwhile.
     ingest.hurry()
     if expiry:
         expiry.stop()
-    cancelling = asyncio.create_task(_cancel_statements(engine))
+    cancelling = asyncio.create_task(_cancel_statements(database))
     await asyncio.gather(grpc_server.stop(STOP_SECONDS), *(runner.cleanup() for runner, _ in servers))
     cancelling.cancel()
     for _, watcher in servers:
@@ -128,19 +128,19 @@ async def _serve(store: StoreSettings, engine: Engine) -> None:
     logger.info("store stopped")
 
 
-async def _cancel_statements(engine: Engine) -> None:
-    """Give statements half the time to end by themselves."""
+async def _cancel_statements(database: Engine) -> None:
+    """Cancel all statements after half the time, in which they may end by themselves."""
     await asyncio.sleep(STOP_SECONDS / 2)
-    await asyncio.to_thread(engine.kill_queries)
+    await asyncio.to_thread(database.kill_queries)
 
 
 async def _listen(
     application: web.Application, host: str, port: int, *, cancelling: bool = False
 ) -> tuple[web.AppRunner, asyncio.Task[None]]:
-    """Start a server: what runs it, and what ends its silent connections."""
+    """Start an HTTP server; return its runner, and the task that closes silent connections."""
     silent = SilentConnections(application)
     # Bodies are unpacked by our own code, with limits, off the event loop.
-    # A client that leaves cancels its request: OTLP's are committed all the same, statements that only answer are not.
+    # A client that disconnects cancels its request: OTLP's are committed all the same, statements that only read are cancelled.
     runner = web.AppRunner(
         application,
         access_log=None,

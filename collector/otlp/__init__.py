@@ -1,1 +1,1 @@
-"""OTLP: its receivers over gRPC and HTTP, and spans and log records as rows."""
+"""OTLP: receivers over gRPC and HTTP, and encoders of spans and log records as rows."""

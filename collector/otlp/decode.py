@@ -1,7 +1,7 @@
-"""OTLP bodies as messages: protobuf as it is, and OTLP/JSON.
+"""Decoder of OTLP bodies: protobuf, and OTLP/JSON.
 
-In: a body and its content type. Out: the same protobuf message by both roads.
-Invariant: whatever cannot be read raises `UndecodableError`, with a sentence for the sender.
+In: a body and its content type. Out: the same protobuf message from both encodings.
+Invariant: a body that cannot be read raises `UndecodableError`, with a message for the sender.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DOWN = (
 
 
 class UndecodableError(ValueError):
-    """A body is not what its content type says."""
+    """A body does not match its content type."""
 
 
 def decode(message: type[M], body: bytes, content_type: str) -> M:

@@ -1,7 +1,7 @@
-"""Bodies of HTTP requests while they arrive.
+"""Reader of the bodies of HTTP requests.
 
-In: a request's stream. Out: its bytes, still packed. Invariant: they are held in the budget from their arrival on, no more of them than
-may be, and come in bounded time.
+In: a request's stream. Out: its bytes, still packed. Invariant: they are charged to the budget from their arrival on, are no more than the
+limit, and arrive in bounded time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from spangrad.http.client_timeouts import arriving
 
 
 async def received(request: web.Request, most: int, charge: Charge) -> bytes:
-    """The whole body, as it was sent.
+    """Return the whole body, as it was sent.
 
     Args:
-        request: whose body it is.
+        request: whose body is read.
         most: bytes that it may have.
         charge: of the request.
 
     Raises:
         TooLargeError: the body has more.
         QueueFullError: the budget is spent.
-        TooSlowError: the body does not get on.
+        TooSlowError: the body arrives too slowly.
     """
     pieces: list[bytes] = []
     size = 0
@@ -38,10 +38,10 @@ async def received(request: web.Request, most: int, charge: Charge) -> bytes:
 
 
 def hold(charge: Charge, size: int, most: int) -> None:
-    """Hold so many bytes of a body.
+    """Charge the bytes of a body that have arrived.
 
     Raises:
-        TooLargeError: they are more than may be.
+        TooLargeError: they are more than the limit.
         QueueFullError: the budget is spent.
     """
     if size > most:

@@ -1,8 +1,8 @@
-"""OTLP/gRPC: traces and logs are stored, metrics are taken and dropped.
+"""OTLP/gRPC receiver: traces and logs are stored, metrics are accepted and dropped.
 
 In: Export calls of the trace, logs and metrics services, up to 64 MiB. Out: success only after the commit.
-Invariant: no message is read of a call that shows no right token, and few at once; a sender that should come again is told so, with a
-delay, as OTLP asks.
+Invariant: no message is read of a call without a valid token, and few at once; a sender that should retry gets a retry delay, as OTLP
+requires.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from collector.write.ingest import MAX_BODY, Ingest, QueueFullError
 from spangrad.http.client_timeouts import BODY_BYTES_A_SECOND, BODY_SECONDS
 
 MAX_READING = 64
-"""Messages that are read at once: each may unpack to MAX_BODY before the budget knows of it."""
+"""Most messages that are read at once: each may unpack to MAX_BODY before it is charged to the budget."""
 _READ_SECONDS = BODY_SECONDS + MAX_BODY / BODY_BYTES_A_SECOND
-"""What the largest message has; how much of one is there nobody tells."""
+"""Time limit of reading a message: that of the largest one, since gRPC does not report how much has arrived."""
 _SERVICES = "/opentelemetry.proto.collector.{0}.v1.{1}Service/Export"
 _Export = Callable[[Any, Any], Awaitable[bytes]]
 
 
 class GRPCReceiver(grpc.GenericRpcHandler):
-    """The three services; bodies stay bytes until a decoding thread takes them."""
+    """Handler of the three OTLP services; bodies stay bytes until a decoding thread takes them."""
 
     def __init__(self, ingest: Ingest, guardian: Guardian) -> None:
         self._ingest = ingest
@@ -49,13 +49,13 @@ class GRPCReceiver(grpc.GenericRpcHandler):
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a method; None when there is none."""
+        """Return the handler of a method; None when there is none."""
         method = self._methods.get(str(handler_call_details.method))
-        # As one that takes a stream a call begins before its message is read and unpacked.
+        # As a handler of a stream, so that the call begins before its message is read and unpacked.
         return grpc.stream_unary_rpc_method_handler(method) if method else None
 
     def server(self, address: str) -> grpc.aio.Server:
-        """A server on an address, to be started on the running loop."""
+        """Return a server for an address, to be started on the running loop."""
         options = [
             ("grpc.max_receive_message_length", MAX_BODY),
             # A sender's further calls wait at the sender.
@@ -76,11 +76,11 @@ class GRPCReceiver(grpc.GenericRpcHandler):
             except UndecodableError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except QueueFullError:
-                await _abort_for_now(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")
+                await _abort_with_retry(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")
             except EngineRefusedError as error:
                 if error.of_the_data:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not stored: {error}")
-                await _abort_for_now(context, grpc.StatusCode.UNAVAILABLE, f"not stored: {error}")
+                await _abort_with_retry(context, grpc.StatusCode.UNAVAILABLE, f"not stored: {error}")
             raise AssertionError("context.abort() raises")
 
         return export
@@ -90,12 +90,12 @@ class GRPCReceiver(grpc.GenericRpcHandler):
         return ExportMetricsServiceResponse().SerializeToString()
 
     async def _message(self, context: Any) -> bytes:
-        """The message of a call that may send one; other calls end here."""
+        """Read the message of a call that may send one; abort other calls."""
         metadata: dict[str, str] = dict(context.invocation_metadata())
         if not self._guardian.admits_bearer(metadata.get("authorization", "")):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the bearer token is wrong or missing")
         if self._reading >= MAX_READING:
-            await _abort_for_now(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_READING} messages are being read; send again later")
+            await _abort_with_retry(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_READING} messages are being read; send again later")
         self._reading += 1
         try:
             async with asyncio.timeout(_READ_SECONDS):
@@ -103,15 +103,15 @@ class GRPCReceiver(grpc.GenericRpcHandler):
                 if isinstance(message, bytes):
                     return message
         except TimeoutError:
-            await _abort_for_now(context, grpc.StatusCode.UNAVAILABLE, f"the message did not come within {_READ_SECONDS:g} s")
+            await _abort_with_retry(context, grpc.StatusCode.UNAVAILABLE, f"the message did not come within {_READ_SECONDS:g} s")
         finally:
             self._reading -= 1
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         raise AssertionError("context.abort() raises")
 
 
-async def _abort_for_now(context: Any, code: grpc.StatusCode, message: str) -> None:
-    """End a call with a retry delay: without one, OTLP senders drop what was refused as RESOURCE_EXHAUSTED."""
+async def _abort_with_retry(context: Any, code: grpc.StatusCode, message: str) -> None:
+    """Abort a call with a retry delay: without one, OTLP senders drop what was refused as RESOURCE_EXHAUSTED."""
     detail = AnyMessage()
     detail.Pack(RetryInfo(retry_delay=Duration(seconds=RETRY_SECONDS)))
     status = Status(code=code.value[0], message=message, details=[detail])

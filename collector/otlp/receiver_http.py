@@ -1,7 +1,7 @@
-"""OTLP/HTTP: traces and logs are stored, metrics are taken and dropped.
+"""OTLP/HTTP receiver: traces and logs are stored, metrics are accepted and dropped.
 
 In: POST /v1/traces, /v1/logs, /v1/metrics, as protobuf or OTLP/JSON, gzip or deflate. Out: success only after the commit.
-Invariant: every refusal says in the request's own content type what is wrong, and whether to come again.
+Invariant: every refusal states in the request's own content type what is wrong, and whether to retry.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from collector.write.ingest import MAX_BODY, Charge, Ingest, QueueFullError
 from spangrad.http.client_timeouts import TooSlowError
 
 RETRY_SECONDS = 1
-"""When a sender that was told to wait should come again."""
+"""Delay after which a sender that was refused for now should retry."""
 
 
 class HTTPReceiver:
-    """The three OTLP/HTTP endpoints."""
+    """Handlers of the three OTLP/HTTP endpoints."""
 
     def __init__(self, ingest: Ingest, guardian: Guardian) -> None:
         self._ingest = ingest
         self._guardian = guardian
 
     def application(self) -> web.Application:
-        """The endpoints as an aiohttp application."""
+        """Return the endpoints as an aiohttp application."""
         application = web.Application()
         application.router.add_post("/v1/traces", self._endpoint(self._storing(TRACES)))
         application.router.add_post("/v1/logs", self._endpoint(self._storing(LOGS)))
@@ -58,7 +58,7 @@ class HTTPReceiver:
             except TooLargeError as error:
                 return _refuse(kind, 413, Code.INVALID_ARGUMENT, str(error))
             except TooSlowError as error:
-                # Not 408, after which OTLP's senders drop what they have.
+                # Not 408, after which OTLP's senders drop the body.
                 return _refuse(kind, 503, Code.UNAVAILABLE, str(error))
             except QueueFullError:
                 return _refuse(kind, 429, Code.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")

@@ -1,8 +1,8 @@
-"""Bodies of trace requests, ready for either road into rows: wire bytes for the engine, or the message anew for Python.
+"""Bodies of trace requests, prepared for both decoders: wire bytes for the database, or the parsed message for Python.
 
 In: a decoded ExportTraceServiceRequest and its bytes. Out: a `TraceBody`, and for a batch of them one ProtobufList.
-Invariant: what stands before the engine was read by protobuf's own parser first, and what no row can hold is known before anything is
-said of a body; every message keeps its place in the batch.
+Invariant: all bytes that the database decodes were parsed by protobuf's own parser first, and the spans that no row can hold are known
+before a body is answered; every message keeps its place in the batch.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ _RESOURCE_SPANS = 0x0A
 _NUMBER, _SERVICE, _TEXT = b"\xc0\x3e", b"\xca\x3e", b"\xd2\x3e"
 """Tags of the fields that spans.proto adds: 1000 (a varint), 1001 and 1002 (with a length)."""
 _EMPTY_LIST = b"\x12\x02\x2a\x00"
-"""An attribute whose value is a list without items, which the engine can't tell from no value."""
+"""Bytes of an attribute whose value is a list without items, which the database can't distinguish from no value."""
 _WINDOW = 2**20
-"""Bytes of a body that are searched at once."""
+"""Number of bytes of a body that are searched at once."""
 _CACHED_SIZE = 4096
 _PIECE = 2**18
-"""About how many bytes of a list are handed over at once."""
+"""Approximate number of bytes of a list that are passed on at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceSpansPlace:
-    """Where in a body a ResourceSpans stands, and what is put behind it for the engine."""
+    """Place of a ResourceSpans in a body, and the bytes that are appended to it for the database."""
 
     start: int
     length: int
     texts: bytes
-    """Its resource as texts."""
+    """Its resource as protobuf fields of texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceBody:
-    """One request's spans."""
+    """Spans of one request."""
 
     load: Callable[[], bytes]
-    """The request as it came, unpacked, or as protobuf writes what came as JSON; from wherever it is kept."""
+    """Function that loads the request from where it is kept: unpacked as it came, or as protobuf if it came as JSON."""
     size: int
-    """Bytes that it has so."""
+    """Bytes of the loaded request."""
     spans: int
     refused: Refused
-    """Those of them that no row can hold."""
+    """The number of spans that no row can hold, and the reason."""
     wire: tuple[ResourceSpansPlace, ...] | None
-    """What the engine reads of it. None: there is something in the body that only Python reads right."""
+    """ResourceSpans that the database decodes. None: the body holds something that only Python decodes correctly."""
 
     @property
     def request(self) -> ExportTraceServiceRequest:
-        """The message, made anew: kept, it would be larger than its bytes."""
+        """Return the message, parsed again: it is not kept, since it would be larger than its bytes."""
         return ExportTraceServiceRequest.FromString(self.load())
 
 
@@ -77,9 +77,9 @@ def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
 
 
 def protobuf_list(bodies: Sequence[TraceBody], first: int = 0) -> Iterator[bytes]:
-    """The ResourceSpans of bodies, numbered from `first`, each with its resource as texts, in the envelope of FORMAT ProtobufList.
+    """Yield the ResourceSpans of bodies, numbered from `first`, each with its resource as texts, in the envelope of FORMAT ProtobufList.
 
-    In pieces: as one, it would be written into memory that the process must be given for it.
+    They come in pieces: as one, they would need newly allocated memory.
     """
     placed = [(body, place) for body in bodies for place in body.wire or ()]
     behind = [b"".join((_NUMBER, varint(number), place.texts)) for number, (_, place) in enumerate(placed, first)]
@@ -100,13 +100,13 @@ def protobuf_list(bodies: Sequence[TraceBody], first: int = 0) -> Iterator[bytes
 
 
 def resources(bodies: Sequence[TraceBody]) -> list[tuple[int, int]]:
-    """Of each number of `protobuf_list`, from its first: the place of its body, and its own in the body."""
+    """Return the index of the body and the index within it for each number of `protobuf_list`, from its first."""
     return [(place, index) for place, body in enumerate(bodies) for index in range(len(body.wire or ()))]
 
 
 def _has_empty_list(wire: bytes) -> bool:
-    """Whether the bytes of an empty list stand anywhere, as such or by chance."""
-    # A byte of them that is rare is looked for by vector instructions: a pattern, or `in`, takes three times as long.
+    """Return whether the bytes of an empty list occur anywhere, as such or by chance."""
+    # The rarest of the bytes is searched for by vector instructions: a pattern, or `in`, takes three times as long.
     every = np.frombuffer(wire, np.uint8)
     first, second, rare, last = _EMPTY_LIST
     for start in range(0, len(every), _WINDOW):
@@ -118,7 +118,7 @@ def _has_empty_list(wire: bytes) -> bool:
 
 
 def _places(request: ExportTraceServiceRequest, wire: bytes) -> tuple[ResourceSpansPlace, ...] | None:
-    """The fields of a request; None when there is one that we don't know."""
+    """Return the places of a request's ResourceSpans; None when it has an unknown field."""
     places: list[ResourceSpansPlace] = []
     at, end = 0, len(wire)
     resources = iter(request.resource_spans)
@@ -142,7 +142,7 @@ def _texts(resource: Resource) -> bytes:
 
 
 def _resource_texts(serialized: bytes) -> bytes:
-    """A resource as fields of ours."""
+    """Encode a resource as the fields that spans.proto adds."""
     attributes = Resource.FromString(serialized).attributes
     # The exporter sorts by key; of equal keys it keeps all, in their order.
     texts = sorted(((item.key, value_text(item.value)) for item in attributes), key=lambda text: text[0])
@@ -155,7 +155,7 @@ def _resource_texts(serialized: bytes) -> bytes:
 
 
 _cached_texts = lru_cache(maxsize=1024)(_resource_texts)
-"""Processes send the same resource again and again."""
+"""Cache of encoded resources, since processes send the same resource repeatedly."""
 
 
 def _text(text: str) -> bytes:

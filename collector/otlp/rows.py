@@ -1,8 +1,8 @@
-"""Spans and log records as rows: from OTLP messages to RowBinary, in the layout of the Collector's ClickHouse exporter.
+"""Encoder of spans and log records: from OTLP messages to RowBinary, in the layout of the Collector's ClickHouse exporter.
 
 In: an ExportTraceServiceRequest or ExportLogsServiceRequest. Out: `Rows`, bytes for one INSERT ... FORMAT RowBinary.
-Invariant: rows of several requests may simply be put one after the other; a span that no row can hold is counted and named, alone,
-and so is what its sender had dropped of it.
+Invariant: rows of several requests may simply be concatenated; only a span that no row can hold is rejected, counted and named; so are
+the attributes, events and links that a sender had dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LATEST = 2**63 - 1
 _CACHED_LENGTH = 128
 _KEY = itemgetter(0)
 _IDS, _SPAN_IDS = (0, 16), (0, 8)
-"""How many bytes ids of traces and of spans may have."""
+"""Valid lengths in bytes of trace ids and of span ids."""
 _signed = struct.Struct("<q").pack
 _unsigned = struct.Struct("<Q").pack
 _counts = struct.Struct("<QQQ").pack
@@ -57,29 +57,29 @@ class _UnstorableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one request."""
+    """Encoded rows of one request."""
 
     data: bytes
     count: int
     rejected: int = 0
-    """How many spans or records no row can hold."""
+    """Number of spans or records that no row can hold."""
     reason: str = ""
-    """Why, for the first of them; empty when there is none."""
+    """Reason for the first of them; empty when there is none."""
     dropped: bytes = b""
-    """Rows of otel.dropped_attributes: of spans and records whose senders kept a part of them back."""
+    """Rows of otel.dropped_attributes, for spans and records of which the sender dropped a part."""
 
     @property
     def size(self) -> int:
-        """Bytes of the rows."""
+        """Return the number of bytes of the rows."""
         return len(self.data)
 
 
-def encode_traces(request: ExportTraceServiceRequest, wanted: Mapping[tuple[int, int], Sequence[int]] | None = None) -> Rows:
-    """Spans of a request as rows of otel.otel_traces.
+def encode_traces(request: ExportTraceServiceRequest, selection: Mapping[tuple[int, int], Sequence[int]] | None = None) -> Rows:
+    """Encode spans of a request as rows of otel.otel_traces.
 
     Args:
-        request: the whole.
-        wanted: places of spans, by places of their resource and scope, all from 0. None: every span.
+        request: the whole request.
+        selection: indices of spans, by the indices of their resource and scope, all from 0. None: every span.
     """
     out: list[bytes] = []
     dropped: list[bytes] = []
@@ -88,8 +88,8 @@ def encode_traces(request: ExportTraceServiceRequest, wanted: Mapping[tuple[int,
         service, resource = _resource(resource_spans.resource)
         for scope_place, scope_spans in enumerate(resource_spans.scope_spans):
             spans: Iterable[Span] = scope_spans.spans
-            if wanted is not None:
-                spans = [scope_spans.spans[place] for place in wanted.get((resource_place, scope_place), ())]
+            if selection is not None:
+                spans = [scope_spans.spans[place] for place in selection.get((resource_place, scope_place), ())]
             scope_name = _name(scope_spans.scope.name)
             scope = scope_name + _name(scope_spans.scope.version)
             for span in spans:
@@ -101,20 +101,20 @@ def encode_traces(request: ExportTraceServiceRequest, wanted: Mapping[tuple[int,
                     del out[start:]
                     refusals.append(_refusal(span, error))
                     continue
-                if lost := _lost(span):
+                if counts := _dropped_counts(span):
                     dropped += (_SPAN, _time(span.start_time_unix_nano), service, scope_name, _name(span.name))
-                    dropped += (_id(span.trace_id, 16), _id(span.span_id, 8), lost)
+                    dropped += (_id(span.trace_id, 16), _id(span.span_id, 8), counts)
     return Rows(b"".join(out), count, len(refusals), refusals[0] if refusals else "", b"".join(dropped))
 
 
 def unstorable(request: ExportTraceServiceRequest) -> list[str]:
-    """Why no row can hold a span, for each span of which that is so: those that `encode_traces` rejects."""
+    """Return the reason for each span that no row can hold: those that `encode_traces` rejects."""
     return [
         reason
         for resource_spans in request.resource_spans
         for scope_spans in resource_spans.scope_spans
         for span in scope_spans.spans
-        # What nearly every span passes, at once.
+        # A fast check first, which nearly every span passes.
         if not (
             len(span.trace_id) in _IDS
             and len(span.span_id) in _SPAN_IDS
@@ -128,7 +128,7 @@ def unstorable(request: ExportTraceServiceRequest) -> list[str]:
 
 
 def encode_logs(request: ExportLogsServiceRequest) -> Rows:
-    """Every log record of a request as a row of otel.otel_logs."""
+    """Encode every log record of a request as a row of otel.otel_logs."""
     out: list[bytes] = []
     dropped: list[bytes] = []
     count, refusals = 0, list[str]()
@@ -160,8 +160,8 @@ def encode_logs(request: ExportLogsServiceRequest) -> Rows:
 
 
 def _unstorable(span: Span) -> str:
-    """Why no row can hold a span; empty when one can."""
-    # In the order of `_span`, so that both name the same reason.
+    """Return the reason why no row can hold a span; empty when one can."""
+    # In the order of `_span`, so that both give the same reason.
     try:
         _time(span.start_time_unix_nano)
         _id(span.trace_id, 16)
@@ -243,8 +243,8 @@ def _record(out: list[bytes], record: LogRecord, service: bytes, resource_and_sc
     put(_name(record.event_name))
 
 
-def _lost(span: Span) -> bytes:
-    """How many attributes, events and links the sender dropped; empty when none."""
+def _dropped_counts(span: Span) -> bytes:
+    """Return the encoded numbers of attributes, events and links that the sender dropped; empty when none."""
     attributes = span.dropped_attributes_count
     if span.events:
         attributes += sum(event.dropped_attributes_count for event in span.events)
@@ -256,7 +256,7 @@ def _lost(span: Span) -> bytes:
 
 
 def _resource(resource: Resource) -> tuple[bytes, bytes]:
-    """ServiceName and ResourceAttributes, as they stand in every row of the resource."""
+    """Return ServiceName and ResourceAttributes, as encoded in every row of the resource."""
     service = next((value_text(item.value) for item in resource.attributes if item.key == "service.name"), "")
     return _name(service), _map(resource.attributes)
 
@@ -304,7 +304,7 @@ def _id(raw: bytes, size: int) -> bytes:
 
 
 def _name(text: str) -> bytes:
-    """A string out of a small vocabulary: names and keys come again and again."""
+    """Encode a string of a small vocabulary, cached: names and keys are repeated often."""
     return _cached_name(text) if len(text) <= _CACHED_LENGTH else _string(text.encode())
 
 

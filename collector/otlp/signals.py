@@ -1,6 +1,6 @@
-"""The signals that are stored, and how each becomes rows and answers; what both OTLP protocols have in common.
+"""Signals that are stored, with the preparation of their bodies and their responses; shared by both OTLP protocols.
 
-In: a body. Out: rows, and after the commit the response message. Invariant: what could not be stored is named in the response.
+In: a body. Out: rows, and after the commit the response message. Invariant: the response counts what could not be stored, and says why.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from collector.write.ingest import Body, Charge, Ingest, Inserter
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Traces or logs."""
+    """A signal that is stored: traces or logs."""
 
     request: type[Message]
     response: type[Message]
     prepare: Callable[[Any, bytes], Body]
-    """From the message, and its protobuf bytes, to what the inserter takes."""
+    """Function that makes the inserter's body of the message and its protobuf bytes."""
     rejected_field: str
     inserter: Callable[[Ingest], Inserter[Any]]
 
     async def store(self, ingest: Ingest, unpack: Callable[[], bytes], content_type: str, charge: Charge) -> Message:
-        """Store a request's body; returns the response, after the commit.
+        """Store a request's body; return the response after the commit.
 
         Raises:
             UndecodableError: the body is not such a request.

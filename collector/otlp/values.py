@@ -1,7 +1,7 @@
-"""OTLP values as text, exactly as the OpenTelemetry Collector writes them.
+"""Conversion of OTLP values to text, exactly as the OpenTelemetry Collector writes them.
 
 In: an AnyValue. Out: what Go's `pcommon.Value.AsString` gives (0.161): strings as they are, numbers and booleans as text, bytes
-as standard base64, arrays and key-value lists as JSON. Invariant: the same text by both roads, which a test compares.
+as standard base64, arrays and key-value lists as JSON. Invariant: the same text as the Collector's, which a test compares.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LINE_ENDS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class _NoJSONError(ValueError):
-    """The value holds a number that JSON has no form for."""
+    """The value holds a number that JSON cannot represent."""
 
 
 def value_text(value: AnyValue) -> str:
-    """The text of a value; empty for a value that is not set, and for a list with a NaN or an infinity in it."""
+    """Return the text of a value; empty for a value that is not set, and for a list that holds a NaN or an infinity."""
     match value.WhichOneof("value"):
         case "string_value":
             return value.string_value
@@ -44,7 +44,7 @@ def value_text(value: AnyValue) -> str:
 
 
 def double_text(number: float) -> str:
-    """A float64 as the Collector writes it: shortest digits, an exponent only below 1e-6 and from 1e21."""
+    """Return a float64 as the Collector writes it: shortest digits, an exponent only below 1e-6 and from 1e21."""
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
     text = repr(number)

@@ -1,4 +1,4 @@
-"""Lengths as protobuf and RowBinary write them: seven bits a byte, the lowest first.
+"""Encoder of lengths (varints) for protobuf and RowBinary: seven bits a byte, the lowest first.
 
 In: a number, not negative. Out: its bytes. Invariant: the shortest form.
 """
@@ -19,5 +19,5 @@ _SHORT = tuple(_varint(number) for number in range(1 << 14))
 
 
 def varint(number: int) -> bytes:
-    """The bytes of a number."""
+    """Return the bytes of a number."""
     return _SHORT[number] if number < 1 << 14 else _varint(number)

@@ -1,1 +1,1 @@
-"""The span store's tables: numbered migrations, their form on a cluster, and what of them expires."""
+"""The span store's schema: numbered migrations, their form on a cluster, and the retention of rows."""

@@ -1,12 +1,12 @@
 """The schema on a cluster: the same statements, replicated, and sharded where asked.
 
 In: statements of collector/schema, which are written for one server. Out: statements for the servers of a cluster.
-Invariant: all rows of a trace are written on one shard and all conclusions on a rollout on one shard, so that rows which replace
-each other meet there, and FINAL over the shards counts a thing once.
+Invariant: all rows of a trace are written on one shard, and all rows derived from a rollout on one shard, so that rows that replace
+each other are on the same shard, and FINAL over the shards counts each once.
 
-Sharded, a table NAME becomes NAME_local on every server, and NAME stands over them all (Distributed): senders and readers use the
+Sharded, a table NAME becomes NAME_local on every server, and NAME spans them all (Distributed): senders and readers use the
 same names as on one server. Materialized views read and fill local tables, so that what is extracted from a span stays on its shard.
-Views read the tables over all shards; their IN and JOIN become GLOBAL: asked once, not by every shard of every shard.
+Views read the tables over all shards; their IN and JOIN become GLOBAL: evaluated once, not by every shard over every shard.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SHARD_BY = {
     "batch_files": "cityHash64(Policy, Branch)",
     "policy_versions": "cityHash64(Policy, Branch)",
 }
-"""Which shard a row goes to, by table. A row that is written again must go where it was, or it counts twice."""
+"""Sharding key of each table. A row that is written again must go to the same shard, or it counts twice."""
 _EVERYWHERE = "schema_migrations"
-"""One table for all servers, whatever their shard: each knows what was applied."""
+"""Table that is replicated on all servers of all shards, so that each knows the applied migrations."""
 
 CREATE = re.compile(r"CREATE (DATABASE|TABLE|MATERIALIZED VIEW|VIEW) IF NOT EXISTS (?:otel\.)?(\w+)")
-"""How every statement of the schema begins: what it makes, and that one's name."""
+"""Beginning of every statement of the schema: the kind of what it creates, and its name."""
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"", re.DOTALL)
 _ENGINE = re.compile(r"\bENGINE = (\w*MergeTree)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
 _TABLE = re.compile(r"\botel\.(\w+)")
@@ -55,15 +55,15 @@ _JOIN = re.compile(r"(?<!ARRAY )\b(?:(?:INNER|LEFT|RIGHT|FULL|CROSS|OUTER|ANY|AL
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Over which servers the tables lie."""
+    """Servers that hold the tables: one, or a cluster."""
 
     cluster: str | None = None
-    """Its name in the servers' configuration. None: one server, the embedded store say."""
+    """Name of the cluster in the servers' configuration. None: one server, such as the embedded store."""
     sharded: bool = False
 
     @classmethod
     def of(cls, store: StoreSettings) -> Layout:
-        """The layout that the settings name.
+        """Return the layout that the settings name.
 
         Raises:
             SettingsError: shards without a cluster.
@@ -73,41 +73,41 @@ class Layout:
         return cls(store.cluster, store.sharded)
 
     def __str__(self) -> str:
-        """As it is recorded in the store."""
+        """Return the layout's name, as it is recorded in the store."""
         if self.cluster is None:
             return "one server"
         return f"cluster {self.cluster}, sharded" if self.sharded else f"cluster {self.cluster}"
 
     @property
     def on_cluster(self) -> str:
-        """The clause that sends a statement to all servers; empty on one server."""
+        """Return the clause that sends a statement to all servers; empty on one server."""
         return f" ON CLUSTER '{self.cluster}'" if self.cluster else ""
 
     def local(self, table: str) -> str:
-        """The table that holds a server's own rows."""
+        """Return the name of the table that holds a server's own rows."""
         return f"{table}_local" if self.sharded else table
 
     def reading(self, sql: str) -> str:
-        """A query, or a condition, over all shards."""
+        """Return a query, or a condition, that is evaluated over all shards."""
         return _outside_literals(sql, _global) if self.sharded else sql
 
     def statements(self, statements: list[str]) -> list[str]:
-        """Statements that make this layout of what one server's statements say.
+        """Return the statements that create in this layout what the statements for one server create.
 
         Args:
             statements: without comments.
 
         Raises:
-            StoreError: a statement is of a kind, or a table without a key, of which this module does not know what to make.
+            StoreError: a statement is of an unknown kind, or a table has no sharding key.
         """
-        return statements if self.cluster is None else [made for one in statements for made in self._create(one)]
+        return statements if self.cluster is None else [created for statement in statements for created in self._create(statement)]
 
     def _create(self, sql: str) -> list[str]:
-        found = CREATE.match(sql)
-        if not found:
+        match = CREATE.match(sql)
+        if not match:
             raise StoreError(f"no cluster's form of {first_line(sql)!r} is known. Teach it to collector/schema/cluster.py.")
-        kind, name = found.groups()
-        head, body = sql[: found.end()] + self.on_cluster, sql[found.end() :]
+        kind, name = match.groups()
+        head, body = sql[: match.end()] + self.on_cluster, sql[match.end() :]
         match kind:
             case "TABLE":
                 return self._table(name, body)
@@ -121,27 +121,27 @@ class Layout:
     def _table(self, name: str, body: str) -> list[str]:
         shared = name == _EVERYWHERE
         local = name if shared else self.local(name)
-        # Names, not UUIDs: a server that joins later and is given the same statements finds its peers.
+        # Names, not UUIDs: a server that joins later and runs the same statements finds its peers.
         place = f"'/clickhouse/tables/otel/{local}', '{{shard}}-{{replica}}'" if shared else (
             f"'/clickhouse/tables/{{shard}}/otel/{local}', '{{replica}}'"
         )  # fmt: skip
 
         def replicated(text: str) -> str:
-            return _ENGINE.sub(lambda found: f"ENGINE = Replicated{found[1]}({place}{', ' + found[2] if found[2] else ''})", text)
+            return _ENGINE.sub(lambda engine: f"ENGINE = Replicated{engine[1]}({place}{', ' + engine[2] if engine[2] else ''})", text)
 
-        made = [f"CREATE TABLE IF NOT EXISTS otel.{local}{self.on_cluster}{_outside_literals(body, replicated)}"]
+        created = [f"CREATE TABLE IF NOT EXISTS otel.{local}{self.on_cluster}{_outside_literals(body, replicated)}"]
         if self.sharded and not shared:
             if name not in SHARD_BY:
                 raise StoreError(f"table otel.{name} has no sharding key. Give it one in SHARD_BY of collector/schema/cluster.py.")
-            made.append(
+            created.append(
                 f"CREATE TABLE IF NOT EXISTS otel.{name}{self.on_cluster} AS otel.{local}"
                 f" ENGINE = Distributed('{self.cluster}', 'otel', '{local}', {SHARD_BY[name]})"
             )
-        return made
+        return created
 
 
 def first_line(sql: str) -> str:
-    """Enough of a statement to find it by."""
+    """Return the first line of a statement, by which messages identify it."""
     return sql.strip().splitlines()[0]
 
 
@@ -150,8 +150,8 @@ def _global(text: str) -> str:
 
 
 def _outside_literals(sql: str, change: Callable[[str], str]) -> str:
-    """Change a statement, and leave what its quotes enclose as it is."""
+    """Change a statement except for quoted texts and names."""
     literals = _LITERAL.findall(sql)
-    # A character that no statement has stands for each.
+    # Each is replaced by a character that no statement contains.
     pieces = change(_LITERAL.sub("\0", sql)).split("\0")
     return "".join(piece + literal for piece, literal in zip(pieces, [*literals, ""], strict=True))

@@ -1,8 +1,8 @@
-"""The schema, brought up to date: numbered SQL files, each applied once and recorded.
+"""Migrations of the schema: numbered SQL files, each applied once and recorded.
 
-In: collector/schema/*.sql, the layout of the servers, and anything that runs a statement. Out: tables, and rows of
-`otel.schema_migrations`. Invariant: an applied file never changes; a file stopped in its middle, applied by two at once, or of which
-somebody has dropped a table, is applied again: its statements are idempotent, and its record replaces itself.
+In: collector/schema/*.sql, the layout of the servers, and a function that runs a statement. Out: tables, and rows of
+`otel.schema_migrations`. Invariant: an applied file never changes; a file that failed in its middle, that two processes applied at once,
+or whose table a user has dropped, is applied again: its statements are idempotent, and its record replaces itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spangrad.errors import StoreError
 logger = logging.getLogger(__name__)
 
 Execute = Callable[[str], str]
-"""Runs one statement and returns its rows as TabSeparated text: the embedded engine, or a client of a server."""
+"""Function that runs one statement, on the embedded database or a server, and returns its rows as TabSeparated text."""
 SCHEMA = Path(__file__).parent
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
@@ -35,7 +35,7 @@ FROM otel.schema_migrations FINAL ORDER BY Number"""
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One SQL file."""
+    """A migration: one SQL file."""
 
     number: int
     name: str
@@ -43,16 +43,16 @@ class Migration:
 
     @property
     def sha256(self) -> str:
-        """Of the file's bytes."""
+        """Return the SHA-256 of the file's bytes, in hex."""
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
     def makes(self, layout: Layout) -> list[str]:
-        """Names of the tables and views that it makes on these servers."""
+        """Return the names of the tables and views that it creates on these servers."""
         created = map(CREATE.match, layout.statements(statements(self.sql)))
-        return [one[2] for one in created if one and one[1] != "DATABASE"]
+        return [match[2] for match in created if match and match[1] != "DATABASE"]
 
     def script(self, layout: Layout) -> list[str]:
-        """The file's statements for these servers, and the one that records it."""
+        """Return the file's statements for these servers, and the one that records the migration."""
         record = f"({self.number}, '{self.name}', '{self.sha256}', '{layout}')"
         return [
             *layout.statements(statements(self.sql)),
@@ -61,17 +61,17 @@ class Migration:
 
 
 class State(StrEnum):
-    """How a migration stands between this installation and a store."""
+    """State of a migration, by comparison of this installation with a store."""
 
     APPLIED = "applied"
     NEW = "new"
-    """The store lacks it: `spangrad schema migrate`."""
+    """The store lacks it; `spangrad schema migrate` applies it."""
     INCOMPLETE = "incomplete"
-    """It was applied, and somebody has dropped a table or view that it made: `spangrad schema migrate`."""
+    """It was applied, and a table or view of it was dropped since; `spangrad schema migrate` creates it again."""
     CHANGED = "changed"
-    """The file is no longer what was applied."""
+    """The file differs from the one that was applied."""
     UNKNOWN = "unknown-newer"
-    """The store has it from a newer spangrad, and this one has no such file."""
+    """A newer spangrad applied it to the store, and this installation has no such file."""
 
 
 _TO_APPLY = frozenset({State.NEW, State.INCOMPLETE})
@@ -79,15 +79,15 @@ _TO_APPLY = frozenset({State.NEW, State.INCOMPLETE})
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One migration, as the installation and the store know it."""
+    """State of one migration in the installation and the store."""
 
     number: int
     name: str
     state: State
     applied_at: str
-    """UTC; empty when it is not applied."""
+    """Time in UTC; empty when it is not applied."""
     lacks: tuple[str, ...] = ()
-    """Tables and views that it made, and that are gone."""
+    """Tables and views that it created, and that are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +99,21 @@ class _Applied:
 
 
 def preamble(layout: Layout) -> list[str]:
-    """What stands before the first migration: the table that records them."""
+    """Return the statements before the first migration, which create the table that records them."""
     return layout.statements(["CREATE DATABASE IF NOT EXISTS otel", _RECORD])
 
 
 def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
-    """Apply what was not applied yet, or is not whole any longer, in order.
+    """Apply the migrations that are new or incomplete, in order.
 
     Args:
         execute: runs a statement on the store.
         layout: of its servers.
         directory: of the SQL files.
-        report: told a line a migration.
+        report: called with a line for each migration.
 
     Returns:
-        What was applied now.
+        The migrations that were applied now.
 
     Raises:
         StoreError: an applied file was changed or is gone, a file's name or number is wrong, the store has another layout, or it
@@ -137,13 +137,13 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
 
 
 def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incomplete: bool = True) -> list[Migration]:
-    """What was not applied yet, in order; changes nothing.
+    """Return the migrations that are not applied yet, in order; change nothing.
 
     Args:
         execute: runs a statement on the store.
         layout: of its servers.
         directory: of the SQL files.
-        incomplete: also what is not whole any longer. A user sees tables only that it may use: one who inserts misses most.
+        incomplete: include incomplete migrations. A user sees only tables that it may use: one who only inserts misses most.
 
     Raises:
         StoreError: as for `migrate`.
@@ -151,7 +151,7 @@ def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incom
     return _pending(status(execute, layout, directory), directory, _TO_APPLY if incomplete else {State.NEW})
 
 
-def _pending(entries: list[Entry], directory: Path, wanted: Collection[State]) -> list[Migration]:
+def _pending(entries: list[Entry], directory: Path, states: Collection[State]) -> list[Migration]:
     for entry in entries:
         if entry.state is State.CHANGED:
             raise StoreError(
@@ -162,12 +162,12 @@ def _pending(entries: list[Entry], directory: Path, wanted: Collection[State]) -
                 f"the store was migrated by {entry.name}, which {directory} does not have: this spangrad is older than the store."
                 " Upgrade it."
             )
-    numbers = {entry.number for entry in entries if entry.state in wanted}
+    numbers = {entry.number for entry in entries if entry.state in states}
     return [migration for migration in read_migrations(directory) if migration.number in numbers]
 
 
 def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[Entry]:
-    """Every migration that the installation or the store knows, in order; changes nothing.
+    """Return every migration that the installation or the store has, in order; change nothing.
 
     Raises:
         StoreError: a file's name or number is wrong, or the store has another layout.
@@ -204,7 +204,7 @@ def _applied(execute: Execute) -> dict[int, _Applied]:
 
 
 def read_migrations(directory: Path) -> list[Migration]:
-    """The directory's SQL files, in order.
+    """Read the directory's SQL files, in order.
 
     Raises:
         StoreError: a name is not NNNN_words.sql, or numbers do not run 1, 2, 3, ...
@@ -221,17 +221,17 @@ def read_migrations(directory: Path) -> list[Migration]:
 
 
 def materialized_views(directory: Path = SCHEMA) -> list[str]:
-    """Names of the views that an insert fills."""
-    created = (one for migration in read_migrations(directory) for one in CREATE.findall(migration.sql))
+    """Return the names of the materialized views, which an insert fills."""
+    created = (match for migration in read_migrations(directory) for match in CREATE.findall(migration.sql))
     return [name for kind, name in created if kind == "MATERIALIZED VIEW"]
 
 
 def statements(sql: str) -> list[str]:
-    """The statements of a file, without comments; semicolons in strings and comments separate nothing."""
-    found = [""]
+    """Split a file into statements, without comments; semicolons in strings and comments separate nothing."""
+    parts = [""]
     for piece in _PIECE.findall(sql):
         if piece == ";":
-            found.append("")
+            parts.append("")
         elif not piece.startswith(("--", "/*")):
-            found[-1] += piece
-    return [statement.strip() for statement in found if statement.strip()]
+            parts[-1] += piece
+    return [statement.strip() for statement in parts if statement.strip()]

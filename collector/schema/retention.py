@@ -1,10 +1,10 @@
-"""What grows with spans and is old goes, but for what a committed batch used.
+"""Retention: deletes old rows of the tables that grow with spans, except those of rollouts that a committed batch used.
 
-In: a point in time, and anything that runs a statement. Out: fewer rows. Invariant: of a rollout that a committed batch used
-nothing is deleted, neither its spans (all spans of its traces), calls, logs, nor what was concluded of it; and conclusions
-outlive their spans, so that no builder takes a rollout that was built for a new one (docs/decisions/0007).
+In: a point in time, and a function that runs a statement. Out: fewer rows. Invariant: of a rollout that a committed batch used,
+nothing is deleted: neither its spans (all spans of its traces), calls and logs, nor the rows derived from it; and derived rows
+outlive their spans, so that no builder takes a rollout that was already built for a new one (docs/decisions/0007).
 
-A trace goes as a whole, when its newest span both began and arrived before that time. Rows that belong to no trace go by their own.
+A trace is deleted as a whole, when its newest span both began and arrived before that time. Rows of no trace are deleted by their own time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from spangrad.errors import StoreError
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3600
-"""How often the embedded store looks whether a day has gone by, and tries again what failed."""
+"""Interval at which the embedded store checks whether a new day has begun, and retries what failed."""
 _POLL_SECONDS = 0.1
 
 _TRAINED = "SELECT RolloutId FROM otel.batches"
 # Some spans of a trace are old, some are not. Rows of a trace that are not merged yet each know a part of it.
-# Whatever names a trained rollout, be it by session, conversation or trace, has that name for its RolloutKey.
+# Every span that names a trained rollout, be it by session, conversation or trace, has that name as its RolloutKey.
 _KEPT_TRACES = f"""
     SELECT TraceId FROM otel.trace_rollouts
     WHERE (LastSeen >= {{cutoff}} OR IngestedAt >= {{cutoff}})
@@ -39,8 +39,8 @@ _KEPT_TRACES = f"""
 _OLD_TRACE = f"TraceId NOT IN ({_KEPT_TRACES})"
 _OLD_SPAN = f"Timestamp < {{cutoff}} AND {_OLD_TRACE}"
 _OLD_TYPED = f"IngestedAt < {{cutoff}} AND RolloutKey NOT IN ({_TRAINED}) AND {_OLD_SPAN}"
-# All conclusions of a rollout go at once, and none before its spans: these have gone already when this is asked.
-_OLD_CONCLUSION = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND RolloutId NOT IN (
+# All derived rows of a rollout are deleted at once, and after its spans, which are already deleted when this is evaluated.
+_OLD_DERIVED = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND RolloutId NOT IN (
     SELECT RolloutKey FROM otel.rollout_spans WHERE RolloutKey IN (SELECT RolloutId FROM otel.{{table}} WHERE IngestedAt < {{cutoff}})
     UNION ALL
     SELECT RolloutId FROM otel.transitions
@@ -63,25 +63,25 @@ OLD = {
     "dropped_attributes": f"IngestedAt < {{cutoff}} AND {_OLD_SPAN}",
     "trace_keys": "IngestedAt < {cutoff} AND (TraceId, RolloutKey) NOT IN (SELECT TraceId, RolloutKey FROM otel.rollout_spans)",
     "trace_rollouts": f"LastSeen < {{cutoff}} AND IngestedAt < {{cutoff}} AND {_OLD_TRACE}",
-    "rewards": _OLD_CONCLUSION,
-    "transitions": _OLD_CONCLUSION,
-    "drops": _OLD_CONCLUSION,
-    "builds": _OLD_CONCLUSION,
+    "rewards": _OLD_DERIVED,
+    "transitions": _OLD_DERIVED,
+    "drops": _OLD_DERIVED,
+    "builds": _OLD_DERIVED,
     "claims": "IngestedAt < {cutoff}",
 }
-"""Which rows of which tables go, in this order. Tables that are not here are kept: they say what was trained."""
+"""Table -> condition of the rows to delete, in this order. Tables that are not listed are kept: they record what was trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """What was deleted from one table."""
+    """Number of rows that were deleted from one table."""
 
     table: str
     rows: int
 
 
 def cutoff(execute: Execute, ttl_days: int) -> int:
-    """The start of the store's day, `ttl_days` ago, in seconds since 1970: whole days go, in one deletion each."""
+    """Return the start of the store's day, `ttl_days` ago, in seconds since 1970: whole days are deleted, one at a time."""
     return int(execute(f"SELECT toUnixTimestamp(toStartOfDay(now() - INTERVAL {ttl_days} DAY))"))
 
 
@@ -92,17 +92,17 @@ def expire(
     report: Callable[[str], None] = logger.info,
     stop: threading.Event | None = None,
 ) -> list[Expired]:
-    """Delete what is older than a point in time; returns when it is gone.
+    """Delete the rows older than a point in time; return when they are gone.
 
     Args:
         execute: runs a statement on the store.
         before: the point, in seconds since 1970.
         layout: of the store's servers.
-        report: told a line a table.
+        report: called with a line for each table.
         stop: when set, end before the next statement; a deletion that has begun goes on.
 
     Returns:
-        What was deleted, of each table that lost rows; rows that replace each other are counted each.
+        The deletions from each table that lost rows; rows that replace each other are counted each.
 
     Raises:
         StoreError: the store refused a statement, or a deletion failed.
@@ -114,7 +114,7 @@ def expire(
         _await_deletions(execute, table, layout, stop)
         if stop.is_set():
             return expired
-        # Every deletion handles every part of the table, if only to find nothing in it: none is begun for nothing.
+        # Every deletion visits every part of the table, even without a match: skip it where no row matches.
         rows = int(execute(f"SELECT count() FROM otel.{table} WHERE {old}"))
         if not rows:
             continue
@@ -130,7 +130,7 @@ def expire(
 
 
 def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threading.Event) -> None:
-    """Wait for what is being deleted: asking again and again, for it may take longer than a connection lives."""
+    """Wait for the table's deletions; poll, since they may take longer than a connection lives."""
     mutations = f"clusterAllReplicas('{layout.cluster}', system.mutations)" if layout.cluster else "system.mutations"
     unfinished = f"FROM {mutations} WHERE database = 'otel' AND table = '{layout.local(table)}' AND NOT is_done"
     while not stop.is_set():
@@ -143,10 +143,10 @@ def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threadi
 
 
 class Expiry:
-    """The embedded store's own: a thread that deletes a day's rows when the day has gone by."""
+    """Expiry of the embedded store: a thread that deletes old rows once a day."""
 
     def __init__(self, open_handle: Callable[[], Handle], ttl_days: int) -> None:
-        """Begin; `open_handle` gives the thread a session of its own."""
+        """Start the thread; `open_handle` opens a session for it."""
         self._open = open_handle
         self._ttl_days = ttl_days
         self._stop = threading.Event()
@@ -154,11 +154,11 @@ class Expiry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin no further statement."""
+        """Stop before the next statement."""
         self._stop.set()
 
     def join(self) -> None:
-        """Wait for the one that runs, which may have been cancelled."""
+        """Wait for the running statement, which may have been cancelled."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -167,7 +167,7 @@ class Expiry:
             done: int | None = None
             while not self._stop.is_set():
                 try:
-                    done = self._look(lambda sql: handle.query(sql).body.decode(), done)
+                    done = self._expire_if_due(lambda sql: handle.query(sql).body.decode(), done)
                 except StoreError as error:
                     if not self._stop.is_set():
                         logger.error("old rows were not all deleted, next try in %d s: %s", LOOK_SECONDS, error)
@@ -175,7 +175,7 @@ class Expiry:
         finally:
             handle.close()
 
-    def _look(self, execute: Execute, done: int | None) -> int:
+    def _expire_if_due(self, execute: Execute, done: int | None) -> int:
         before = cutoff(execute, self._ttl_days)
         if before != done:
             expire(execute, before, Layout(), stop=self._stop)
