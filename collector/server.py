@@ -110,7 +110,7 @@ async def _serve(store: StoreSettings, database: Engine) -> None:
     )
     await stop.wait()
     # First refuse new requests, then answer those in progress: the inserters commit meanwhile.
-    ingest.hurry()
+    ingest.flush_now()
     if expiry:
         expiry.stop()
     cancelling = asyncio.create_task(_cancel_statements(database))

@@ -1,7 +1,7 @@
-"""Answers of ClickHouse's HTTP interface: in one piece when they are small or asked for so, else piece by piece as they are made.
+"""Answers of ClickHouse's HTTP interface: in one piece if they are small or the client asks for it, else streamed.
 
-In: a `Run`. Out: an HTTP answer, packed as the client asked. Invariant: whatever an answer's size, a few megabytes of it are held; one
-that fails in its middle ends with an exception block and without HTTP's last chunk, so that nobody takes it for a whole one.
+In: a `Run`. Out: an HTTP answer, packed as the client asked. Invariant: of an answer of any size, a few megabytes are held; one
+that fails in its middle ends with an exception block and without HTTP's last chunk, so that no client takes it for complete.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from collector.sql.request import Statement
 from collector.sql.statements import Run
 
 HELD = PIECE
-"""An answer up to this size goes out in one piece, with what is known at its end in its headers."""
+"""Size in bytes up to which an answer is sent in one piece, with its final counts in the headers."""
 HELD_AT_MOST = 64 * 2**20
-"""The most that a client's `buffer_size` gets."""
+"""Largest value in bytes of a client's `buffer_size`; larger ones are reduced to it."""
 SPOOL_BYTES = 4 * 2**30
-"""Of the file that holds an answer whose client waits for its end."""
+"""Largest size of the file that holds an answer whose client waits for its end."""
 QUICK_SECONDS = 0.003
-"""How long a statement runs before its answer is watched."""
+"""Time that a statement is given to end before its answer is read from the pipe."""
 SEND_SECONDS = 60
-"""How long a client may take nothing of an answer before it counts as gone."""
+"""Longest time that a client may read nothing of an answer before it counts as disconnected."""
 _SEND = 1 << 16
 _PACK_FROM = 4096
 _LONGEST_EXCEPTION = 16 * 2**10
 _READ_SECONDS = 1.0
-"""How long a client has to read why its answer ended, before the connection does."""
+"""Time that a client has to read the exception before the connection is closed."""
 _TAG_LETTERS = string.ascii_lowercase + string.digits
 _CONTENT_TYPES = {
     "JSON": "application/json; charset=UTF-8",
@@ -53,45 +53,45 @@ _CONTENT_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How a client wants its answer."""
+    """Form of the answer that a client asks for."""
 
     framed: bool
-    """In ClickHouse's compressed frames."""
+    """True for an answer in ClickHouse's compressed frames."""
     encoding: str | None
-    """Of HTTP."""
+    """HTTP content encoding. None: the answer is not packed."""
     whole: bool
-    """Not before its end is known to be good."""
+    """True if nothing may be sent before the statement has succeeded."""
     held: int
-    """Bytes to hold back for that, or for what stands in the headers."""
+    """Bytes to hold in memory before the answer is streamed, or spooled to a file."""
     headers: Mapping[str, str]
-    """Of every answer, errors too."""
+    """Headers of every answer, also of errors."""
     timezone: str
     spool: Path
-    """Directory for what is too large to hold."""
+    """Directory for answers that are too large for memory."""
     begin: float = field(default_factory=time.perf_counter)
 
 
-async def send_answer(request: web.Request, run: Run, wanted: Wanted) -> web.StreamResponse:
-    """Answer with what a run makes.
+async def send_answer(request: web.Request, run: Run, form: Wanted) -> web.StreamResponse:
+    """Answer with the result of a run.
 
     Raises:
-        Exception: one of REFUSALS, while nothing has been sent.
+        Exception: an error of REFUSALS, while nothing has been sent.
     """
-    # Most statements end before it is worth to watch the pipe, whose own room takes their answers.
+    # Most statements end before it is worth reading the pipe, whose buffer holds their answers.
     await run.settle()
     if run.done.done():
-        return await _in_one_piece(run, wanted, run.pipe.rest())
+        return await _in_one_piece(run, form, run.pipe.rest())
     head: list[bytes] = []
-    while sum(map(len, head)) <= wanted.held:
+    while sum(map(len, head)) <= form.held:
         piece = await run.pipe.read()
         if not piece:
-            return await _in_one_piece(run, wanted, b"".join(head))
+            return await _in_one_piece(run, form, b"".join(head))
         head.append(piece)
     if request.method == "HEAD":
-        return web.Response(headers=_headers(run, wanted))
-    if not wanted.whole:
-        return await _send(request, _headers(run, wanted), wanted, _pieces(run, head))
-    with tempfile.TemporaryFile(dir=wanted.spool) as file:
+        return web.Response(headers=_headers(run, form))
+    if not form.whole:
+        return await _send(request, _headers(run, form), form, _pieces(run, head))
+    with tempfile.TemporaryFile(dir=form.spool) as file:
         async for piece in _pieces(run, head):
             await asyncio.to_thread(file.write, piece)
             if file.tell() > SPOOL_BYTES:
@@ -106,21 +106,21 @@ async def send_answer(request: web.Request, run: Run, wanted: Wanted) -> web.Str
             while piece := await asyncio.to_thread(file.read, PIECE):
                 yield piece
 
-        return await _send(request, _headers(run, wanted, run.done.result()), wanted, spooled())
+        return await _send(request, _headers(run, form, run.done.result()), form, spooled())
 
 
-def send_refusal(error: Exception, wanted: Wanted) -> web.Response:
-    """Answer a request that is refused, readably for a client that asked for frames."""
-    told = refusal(error)
-    body = f"{told.message}\n".encode()
-    headers = {**wanted.headers, "X-ClickHouse-Exception-Code": str(told.code), "Content-Type": "text/plain; charset=UTF-8"}
-    if told.status == 401:
+def send_refusal(error: Exception, form: Wanted) -> web.Response:
+    """Answer a request that is refused; in a frame if the client asked for frames."""
+    refused = refusal(error)
+    body = f"{refused.message}\n".encode()
+    headers = {**form.headers, "X-ClickHouse-Exception-Code": str(refused.code), "Content-Type": "text/plain; charset=UTF-8"}
+    if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="spangrad store"'
-    return web.Response(status=told.status, body=frame(body) if wanted.framed else body, headers=headers)
+    return web.Response(status=refused.status, body=frame(body) if form.framed else body, headers=headers)
 
 
 async def _pieces(run: Run, head: list[bytes]) -> AsyncIterator[bytes]:
-    """What was read and what is still to come; raises at the end when the statement failed."""
+    """Yield the pieces that were read, and those still to come; raise at the end if the statement failed."""
     while head:
         yield head.pop(0)
     while piece := await run.pipe.read():
@@ -128,11 +128,11 @@ async def _pieces(run: Run, head: list[bytes]) -> AsyncIterator[bytes]:
     await run.result()
 
 
-async def _in_one_piece(run: Run, wanted: Wanted, piped: bytes) -> web.Response:
+async def _in_one_piece(run: Run, form: Wanted, piped: bytes) -> web.Response:
     answer = await run.result()
     body = piped or answer.body
-    headers = _headers(run, wanted, answer)
-    packer = _packer(wanted) if wanted.framed or len(body) > _PACK_FROM else None
+    headers = _headers(run, form, answer)
+    packer = _packer(form) if form.framed or len(body) > _PACK_FROM else None
     if packer is None:
         return web.Response(body=body, headers=headers)
     if isinstance(packer, Packer):
@@ -144,10 +144,10 @@ async def _in_one_piece(run: Run, wanted: Wanted, piped: bytes) -> web.Response:
     return web.Response(body=packed, headers=headers)
 
 
-async def _send(request: web.Request, headers: dict[str, str], wanted: Wanted, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
+async def _send(request: web.Request, headers: dict[str, str], form: Wanted, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
     tag = "".join(secrets.choice(_TAG_LETTERS) for _ in range(16))
     headers["X-ClickHouse-Exception-Tag"] = tag
-    packer = _packer(wanted)
+    packer = _packer(form)
     if isinstance(packer, Packer):
         headers["Content-Encoding"] = packer.encoding
     response = web.StreamResponse(headers=headers)
@@ -160,7 +160,7 @@ async def _send(request: web.Request, headers: dict[str, str], wanted: Wanted, p
         except REFUSALS as error:
             block = _exception_block(refusal(error), tag)
             await _put(response, packer.fail(block) if packer else block)
-            # Some clients (aiohttp's) forget what they have not read yet when the connection ends early.
+            # Some clients (aiohttp's) drop what they have not read yet when the connection ends early.
             await asyncio.sleep(_READ_SECONDS)
             _cut(request)
             return response
@@ -172,28 +172,28 @@ async def _send(request: web.Request, headers: dict[str, str], wanted: Wanted, p
 
 
 async def _put(response: web.StreamResponse, data: bytes) -> None:
-    """Send, at the client's pace."""
+    """Send data at the client's pace; raise TimeoutError when it stops reading."""
     for start in range(0, len(data), _SEND):
         async with asyncio.timeout(SEND_SECONDS):
             await response.write(data[start : start + _SEND])
 
 
 def _cut(request: web.Request) -> None:
-    """End the connection after what was sent, without the last chunk."""
+    """Close the connection after what was sent, without HTTP's last chunk."""
     if request.transport:
         request.transport.close()
 
 
-def _exception_block(told: Refusal, tag: str) -> bytes:
-    """As ClickHouse writes it since 25.11."""
-    message = told.message.encode()[:_LONGEST_EXCEPTION]
+def _exception_block(refused: Refusal, tag: str) -> bytes:
+    """Return the exception block of a streamed answer, in ClickHouse's form since 25.11."""
+    message = refused.message.encode()[:_LONGEST_EXCEPTION]
     return b"\r\n__exception__\r\n%s\r\n%s\n%d %s\r\n__exception__\r\n" % (tag.encode(), message, len(message) + 1, tag.encode())
 
 
-def _headers(run: Run, wanted: Wanted, answer: Answer | None = None) -> dict[str, str]:
+def _headers(run: Run, form: Wanted, answer: Answer | None = None) -> dict[str, str]:
     statement = run.statement
     assert statement is not None, "a run that answers has read its statement"
-    headers = {**wanted.headers, "X-ClickHouse-Timezone": wanted.timezone, "Content-Type": _content_type(statement)}
+    headers = {**form.headers, "X-ClickHouse-Timezone": form.timezone, "Content-Type": _content_type(statement)}
     # Clients take the format's name as a sign that there is a result.
     if statement.answers:
         headers["X-ClickHouse-Format"] = statement.format
@@ -203,7 +203,7 @@ def _headers(run: Run, wanted: Wanted, answer: Answer | None = None) -> dict[str
             "read_bytes": answer.bytes_read,
             "written_rows": answer.rows_written,
             "written_bytes": len(statement.rows or b""),
-            "elapsed_ns": int((time.perf_counter() - wanted.begin) * 1e9),
+            "elapsed_ns": int((time.perf_counter() - form.begin) * 1e9),
         }
         headers["X-ClickHouse-Summary"] = json.dumps({key: str(value) for key, value in summary.items()})
     return headers
@@ -216,7 +216,7 @@ def _content_type(statement: Statement) -> str:
 
 
 class _Framer:
-    """Packs in ClickHouse's frames."""
+    """Packer for ClickHouse's frames."""
 
     def pack(self, piece: bytes) -> bytes:
         return frame(piece)
@@ -229,13 +229,13 @@ class _Framer:
 
 
 class _Encoder(Packer):
-    """Packs in an encoding of HTTP."""
+    """Packer for a content encoding of HTTP."""
 
     def fail(self, block: bytes) -> bytes:
         return self.pack(block) + self.finish()
 
 
-def _packer(wanted: Wanted) -> _Encoder | _Framer | None:
-    if wanted.framed:
+def _packer(form: Wanted) -> _Encoder | _Framer | None:
+    if form.framed:
         return _Framer()
-    return _Encoder(wanted.encoding) if wanted.encoding else None
+    return _Encoder(form.encoding) if form.encoding else None

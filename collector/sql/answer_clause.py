@@ -1,6 +1,6 @@
-"""Where a statement says in which format it is answered: the clause that ends a SELECT, SHOW, DESCRIBE and their like.
+"""Parser of the clause that names the format of the answer, at the end of SELECT, SHOW, DESCRIBE and similar statements.
 
-In: SQL. Out: what stands before and behind the place where the engine can be told where to write the answer.
+In: SQL. Out: the statement, split at the place where INTO OUTFILE can tell the database where to write the answer.
 Invariant: patterns run in time linear in the statement; a clause in a comment or a text is not taken for one.
 """
 
@@ -20,32 +20,32 @@ _COVERED = re.compile(
     r"|--[^\n]*+|\#[!\s][^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/|\Z)",
     re.DOTALL,
 )
-"""Texts, quoted names and comments."""
+"""Matches texts, quoted names and comments."""
 _TAIL = 1 << 12
-"""Only the end is searched: a statement may be as long as the rows in it."""
+"""Number of characters at the end that are searched: a statement may be as long as the rows in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerClause:
-    """A statement, cut where INTO OUTFILE would stand."""
+    """A statement, split at the place for INTO OUTFILE."""
 
     before: str
     after: str
-    """FORMAT and SETTINGS, or empty."""
+    """The clauses FORMAT and SETTINGS; empty: there are none."""
     format: str
     """The named format; empty: none is named."""
 
 
 def find_answer_clause(sql: str) -> AnswerClause:
-    """Cut a statement. One that has no such clause, or ends with something unusual, is cut at its end."""
+    """Split a statement. One that has no such clause, or ends with something unusual, is split at its end."""
     start = max(0, len(sql) - _TAIL)
-    found = _LAST.search(sql, start)
-    if not found or _is_comment(sql, found.start()):
+    match = _LAST.search(sql, start)
+    if not match or _is_comment(sql, match.start()):
         return AnswerClause(sql.rstrip("; \t\r\n"), "", "")
-    return AnswerClause(sql[: found.start()], sql[found.start() : found.start("end")], found["format"])
+    return AnswerClause(sql[: match.start()], sql[match.start() : match.start("end")], match["format"])
 
 
 def _is_comment(sql: str, place: int) -> bool:
     line = sql[sql.rfind("\n", 0, place) + 1 : place]
-    # Seldom: then the whole statement must be read to know.
-    return bool(_COMMENT.search(line)) and any(found.start() < place < found.end() for found in _COVERED.finditer(sql))
+    # Rarely: then the whole statement must be searched.
+    return bool(_COMMENT.search(line)) and any(match.start() < place < match.end() for match in _COVERED.finditer(sql))

@@ -1,7 +1,7 @@
-"""Bodies of requests to ClickHouse's HTTP interface: a statement, rows, or a form with a statement, parameters and files.
+"""Reader of bodies of ClickHouse's HTTP interface: a statement, rows, or a form with a statement, parameters and files.
 
-In: a request's stream. Out: bytes, unpacked, or fields and files. Invariant: what arrives is held in the budget while it arrives,
-and is whole; however long it takes to unpack, answers do not wait for that.
+In: a request's stream. Out: bytes, unpacked, or fields and files. Invariant: what arrives is charged to the budget as it arrives,
+and is whole; answers to other requests do not wait while a body is unpacked.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from collector.write.ingest import Charge
 from spangrad.http.client_timeouts import arriving
 
 MAX_BODY = 512 * 2**20
-"""Bytes of one statement with its rows, packed or unpacked."""
+"""Largest number of bytes of one statement with its rows, packed or unpacked."""
 UNPACKED_AT_ONCE = 2
 _PIECE = 1 << 16
 
 
 class Unpacker:
-    """Threads that unpack bodies, and do nothing else."""
+    """Thread pool that unpacks bodies, and does nothing else."""
 
     def __init__(self, name: str) -> None:
-        """Name the threads."""
+        """Create the pool; `name` is part of its threads' names."""
         self._threads = ThreadPoolExecutor(UNPACKED_AT_ONCE, f"unpack-{name}")
-        # A body waits here, where it goes with its request, and not in the threads' queue.
+        # A body waits here, where it is freed with its request, and not in the threads' queue.
         self._turns = asyncio.Semaphore(UNPACKED_AT_ONCE)
 
     async def run(self, unpack: Callable[[], bytes]) -> bytes:
@@ -40,18 +40,18 @@ class Unpacker:
             return await asyncio.get_running_loop().run_in_executor(self._threads, unpack)
 
     def close(self) -> None:
-        """Unpack no more; what is under way ends with its charge."""
+        """Start no more unpacking; what is in progress ends with its charge."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def read_body(request: web.Request, parameters: Mapping[str, str], charge: Charge, unpacker: Unpacker) -> bytes:
-    """The whole body, unpacked. A client that leaves in its middle ends the request here.
+    """Read the whole body, unpacked. A client that disconnects in its middle ends the request here.
 
     Raises:
         TooLargeError: the body has more than MAX_BODY bytes.
-        EncodingError: the body is not packed as it says.
+        EncodingError: the body is not packed as its headers say.
         QueueFullError: the budget is spent.
-        TooSlowError: the body does not get on.
+        TooSlowError: the body arrives too slowly.
     """
     packed = await received(request, MAX_BODY, charge)
     encoding, framed = request.headers.get("Content-Encoding", ""), parameters.get("decompress") == "1"
@@ -66,13 +66,13 @@ async def read_body(request: web.Request, parameters: Mapping[str, str], charge:
 
 
 async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str], dict[str, bytes]]:
-    """The fields of a form (the statement and its parameters, when they are too long for a URL), and its files.
+    """Read the fields of a form (the statement and its parameters, when they are too long for a URL), and its files.
 
     Raises:
-        BadRequestError: the form is none, or packed.
+        BadRequestError: the form is malformed, or packed.
         TooLargeError: the form has more than MAX_BODY bytes.
         QueueFullError: the budget is spent.
-        TooSlowError: the form does not get on.
+        TooSlowError: the form arrives too slowly.
     """
     if request.headers.get("Content-Encoding"):
         raise BadRequestError(48, "a form must not be packed.", "NOT_IMPLEMENTED")

@@ -1,6 +1,6 @@
 """Errors of ClickHouse's HTTP interface, as a ClickHouse server reports them.
 
-In: what went wrong. Out: ClickHouse's code, an HTTP status and a sentence. Invariant: every refusal has a code that drivers know.
+In: an exception. Out: ClickHouse's code, an HTTP status and a message. Invariant: every refusal has a code that drivers know.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HTTP_STATUS = {
 
 
 class BadRequestError(ValueError):
-    """A request that the interface itself refuses; `code` is ClickHouse's, and `name` what ClickHouse calls it."""
+    """A request that the interface itself refuses; `code` and `name` are ClickHouse's."""
 
     def __init__(self, code: int, message: str, name: str) -> None:
         super().__init__(f"Code: {code}. DB::Exception: {message} ({name})")
@@ -36,24 +36,24 @@ class BadRequestError(ValueError):
 
 
 REFUSALS = (BadRequestError, EngineRefusedError, ForbiddenError, QueueFullError, TooLargeError, TooSlowError, EncodingError)
-"""What a request may be refused with."""
+"""Exceptions by which a request may be refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error as it goes to a client."""
+    """An error as it is reported to a client."""
 
     code: int
     message: str
 
     @property
     def status(self) -> int:
-        """Of an HTTP answer that has not begun."""
+        """Return the HTTP status, for an answer that has not begun."""
         return _HTTP_STATUS.get(self.code, 500)
 
 
 def refusal(error: Exception) -> Refusal:
-    """What to tell of one of REFUSALS."""
+    """Return the code and message for an exception of REFUSALS."""
     match error:
         case BadRequestError() | EngineRefusedError():
             return Refusal(error.code, str(error))

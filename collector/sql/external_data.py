@@ -1,7 +1,7 @@
-"""External data: tables that come along with a question, and are gone after it.
+"""External data: tables that are sent with a query, and dropped after it.
 
 In: the files of a form, and the parameters NAME_structure (or NAME_types) and NAME_format. Out: temporary tables of a handle.
-Invariant: a structure is read by the engine as a list of columns and nothing else; all rows of a file are held, or an error is raised.
+Invariant: the database reads a structure as a list of columns and nothing else; all rows of a file are held, or an error is raised.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _SUFFIXES = ("structure", "types", "format")
 
 @dataclass(frozen=True, slots=True)
 class ExternalTable:
-    """One table."""
+    """An external table."""
 
     name: str
     structure: str
-    """Columns, as in CREATE TABLE."""
+    """Its columns, as in CREATE TABLE."""
     format: str
     rows: bytes
 
     @property
     def quoted(self) -> str:
-        """Its name in a statement."""
+        """Return its name, quoted for a statement."""
         return _quoted(self.name)
 
 
 def take_tables(files: Mapping[str, bytes], parameters: Mapping[str, str]) -> tuple[tuple[ExternalTable, ...], Mapping[str, str]]:
-    """The tables, and the parameters that are not theirs.
+    """Return the tables, and the parameters that do not describe tables.
 
     Raises:
         BadRequestError: a file has neither structure nor types.
@@ -46,12 +46,12 @@ def take_tables(files: Mapping[str, bytes], parameters: Mapping[str, str]) -> tu
         if not structure:
             raise BadRequestError(36, f"external table {name!r} needs {name}_structure or {name}_types.", "BAD_ARGUMENTS")
         tables.append(ExternalTable(name, structure, parameters.get(f"{name}_format") or "TabSeparated", rows))
-    theirs = {f"{name}_{suffix}" for name in files for suffix in _SUFFIXES}
-    return tuple(tables), {key: value for key, value in parameters.items() if key not in theirs}
+    table_parameters = {f"{name}_{suffix}" for name in files for suffix in _SUFFIXES}
+    return tuple(tables), {key: value for key, value in parameters.items() if key not in table_parameters}
 
 
 def load_tables(handle: Handle, tables: tuple[ExternalTable, ...]) -> None:
-    """Make the tables.
+    """Create and fill the tables.
 
     Raises:
         EngineRefusedError: a structure or rows cannot be read.
@@ -69,7 +69,7 @@ def load_tables(handle: Handle, tables: tuple[ExternalTable, ...]) -> None:
 
 
 def drop_tables(handle: Handle, tables: tuple[ExternalTable, ...]) -> None:
-    """Forget the tables; idempotent."""
+    """Drop the tables; idempotent."""
     for table in tables:
         handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table.quoted}")
 
@@ -79,7 +79,7 @@ def _quoted(name: str) -> str:
 
 
 def _structure(types: str) -> str:
-    """Columns _1, _2, ... of a list of types."""
+    """Return the columns _1, _2, ... for a list of types."""
     parts, depth = [""], 0
     for character in types:
         depth += {"(": 1, ")": -1}.get(character, 0)

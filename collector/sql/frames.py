@@ -1,4 +1,4 @@
-"""ClickHouse's own wire forms, as clickhouse-go asks for them: compressed frames, and the handshake in revision 54460.
+"""ClickHouse's own wire formats, as clickhouse-go uses them: compressed frames, and the handshake in revision 54460.
 
 In: bytes. Out: bytes. Invariant: a frame whose checksum is wrong is refused; nothing unpacks beyond the caller's limit.
 Formats: ClickHouse's CompressedReadBuffer and CityHash128 of version 1.0.2.
@@ -17,11 +17,11 @@ from backports import zstd
 from collector.encodings import EncodingError, TooLargeError
 
 HANDSHAKE = "SELECT displayName(), version(), revision(), timezone()"
-"""The first statement of clickhouse-go; it reads all that follows in the revision that the answer states."""
+"""First statement of clickhouse-go; it reads all later answers in the revision that the answer states."""
 
 
 class _Method(IntEnum):
-    """How a frame is packed."""
+    """Compression method of a frame."""
 
     LZ4 = 0x82
     ZSTD = 0x90
@@ -40,7 +40,7 @@ def frame(body: bytes) -> bytes:
 
 
 def frame_plainly(body: bytes) -> bytes:
-    """Put a short body in a frame as it is: clickhouse-go looks for exceptions in what it receives, before it unpacks that."""
+    """Put a short body into a frame uncompressed: clickhouse-go searches received bytes for exceptions before it unpacks them."""
     return _framed(_Method.NONE, body, len(body))
 
 
@@ -49,8 +49,8 @@ def unframe(body: bytes, limit: int, hold: Callable[[int], None] = lambda _: Non
 
     Args:
         body: the frames.
-        limit: bytes that may come out.
-        hold: told how many bytes are out before each frame is unpacked; what it raises ends the unpacking.
+        limit: most bytes that may come out.
+        hold: called before each frame with the number of bytes unpacked after it; an error that it raises ends the unpacking.
 
     Raises:
         EncodingError: a frame is cut, broken or of an unknown method.
@@ -76,7 +76,7 @@ def unframe(body: bytes, limit: int, hold: Callable[[int], None] = lambda _: Non
 
 
 def handshake(version: str, timezone: str) -> bytes:
-    """The answer to HANDSHAKE: one block in the layout of revision 54460, which states revision 0, so that plain Native follows."""
+    """Return the answer to HANDSHAKE: one block in the layout of revision 54460; it states revision 0, so that plain Native follows."""
     columns = (
         ("displayName()", "String", _text("spangrad")),
         ("version()", "String", _text(version)),

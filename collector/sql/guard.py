@@ -1,13 +1,13 @@
-"""What a statement from the network must not say.
+"""Guard against statements from the network that could reach beyond the store.
 
 In: SQL, its parameters, structures of tables that come with it. Out: nothing, or `ForbiddenError`. Invariant: together with
-chdb_config/users.xml, which denies files, URLs and other servers inside the engine, and `collector.confinement`, which denies files to
-the process, no statement reaches beyond the store's own tables. The engine does not check a few things (the scalar function `file`,
-`python`, INTO OUTFILE, databases and tables over files or servers): those are refused here, by their names, in words that help; a name
-that is put together of pieces only the confinement stops.
+chdb_config/users.xml, which denies files, URLs and other servers inside the database, and `collector.confinement`, which denies files to
+the process, no statement reaches beyond the store's own tables. The database does not check a few things (the scalar function `file`,
+`python`, INTO OUTFILE, databases and tables over files or servers): those are refused here by their names, with a helpful message; a name
+that is composed of pieces is stopped by the confinement only.
 
-The check is blunt on purpose: it knows no comments and no literals, so it can't be led astray by them. A forbidden name
-followed by a parenthesis is refused inside a literal too; text like that belongs into a query parameter.
+The check is deliberately coarse: it does not parse comments or literals, so they cannot mislead it. A forbidden name
+followed by a parenthesis is refused inside a literal too; such text belongs in a query parameter.
 
 It takes linear time, and lets other threads run meanwhile: a statement may hold megabytes of rows, and the interpreter can't be
 interrupted inside one search.
@@ -65,7 +65,7 @@ _FILE = re.compile(r"\bfile")
 _ARGUMENT = re.compile(rf"[`\"\u201d]?{_SPACE}(?:[,)]|/\*|--|//|\#)")
 _APPLY = re.compile(r"\bapply")
 _OVER_ITEMS = re.compile(r"\b(?:array|map)\w++")
-"""Functions that take a function by its name."""
+"""Matches functions that take another function by its name."""
 _ENGINE = re.compile(r"\bengine\b")
 _WORD = re.compile(r"\w++")
 _WINDOW = 1 << 16
@@ -73,14 +73,14 @@ _LONGEST_NAME = 1 << 8
 
 
 class ForbiddenError(ValueError):
-    """A statement names what statements from the network must not."""
+    """A statement uses a name that is not allowed in statements from the network."""
 
 
 class StatementGuard:
-    """Knows the names that are refused."""
+    """Check of statements against the names that are refused."""
 
     def __init__(self, engine_names: Iterable[str]) -> None:
-        """Refuse all of the engine's table functions, database engines and table engines that are not in ALLOWED."""
+        """Refuse all of the database's table functions, database engines and table engines that are not in ALLOWED."""
         self._refused = ({name.lower() for name in engine_names} - ALLOWED) | _ALWAYS
         names = "|".join(sorted(map(re.escape, self._refused)))
         self._name = re.compile(rf"\b(?:{names})\b")
@@ -89,7 +89,7 @@ class StatementGuard:
         self._engine = re.compile(rf"{_SPACE}=?{_SPACE}(?:[`\"\u201c]?(?:{names})\b|[`\"]\w*+\\|/\*|--|//|\#)")
 
     def check(self, sql: str, parameters: Iterable[str] = (), structures: Iterable[str] = ()) -> None:
-        """Let a statement pass.
+        """Raise if a statement uses a name that is refused.
 
         Args:
             sql: the statement.
@@ -97,7 +97,7 @@ class StatementGuard:
             structures: of tables that come with it: columns, which may have defaults.
 
         Raises:
-            ForbiddenError: with the name.
+            ForbiddenError: it does; the message has the name.
         """
         # Much faster than patterns that ignore case.
         sql = sql.lower()
@@ -108,9 +108,9 @@ class StatementGuard:
             raise ForbiddenError("a parameter of type Identifier must not name what may reach beyond the store.")
 
     def _check(self, sql: str) -> None:
-        if self._names_any(sql) and (found := _find(sql, self._name, self._call)):
+        if self._names_any(sql) and (name := _find(sql, self._name, self._call)):
             raise ForbiddenError(
-                f"{found}(...) is not allowed here: it may reach beyond the store."
+                f"{name}(...) is not allowed here: it may reach beyond the store."
                 " If it stands in a text, pass the text as a query parameter."
             )
         if _find(sql, _ESCAPED, _ESCAPED_CALL):
@@ -133,24 +133,24 @@ class StatementGuard:
 
     @staticmethod
     def _is_handed_on(sql: str) -> bool:
-        """Whether a function called `file` may be called by another one."""
+        """Return whether another function may call the function named `file`."""
         as_argument = _find(sql, _FILE, _ARGUMENT) and _find(sql, _OVER_ITEMS, _WORD_ENDS)
         return bool(as_argument or _find(sql, _APPLY, _WORD_ENDS))
 
     def _names_any(self, sql: str) -> bool:
-        """Whether any of its words is a refused name: in most statements none is, and words are found in a third of the time."""
+        """Return whether any word is a refused name: in most statements none is, and this takes a third of the time of the patterns."""
         return any(not self._refused.isdisjoint(_WORD.findall(sql, start, end)) for start, end in _windows(sql))
 
 
 def _windows(sql: str) -> Iterator[tuple[int, int]]:
-    """Places that overlap, so that each name is whole in one of them."""
+    """Return the bounds of overlapping windows, so that each name is whole in one of them."""
     return ((start, start + _WINDOW + _LONGEST_NAME) for start in range(0, len(sql), _WINDOW))
 
 
 def _find(sql: str, head: re.Pattern[str], tail: re.Pattern[str]) -> str | None:
-    """The first text that `head` matches, at most _LONGEST_NAME long, and that `tail` follows, however long that is."""
+    """Return the first text, at most _LONGEST_NAME long, that matches `head` and is followed by a match of `tail`, of any length."""
     for start, end in _windows(sql):
-        for found in head.finditer(sql, start, end):
-            if tail.match(sql, found.end()):
-                return found.group()
+        for match in head.finditer(sql, start, end):
+            if tail.match(sql, match.end()):
+                return match.group()
     return None

@@ -1,7 +1,7 @@
-"""ClickHouse's HTTP interface over the embedded engine.
+"""ClickHouse's HTTP interface to the embedded database.
 
 In: requests of clickhouse-connect, clickhouse-go, Grafana, curl. Out: what a ClickHouse server would answer.
-Invariant: a request whose body does not arrive whole changes nothing; who shows no right token is told nothing.
+Invariant: a request whose body does not arrive whole changes nothing; a request without a valid token learns nothing.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from collector.write.ingest import Budget, Charge
 from collector.write.write_buffer import DeferredSpans
 
 _HELD_WAITING = 4 * HELD
-"""Held of an answer whose client waits for its end, before it goes to a file."""
+"""Bytes held in memory of an answer whose client waits for its end, before it is written to a file."""
 
 
 class ClickHouseInterface:
-    """The interface's requests, answered."""
+    """Handler of the interface's requests."""
 
-    def __init__(self, engine: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
-        """Answer from `engine`, with what waits in `spans`; `limits` hold for readers, `budget` for the bytes of all bodies at once."""
-        self._engine = engine
+    def __init__(self, database: Engine, spans: DeferredSpans, guardian: Guardian, limits: ReaderLimits, budget: Budget) -> None:
+        """Answer from `database`, including the spans that wait in `spans`; `limits` bound readers, `budget` the bytes of all bodies."""
+        self._database = database
         self._guardian = guardian
         self._budget = budget
-        self._runner = Runner(engine, spans, limits)
-        # Of each role its own: readers cannot keep writers from theirs.
+        self._runner = Runner(database, spans, limits)
+        # One for each role, so that readers cannot delay writers.
         self._unpackers = {role: Unpacker(role) for role in Role}
 
     def application(self) -> web.Application:
-        """The interface as an aiohttp application. Its handlers must be cancelled when their clients leave."""
+        """Return the interface as an aiohttp application. Its handlers must be cancelled when their clients disconnect."""
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_get("/ping", _ok)
         application.router.add_get("/replicas_status", _ok)
@@ -48,36 +48,36 @@ class ClickHouseInterface:
         return application
 
     def close(self) -> None:
-        """Cancel what still runs, and close every session."""
+        """Cancel running statements, and close every session."""
         for unpacker in self._unpackers.values():
             unpacker.close()
         self._runner.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         query_id = request.query.get("query_id") or str(uuid.uuid4())
-        wanted = self._wanted(request, query_id)
+        form = self._answer_form(request, query_id)
         try:
             role = self._guardian.clickhouse_role(request.headers, request.query)
             if role is None:
                 raise BadRequestError(516, "the token (ClickHouse password) is wrong or missing.", "AUTHENTICATION_FAILED")
             with self._budget.charge() as charge:
-                asked = await _read(request, role, charge, query_id, self._unpackers[role])
-                if not asked.body and not asked.parameters.get("query") and asked.safe:
+                sql_request = await _read(request, role, charge, query_id, self._unpackers[role])
+                if not sql_request.body and not sql_request.parameters.get("query") and sql_request.safe:
                     return await _ok(request)
-                if _is_handshake(asked):
-                    answer = handshake(self._engine.version, self._engine.timezone)
-                    return web.Response(body=frame(answer) if wanted.framed else answer, headers=wanted.headers)
-                run = Run(asked, QUICK_SECONDS)
+                if _is_handshake(sql_request):
+                    answer = handshake(self._database.version, self._database.timezone)
+                    return web.Response(body=frame(answer) if form.framed else answer, headers=form.headers)
+                run = Run(sql_request, QUICK_SECONDS)
                 charge.release_after(_end_of(run))
             self._runner.start(run)
             try:
-                return await send_answer(request, run, wanted)
+                return await send_answer(request, run, form)
             finally:
                 self._runner.leave(run)
         except REFUSALS as error:
-            return send_refusal(error, wanted)
+            return send_refusal(error, form)
 
-    def _wanted(self, request: web.Request, query_id: str) -> Wanted:
+    def _answer_form(self, request: web.Request, query_id: str) -> Wanted:
         query = request.query
         packed = query.get("enable_http_compression") == "1"
         whole = query.get("wait_end_of_query") == "1"
@@ -89,11 +89,11 @@ class ClickHouseInterface:
             held=min(HELD_AT_MOST, max(_HELD_WAITING if whole else HELD, int(size) if size.isdecimal() else 0)),
             headers={
                 "X-ClickHouse-Server-Display-Name": "spangrad",
-                # One with the end of a line in it, say, would be more than this header.
+                # One with the end of a line in it, say, would not be a single header.
                 **({"X-ClickHouse-Query-Id": query_id} if query_id.isprintable() else {}),
             },
-            timezone=self._engine.timezone,
-            spool=self._engine.path,
+            timezone=self._database.timezone,
+            spool=self._database.path,
         )
 
 
@@ -120,9 +120,9 @@ async def _read(request: web.Request, role: Role, charge: Charge, query_id: str,
     )
 
 
-def _is_handshake(asked: Request) -> bool:
-    begin = asked.parameters.get("query") or asked.body[: 2 * len(HANDSHAKE)].decode(errors="replace")
-    return "client_protocol_version" in asked.parameters and begin.strip() == HANDSHAKE
+def _is_handshake(sql_request: Request) -> bool:
+    begin = sql_request.parameters.get("query") or sql_request.body[: 2 * len(HANDSHAKE)].decode(errors="replace")
+    return "client_protocol_version" in sql_request.parameters and begin.strip() == HANDSHAKE
 
 
 def _end_of(run: Run) -> Future[None]:

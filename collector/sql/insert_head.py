@@ -1,7 +1,7 @@
-"""The head of an INSERT statement, taken apart: what stands before its rows.
+"""Parser of the head of an INSERT statement, which precedes its rows.
 
 In: SQL. Out: the table, its column list and its settings. Invariant: patterns run in time linear in the statement (possessive
-quantifiers), since they read what anybody sends.
+quantifiers), since they read untrusted input.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _WHOLE = re.compile(rf"{HEAD}\s*", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class InsertHead:
-    """Where rows go."""
+    """Head of an INSERT: its table, columns and settings."""
 
     table: str
-    """As written, quoted where it was."""
+    """Name of the table as written, with its quotes."""
     columns: str
-    """What stands between the parentheses; empty: every column that takes values."""
+    """Column list, without its parentheses; empty: every column that takes values."""
     settings: str
     """The SETTINGS clause; empty: there is none."""
 
 
 def parse_insert_head(sql: str) -> InsertHead | None:
-    """Take a head apart; None when it is no plain INSERT INTO a table."""
-    found = _WHOLE.fullmatch(sql)
-    if not found:
+    """Parse a head; None when it is no plain INSERT INTO a table."""
+    match = _WHOLE.fullmatch(sql)
+    if not match:
         return None
-    return InsertHead(found["table"], (found["columns"] or "")[1:-1].strip(), (found["settings"] or "").strip())
+    return InsertHead(match["table"], (match["columns"] or "")[1:-1].strip(), (match["settings"] or "").strip())

@@ -1,7 +1,7 @@
-"""A pipe between a statement's thread and the event loop: the engine writes an answer, the loop reads it.
+"""A pipe between a statement's thread and the event loop: the database writes an answer, the loop reads it.
 
-In: what the engine writes. Out: pieces of it. Invariant: no more than the pipe's own bytes wait between the two, so that whoever
-reads slowly slows the engine down.
+In: the answer as the database writes it. Out: pieces of it. Invariant: no more bytes than the pipe's buffer wait between the two, so
+that a slow client slows the database down.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import threading
 
 PIECE = 1 << 20
 _F_SETPIPE_SZ = 1031
-"""Of Linux."""
+"""Linux's fcntl command that sets the size of a pipe's buffer."""
 
 
 class Pipe:
-    """One pipe."""
+    """A pipe with one writer, on a worker thread, and one reader, in the event loop."""
 
     def __init__(self) -> None:
         self._reading, self.descriptor = os.pipe()
-        """The second is the end to write to, given to the engine."""
+        """File descriptors; `descriptor` is the writing end, which is passed to the database."""
         os.set_blocking(self._reading, False)
         self._open = True
         self._lock = threading.Lock()
-        """Of what was read: it is in the pipe, or is counted."""
+        """Guards reads, so that bytes are either in the pipe or recorded in `_came`."""
         self._came = False
         try:
-            # Room for most answers, whole: each turn between the two threads costs more than a copy.
+            # A buffer for most answers, whole: each switch between the two threads costs more than a copy.
             fcntl.fcntl(self._reading, _F_SETPIPE_SZ, PIECE)
         except OSError:
-            # A user's pipes may hold only so much in all: then it is slower.
+            # The kernel limits the total size of a user's pipes: then answers are slower.
             pass
 
     async def read(self) -> bytes:
-        """The next piece; empty at the end."""
+        """Read the next piece; empty at the end."""
         while True:
             try:
                 with self._lock:
@@ -48,20 +48,20 @@ class Pipe:
                 await self._readable()
 
     def rest(self) -> bytes:
-        """What is left of a pipe that is written no more."""
+        """Read the rest of a pipe after its writer has finished."""
         return os.read(self._reading, size) if (size := _waiting(self._reading)) else b""
 
     def is_untouched(self) -> bool:
-        """Whether nothing was written, and read meanwhile: for the writer, who alone could."""
+        """Return whether nothing was ever written; to be called by the writer."""
         with self._lock:
             return not self._came and not _waiting(self.descriptor)
 
     def close_writing(self) -> None:
-        """Say that all is written. Once, by whoever ran the statement, or kept it from running."""
+        """Close the writing end. To be called once, by the thread that ran the statement or by the task that cancelled it."""
         os.close(self.descriptor)
 
     def close_reading(self) -> None:
-        """Read no more; idempotent."""
+        """Close the reading end; idempotent."""
         if self._open:
             self._open = False
             os.close(self._reading)

@@ -1,7 +1,7 @@
-"""What the bearer of a read token may set: the form of the answer, and limits narrower than the store's.
+"""Settings that a request with a read token may change: the form of the answer, and limits narrower than the store's.
 
 In: the settings that a request names. Out: the settings that its statement runs with.
-Invariant: no setting that a reader names loosens a limit or reaches beyond the store. The engine itself then lets nothing be changed
+Invariant: no setting that a reader names loosens a limit or reaches beyond the store. The database itself then lets nothing be changed
 (`readonly = 1`), neither by SET nor by a SETTINGS clause.
 """
 
@@ -23,14 +23,15 @@ _NEVER = frozenset({"readonly", "profile"})
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """What one statement of a reader may take."""
+    """Limits of one statement of a reader."""
 
     max_rows: int
-    """Of the answer."""
+    """Most rows of the answer."""
     max_seconds: int
+    """Longest execution time, in seconds."""
 
     def settings(self, asked: Mapping[str, str]) -> dict[str, str]:
-        """The settings to run with: those asked for, within the limits. A wider limit than the store's becomes the store's.
+        """Return the settings to run with: those asked for, within the limits. A wider limit than the store's becomes the store's.
 
         Raises:
             BadRequestError: a setting is not a reader's to choose.

@@ -1,8 +1,8 @@
-"""A request to ClickHouse's HTTP interface, taken apart.
+"""Parser of requests to ClickHouse's HTTP interface.
 
 In: URL parameters, headers, an unpacked body and the files of a form. Out: a `Statement`: the SQL, the rows and tables that came with
-it, and how to run and answer it. Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT says
-where they begin.
+it, and how to run and answer it. Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSERT ... FORMAT
+determines where they begin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOT_SETTINGS = frozenset(
         *("http_wait_end_of_query", "log_comment", "log_queries", "add_http_cors_header"),
     }
 )
-"""URL parameters that are not settings of the engine."""
+"""URL parameters that are not settings of the database."""
 DEFAULT_SESSION_SECONDS = 60.0
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -46,52 +46,52 @@ _INSERT_HEAD = re.compile(
 _FIRST_WORD = re.compile(rf"{SKIP}([(]|\w+)", re.DOTALL)
 _HEAD_BYTES = 1 << 16
 MAX_TEXT = 64 * 2**20
-"""Bytes of a statement's text, which is read several times; rows behind INSERT ... FORMAT are not text."""
+"""Most bytes of a statement's text, which is read several times; rows behind INSERT ... FORMAT are not text."""
 _ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
 _LASTING = frozenset({"SET", "USE"})
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What to run, where, and how to answer."""
+    """A statement with its rows, settings, session, and the format of its answer."""
 
     sql: str
-    """Of an insert with rows: what stands before FORMAT."""
+    """Text of the statement; of an insert with rows, the part before FORMAT."""
     rows: bytes | None
     """Rows to insert. None: the SQL is the whole statement."""
     format: str
-    """Of the rows, or of the answer."""
+    """Format of the rows, or of the answer."""
     database: str
     settings: Mapping[str, str]
     parameters: Mapping[str, str]
     session: str | None
-    """None: a session of the request's own."""
+    """Name of the session. None: the request has a session of its own."""
     session_seconds: float
     session_must_exist: bool
     tables: tuple[ExternalTable, ...] = ()
-    """Sent along with the question, and gone after it."""
+    """External tables, sent with the query and dropped after it."""
 
     @property
     def first_word(self) -> str:
-        """In capitals; empty when there is none."""
-        found = _FIRST_WORD.match(self.sql)
-        return found.group(1).upper() if found else ""
+        """Return the first word in capitals; empty when there is none."""
+        match = _FIRST_WORD.match(self.sql)
+        return match.group(1).upper() if match else ""
 
     @property
     def answers(self) -> bool:
-        """Whether it has a result, if an empty one."""
+        """Return whether it has a result, possibly an empty one."""
         return self.rows is None and self.first_word in _ANSWERING
 
     @property
     def leaves_traces(self) -> bool:
-        """Whether it changes the session itself, which therefore can't serve others."""
+        """Return whether it changes the session itself, which therefore can't serve other requests."""
         return self.first_word in _LASTING or "TEMPORARY" in self.sql[:200].upper()
 
 
 def read_statement(
     parameters: Mapping[str, str], headers: Mapping[str, str], body: bytes, files: Mapping[str, bytes] | None = None
 ) -> Statement:
-    """Take a request apart.
+    """Parse a request.
 
     Args:
         parameters: of the URL, or of the URL and a form.
@@ -100,7 +100,7 @@ def read_statement(
         files: of a form, by name: tables that the statement may read.
 
     Raises:
-        BadRequestError: the statement is empty or not UTF-8, a setting's name is none, or a file has no structure.
+        BadRequestError: the statement is empty or not UTF-8, the name of a setting is invalid, or a file has no structure.
         TooLargeError: the statement has more than MAX_TEXT bytes of text.
     """
     tables, parameters = take_tables(files or {}, parameters)
@@ -130,9 +130,9 @@ def read_statement(
 
 
 def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
-    """SQL, rows and the named format. The statement stands in the URL, in the body, or begins there and ends here."""
+    """Return SQL, rows and the named format. The statement is in the URL, in the body, or begins in the URL and ends in the body."""
     text, rest = (query, body) if query else (body, b"")
-    # Only the head may be read as text: the rows behind it are often binary. One character a byte keeps the places.
+    # Only the head may be read as text: the rows behind it are often binary. latin-1 keeps the offsets: one character a byte.
     insert = _INSERT_HEAD.match(text[:_HEAD_BYTES].decode("latin-1"))
     if insert:
         return _decode(text[: insert.end("head")]), text[insert.end() :] + rest, insert["format"]

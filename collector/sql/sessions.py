@@ -1,8 +1,8 @@
-"""Sessions for requests: who runs which statement with which settings, at the same time.
+"""Session pool: handles of the embedded database for concurrent requests, each with its own settings.
 
-In: a statement's session name, database, settings and tables. Out: a handle of the engine, set up so.
-Invariant: a handle serves one request at a time, and no setting of a request outlives it. A reader's handle can change nothing, its
-own settings included.
+In: a statement's session name, SQL database, settings and tables. Out: a handle, configured so.
+Invariant: a handle serves one request at a time, and no setting of a request outlives it. A reader's handle can change nothing, not even
+its own settings.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collector.sql.external_data import drop_tables, load_tables
 from collector.sql.request import Statement
 
 MAX_IDLE = 16
-"""Handles kept for requests without a session; half of them for writers before one is set up anew."""
+"""Most idle handles kept for requests without a session; half of them for writers before one is configured anew."""
 MAX_SESSIONS = 256
 SESSION_WAIT_SECONDS = 1.0
-"""How long a request waits for its session, which another one uses: the one before may be ending."""
+"""Longest time that a request waits for its session while another request uses it, which may be ending."""
 
 
-class _Equipped:
-    """A handle and what was set on it by requests."""
+class _ConfiguredHandle:
+    """A handle, with the SQL database and the settings that requests set on it."""
 
     def __init__(self, handle: Handle, role: Role) -> None:
         self.handle = handle
@@ -36,8 +36,8 @@ class _Equipped:
         self.settings: dict[str, str] = {}
         self.expires = 0.0
 
-    def equip(self, database: str, settings: Mapping[str, str]) -> None:
-        """Bring database and settings to what the request names: only the differences cost anything."""
+    def configure(self, database: str, settings: Mapping[str, str]) -> None:
+        """Set the SQL database and the settings that the request names; only differences cost time."""
         if self.database != database:
             self.handle.query(f"USE `{database.replace('`', '``')}`")
             self.database = database
@@ -50,7 +50,7 @@ class _Equipped:
                 self.settings[key] = value
 
     def restrict(self, readonly: str) -> None:
-        """Let nothing be changed any longer: the last that is set, for nothing takes it back."""
+        """Make the handle read-only for good; must be set last, since it cannot be reset."""
         self._set("readonly", readonly)
 
     def _set(self, key: str, value: str) -> None:
@@ -59,145 +59,145 @@ class _Equipped:
 
 
 class Handles:
-    """All handles that requests use."""
+    """Pool of the handles that requests use."""
 
     def __init__(self, open_handle: Callable[[], Handle]) -> None:
         self._open = open_handle
-        self._idle: list[_Equipped] = []
-        self._sessions: dict[str, _Equipped] = {}
+        self._idle: list[_ConfiguredHandle] = []
+        self._sessions: dict[str, _ConfiguredHandle] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def borrow(self, statement: Statement, role: Role) -> Generator[Handle]:
-        """A handle for one statement. A reader has no session: there is nothing that it could keep there.
+        """Lend a handle for one statement. Readers have no sessions: there is nothing that they could keep there.
 
         Raises:
             BadRequestError: the session is busy, or must exist and does not, or there are too many.
-            EngineRefusedError: the database, a setting or an external table is not to be had.
+            EngineRefusedError: the SQL database, a setting or an external table is refused.
         """
         if role is Role.READER:
             with self._reading(statement) as handle:
                 yield handle
         elif statement.session is None:
-            equipped = self._writing(statement)
+            configured = self._writing(statement)
             keep = False
             try:
-                load_tables(equipped.handle, statement.tables)
+                load_tables(configured.handle, statement.tables)
                 if readonly := statement.settings.get("readonly"):
-                    equipped.restrict(readonly)
+                    configured.restrict(readonly)
                 keep = not (statement.leaves_traces or statement.tables or readonly)
-                yield equipped.handle
+                yield configured.handle
             finally:
-                self._put(equipped, keep)
+                self._put(configured, keep)
         else:
             with self._in_session(statement.session, statement) as handle:
                 yield handle
 
     @contextmanager
     def _in_session(self, name: str, statement: Statement) -> Generator[Handle]:
-        """A session's handle. It is not restricted for a request that asks for `readonly`: it would stay so."""
-        equipped = self._session(name, statement.session_must_exist)
-        if not equipped.lock.acquire(timeout=SESSION_WAIT_SECONDS):
+        """Lend a session's handle. A request for `readonly` does not restrict it, since that could not be reset."""
+        configured = self._session(name, statement.session_must_exist)
+        if not configured.lock.acquire(timeout=SESSION_WAIT_SECONDS):
             raise BadRequestError(373, f"Session {name} is locked by a concurrent client.", "SESSION_IS_LOCKED")
         try:
-            equipped.equip(statement.database, _revocable(statement.settings))
+            configured.configure(statement.database, _revocable(statement.settings))
             try:
-                load_tables(equipped.handle, statement.tables)
-                yield equipped.handle
+                load_tables(configured.handle, statement.tables)
+                yield configured.handle
             finally:
-                drop_tables(equipped.handle, statement.tables)
+                drop_tables(configured.handle, statement.tables)
         finally:
-            equipped.expires = time.monotonic() + statement.session_seconds
-            equipped.lock.release()
+            configured.expires = time.monotonic() + statement.session_seconds
+            configured.lock.release()
 
     @contextmanager
     def _reading(self, statement: Statement) -> Generator[Handle]:
         if statement.session_must_exist:
             raise BadRequestError(372, f"Session {statement.session} not found.", "SESSION_NOT_FOUND")
-        equipped = None if statement.tables else self._matching(Role.READER, statement.database, statement.settings)
+        configured = None if statement.tables else self._matching(Role.READER, statement.database, statement.settings)
         try:
-            if equipped is None:
-                equipped = _Equipped(self._open(), Role.READER)
-                equipped.equip(statement.database, statement.settings)
-                load_tables(equipped.handle, statement.tables)
-                equipped.restrict("1")
-            yield equipped.handle
+            if configured is None:
+                configured = _ConfiguredHandle(self._open(), Role.READER)
+                configured.configure(statement.database, statement.settings)
+                load_tables(configured.handle, statement.tables)
+                configured.restrict("1")
+            yield configured.handle
         finally:
-            if equipped:
-                self._put(equipped, keep=not statement.tables and equipped.settings == statement.settings)
+            if configured:
+                self._put(configured, keep=not statement.tables and configured.settings == statement.settings)
 
     def close(self) -> None:
         """Close every handle."""
         with self._lock:
-            for equipped in (*self._idle, *self._sessions.values()):
-                equipped.handle.close()
+            for configured in (*self._idle, *self._sessions.values()):
+                configured.handle.close()
             self._idle.clear()
             self._sessions.clear()
 
-    def _matching(self, role: Role, database: str, settings: Mapping[str, str]) -> _Equipped | None:
+    def _matching(self, role: Role, database: str, settings: Mapping[str, str]) -> _ConfiguredHandle | None:
         with self._lock:
-            for place, equipped in enumerate(self._idle):
-                if (equipped.role, equipped.database, equipped.settings) == (role, database, settings):
+            for place, configured in enumerate(self._idle):
+                if (configured.role, configured.database, configured.settings) == (role, database, settings):
                     return self._idle.pop(place)
         return None
 
-    def _writing(self, statement: Statement) -> _Equipped:
-        """A writer's handle with the statement's database and settings, but for `readonly`."""
+    def _writing(self, statement: Statement) -> _ConfiguredHandle:
+        """Return a writer's handle with the statement's SQL database and settings, except `readonly`."""
         database, settings = statement.database, _revocable(statement.settings)
-        if found := self._matching(Role.WRITER, database, settings):
-            return found
+        if matching := self._matching(Role.WRITER, database, settings):
+            return matching
         if used := self._used():
             try:
-                used.equip(database, settings)
+                used.configure(database, settings)
             except EngineRefusedError:
-                # What an earlier request set may be in the way, and cannot always be taken back: a fresh handle tells.
+                # Settings of an earlier request may be the cause, and cannot always be reset: try a fresh handle.
                 used.handle.close()
             else:
                 return used
-        fresh = _Equipped(self._open(), Role.WRITER)
+        fresh = _ConfiguredHandle(self._open(), Role.WRITER)
         try:
-            fresh.equip(database, settings)
+            fresh.configure(database, settings)
         except EngineRefusedError:
             fresh.handle.close()
             raise
         return fresh
 
-    def _used(self) -> _Equipped | None:
-        """A writer's idle handle, whatever was set on it; None while there may be more of them."""
+    def _used(self) -> _ConfiguredHandle | None:
+        """Return a writer's idle handle, with any settings; None while more of them may be opened."""
         with self._lock:
-            writers = [equipped for equipped in self._idle if equipped.role is Role.WRITER]
+            writers = [configured for configured in self._idle if configured.role is Role.WRITER]
             if len(writers) < MAX_IDLE // 2:
                 return None
             self._idle.remove(writers[0])
             return writers[0]
 
-    def _put(self, equipped: _Equipped, keep: bool) -> None:
-        leaving = None if keep else equipped
+    def _put(self, configured: _ConfiguredHandle, keep: bool) -> None:
+        leaving = None if keep else configured
         if keep:
             with self._lock:
-                self._idle.append(equipped)
+                self._idle.append(configured)
                 if len(self._idle) > MAX_IDLE:
                     leaving = self._idle.pop(0)
         if leaving:
             leaving.handle.close()
 
-    def _session(self, name: str, must_exist: bool) -> _Equipped:
+    def _session(self, name: str, must_exist: bool) -> _ConfiguredHandle:
         now = time.monotonic()
         with self._lock:
-            for other in [key for key, one in self._sessions.items() if one.expires < now and not one.lock.locked()]:
-                self._sessions.pop(other).handle.close()
-            equipped = self._sessions.get(name)
-            if equipped is None and must_exist:
+            for expired in [key for key, session in self._sessions.items() if session.expires < now and not session.lock.locked()]:
+                self._sessions.pop(expired).handle.close()
+            configured = self._sessions.get(name)
+            if configured is None and must_exist:
                 raise BadRequestError(372, f"Session {name} not found.", "SESSION_NOT_FOUND")
-            if equipped is None and len(self._sessions) >= MAX_SESSIONS:
+            if configured is None and len(self._sessions) >= MAX_SESSIONS:
                 raise BadRequestError(202, f"more than {MAX_SESSIONS} sessions.", "TOO_MANY_SIMULTANEOUS_QUERIES")
-            if equipped is None:
-                equipped = self._sessions[name] = _Equipped(self._open(), Role.WRITER)
-            # Held from now on, so that nobody closes it before it is used.
-            equipped.expires = now + 60
-            return equipped
+            if configured is None:
+                configured = self._sessions[name] = _ConfiguredHandle(self._open(), Role.WRITER)
+            # Kept from now on, so that no other request closes it before it is used.
+            configured.expires = now + 60
+            return configured
 
 
 def _revocable(settings: Mapping[str, str]) -> dict[str, str]:
-    """All settings but `readonly`, which nothing takes back."""
+    """Return all settings except `readonly`, which cannot be reset."""
     return {key: value for key, value in settings.items() if key != "readonly"}

@@ -1,8 +1,8 @@
-"""Statements of ClickHouse's HTTP interface while they run: on a worker's thread each, found by their ids, ended when nobody waits.
+"""Execution of statements of ClickHouse's HTTP interface: each on a worker thread, found by its id, cancelled if its client leaves.
 
-In: requests, taken in whole. Out: a `Run`: an answer that comes through a pipe, and what was read for it.
-Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it came;
-one that only answers ends soon after its client has left.
+In: requests, read whole. Out: a `Run`: an answer that comes through a pipe, and its counts.
+Invariant: a statement is checked before it runs, and sees every span that was acknowledged before it arrived;
+one that only reads ends soon after its client has disconnected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collector.write.staging import Staging
 from collector.write.write_buffer import DeferredSpans
 
 WORKERS = {Role.WRITER: 16, Role.READER: 8}
-"""Statements at once; more wait. Readers cannot keep the builder, the trainer or a collector from theirs."""
+"""Number of concurrent statements, by role; more wait. Readers cannot delay the builder, the trainer or a collector."""
 _ENGINE_NAMES = """
 SELECT name FROM system.table_functions
 UNION ALL SELECT name FROM system.database_engines
@@ -42,81 +42,81 @@ _SYNTAX_ERROR = 62
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client sent, whole and unpacked."""
+    """A client's request, whole and unpacked."""
 
     parameters: Mapping[str, str]
     headers: Mapping[str, str]
-    """Names in any case."""
+    """Headers; names in any case."""
     body: bytes
     files: Mapping[str, bytes]
     role: Role
     safe: bool
-    """By HTTP's methods: GET and HEAD change nothing."""
+    """True if the HTTP method is GET or HEAD, which must change nothing."""
     query_id: str
 
 
 class Run:
-    """One statement on its way."""
+    """A statement from its request to its end."""
 
     def __init__(self, request: Request, quick_seconds: float) -> None:
         self.request: Request | None = request
-        """None: nobody waits for it any longer, and it has not begun."""
+        """The request. None: the client has disconnected before the statement began."""
         self.pipe = Pipe()
         self.statement: Statement | None = None
-        """Known before anything comes through the pipe."""
+        """The parsed statement; set before anything comes through the pipe."""
         self.done: Future[Answer] = Future()
-        """Ends when the statement does: with what was read, and its answer where that did not go through the pipe."""
+        """Future of the statement's end: its counts, and its answer where that did not go through the pipe."""
         self.lock = threading.Lock()
         self.handle: str | None = None
-        """The name of the handle that runs the statement, while it runs and may be killed."""
+        """Name of the handle that runs the statement, while it runs and may be killed."""
         loop = asyncio.get_running_loop()
         self._settled = loop.create_future()
         self._timer = loop.call_later(quick_seconds, wake, self._settled)
         self.done.add_done_callback(lambda _: loop.call_soon_threadsafe(wake, self._settled))
 
     async def settle(self) -> None:
-        """Wait for the end, but no longer than the first moments."""
+        """Wait for the statement's end, for at most `quick_seconds` from its creation."""
         try:
             await self._settled
         finally:
             self._timer.cancel()
 
     async def result(self) -> Answer:
-        """What was read, and the answer where it did not go through the pipe.
+        """Wait for the statement's end; return its counts, and the answer where that did not go through the pipe.
 
         Raises:
-            Exception: what the statement failed with, one of REFUSALS.
+            Exception: the statement's error, one of REFUSALS.
         """
         return self.done.result() if self.done.done() else await asyncio.wrap_future(self.done)
 
 
 class Runner:
-    """Runs statements."""
+    """Executor of statements, with a thread pool for each role."""
 
-    def __init__(self, engine: Engine, spans: DeferredSpans, limits: ReaderLimits) -> None:
-        """Run on `engine`, what waits in `spans` brought into it first; `limits` hold for readers."""
-        self._engine = engine
+    def __init__(self, database: Engine, spans: DeferredSpans, limits: ReaderLimits) -> None:
+        """Run on `database`, after the spans that wait in `spans` are stored in it; `limits` bound readers."""
+        self._database = database
         self._spans = spans
         self._limits = limits
-        self._handles = Handles(engine.handle)
+        self._handles = Handles(database.handle)
         self._workers = {role: ThreadPoolExecutor(count, f"clickhouse-{role}") for role, count in WORKERS.items()}
         self._ids: dict[str, Run] = {}
         """Running statements by their clients' ids."""
         self._endings: set[asyncio.Task[None]] = set()
-        handle = engine.handle()
+        handle = database.handle()
         self._guard = StatementGuard(handle.query(_ENGINE_NAMES).body.decode().split())
         handle.close()
 
     def start(self, run: Run) -> None:
-        """Run the request's statement as soon as a worker is free. What is wrong with it, the run's `done` says."""
-        assert run.request, "a run starts before anybody leaves it"
+        """Run the request's statement as soon as a worker is free; the run's `done` reports errors."""
+        assert run.request, "a run starts before its client leaves"
         self._workers[run.request.role].submit(self._work, run)
 
     def leave(self, run: Run) -> None:
-        """End a run that nobody waits for any longer, unless it changes something. Returns at once."""
+        """Cancel a run whose client has its answer or has disconnected, unless it changes something. Returns at once."""
         run.pipe.close_reading()
         if run.done.cancel():
-            # It stands in its worker's queue, for how long nobody knows: without its body, and without files.
+            # It may stay in its worker's queue for long: drop its body, and close its files.
             run.pipe.close_writing()
             run.request = None
         elif not run.done.done():
@@ -125,14 +125,14 @@ class Runner:
             ending.add_done_callback(self._endings.discard)
 
     def close(self) -> None:
-        """Cancel what still runs, and close every session."""
-        self._engine.kill_queries()
+        """Cancel running statements, and close every session."""
+        self._database.kill_queries()
         for workers in self._workers.values():
             workers.shutdown(cancel_futures=True)
         self._handles.close()
 
     async def _end(self, run: Run) -> None:
-        # Again and again: a statement can be killed only once the engine knows of it.
+        # Repeatedly: a statement can be killed only once the database has started it.
         while not run.done.done():
             await asyncio.to_thread(self._kill, run)
             await asyncio.sleep(_KILL_AGAIN_SECONDS)
@@ -140,17 +140,17 @@ class Runner:
     def _kill(self, run: Run) -> None:
         with run.lock:
             if run.handle and run.statement and run.statement.answers:
-                self._engine.kill(run.handle)
+                self._database.kill(run.handle)
 
     def _work(self, run: Run) -> None:
-        """On a worker's thread: what is done there takes time that grows with the statement."""
+        """Check and run the statement on a worker thread, since the time for both grows with the statement."""
         # From here on it can only be killed.
         if not run.done.set_running_or_notify_cancel():
             return
         assert run.request, "only a run that is cancelled has none"
         try:
             answer = self._check_and_run(run, run.request)
-        # Not swallowed: whoever waits for the future gets it.
+        # Not swallowed: the future passes it on.
         except BaseException as error:
             run.pipe.close_writing()
             run.done.set_exception(error)
@@ -165,9 +165,9 @@ class Runner:
             statement = replace(statement, settings=self._limits.settings(statement.settings))
         run.statement = statement
         if statement.rows is None:
-            # Whoever asks, or changes tables, finds all that was acknowledged before.
+            # Queries, and changes of tables, see all that was acknowledged before.
             self._spans.settle()
-        with self._handles.borrow(statement, request.role) as handle, self._known(run, handle, request.query_id):
+        with self._handles.borrow(statement, request.role) as handle, self._registered(run, handle, request.query_id):
             try:
                 return self._run(run, handle, statement, request)
             finally:
@@ -179,20 +179,20 @@ class Runner:
         if statement.rows is not None:
             return Staging(handle).insert(statement.sql, statement.format, statement.rows)
         if statement.first_word == "KILL":
-            statement = replace(statement, sql=_TEXT.sub(self._engine_id, statement.sql))
+            statement = replace(statement, sql=_TEXT.sub(self._database_id, statement.sql))
         clause = _named(find_answer_clause(statement.sql), request.query_id)
-        if statement.answers and _is_one(handle, clause):
+        if statement.answers and _is_single(handle, clause):
             try:
                 return handle.write(clause, run.pipe.descriptor, statement.format, statement.parameters)
             except EngineRefusedError as error:
-                # A statement that takes no such clause runs without it; one that is broken is refused in words about itself.
+                # A statement that takes no such clause runs without it; for a broken one, the error is then about its own text.
                 if error.code != _SYNTAX_ERROR or not run.pipe.is_untouched():
                     raise
         return handle.query(statement.sql, statement.format, statement.parameters)
 
     @contextmanager
-    def _known(self, run: Run, handle: Handle, query_id: str) -> Generator[None]:
-        """Let the run be found by its client's id, and be killed."""
+    def _registered(self, run: Run, handle: Handle, query_id: str) -> Generator[None]:
+        """Register the run by its client's id, by which it can be killed, while the block runs."""
         if self._ids.setdefault(query_id, run) is not run:
             raise BadRequestError(216, f"Query with id = {query_id} is already running.", "QUERY_WITH_SAME_ID_IS_ALREADY_RUNNING")
         try:
@@ -205,19 +205,19 @@ class Runner:
                 run.handle = None
             del self._ids[query_id]
 
-    def _engine_id(self, text: re.Match[str]) -> str:
-        """A text of a KILL statement, with the engine's own id in the place of a client's."""
+    def _database_id(self, text: re.Match[str]) -> str:
+        """Return a text of a KILL statement, with the database's own id in place of a client's."""
         run = self._ids.get(text[1])
         name = run.handle if run else None
-        found = self._engine.query_id(name) if name else ""
-        return f"'{found}'" if found else text[0]
+        query_id = self._database.query_id(name) if name else ""
+        return f"'{query_id}'" if query_id else text[0]
 
 
 def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
-    """Let a statement pass that is one, and that its sender may run.
+    """Raise unless the text is a single statement that its sender may run.
 
     Raises:
-        BadRequestError: it is several, or changes something for a reader or by GET.
+        BadRequestError: it is several statements, or changes something for a reader or by GET.
     """
     # On a session's handle `readonly` is not set.
     readonly = statement.settings.get("readonly", "0") if statement.session else "0"
@@ -232,7 +232,7 @@ def _check_kind(handle: Handle, statement: Statement, request: Request) -> None:
     kind = handle.kind(statement.sql)
     if several and (kind.statements > 1 or (restricted and not kind.statements)):
         raise BadRequestError(_SYNTAX_ERROR, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
-    # What the parser cannot read the engine refuses, in words that help.
+    # A text that the parser cannot read is refused later by the database, with a helpful message.
     if restricted and not kind.reads_only and (kind.statements or not statement.answers):
         if request.role is Role.WRITER and readonly != "1" and statement.first_word in _SESSION_WORDS:
             return
@@ -249,13 +249,13 @@ def _read_only(request: Request) -> BadRequestError:
     return BadRequestError(164, f"Cannot execute query in readonly mode: {why}", "READONLY")
 
 
-def _is_one(handle: Handle, clause: AnswerClause) -> bool:
-    """Whether the clause would not stand behind a semicolon, as a statement of its own."""
+def _is_single(handle: Handle, clause: AnswerClause) -> bool:
+    """Return whether text and clause form one statement, so that the clause does not follow a semicolon as one of its own."""
     return ";" not in clause.before or handle.kind(f"{clause.before}\nINTO OUTFILE '' {clause.after}").statements == 1
 
 
 def _named(clause: AnswerClause, query_id: str) -> AnswerClause:
-    """The statement with its client's id, which system.processes then shows: the engine gives it an id of its own."""
+    """Return the statement with its client's id as a comment, which system.processes shows: the database assigns an id of its own."""
     if not _PLAIN_ID.fullmatch(query_id):
         return clause
     return AnswerClause(f"{clause.before}\n/* query_id: {query_id} */", clause.after, clause.format)

@@ -1,1 +1,1 @@
-"""From accepted requests to committed rows: the queue, the journal, and inserts of many requests at once."""
+"""Write path from accepted requests to committed rows: the queue, the journal, and inserts of many requests at once."""

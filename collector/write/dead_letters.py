@@ -1,6 +1,6 @@
-"""Requests that were acknowledged and that no table takes: kept as files, for somebody to look at.
+"""Dead letters: requests that were acknowledged and that no table takes, kept as files for an operator to inspect.
 
-In: a body as it came. Out: a file that holds it, in the operating system's hands. Invariant: what was acknowledged is never thrown away.
+In: a body as it came. Out: a file that holds it, written to the operating system. Invariant: acknowledged spans are never discarded.
 
 A file is an ExportTraceServiceRequest as OTLP/HTTP carries it, so that it can be sent again as it is.
 """
@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 
 
-def put_aside(directory: Path, body: bytes) -> Path:
-    """Keep a body; where it lies. The same body twice is one file.
+def write_dead_letter(directory: Path, body: bytes) -> Path:
+    """Write a body to a file; return its path. The same body twice is one file.
 
     Raises:
         OSError: there is no room, or the disk fails.

@@ -1,6 +1,6 @@
-"""From accepted bodies to committed rows: a bounded queue, a short linger, one insert for many bodies.
+"""Ingest of accepted bodies into committed rows: a bounded queue, a short linger, one insert for many bodies.
 
-In: request bodies on the event loop. Out: for each what was refused of it, after the rest is committed.
+In: request bodies on the event loop. Out: for each its refused spans or records, after the rest is committed.
 Invariant: a body is answered only after its own commit or its own failure; the bytes held never exceed the budget by more than one body.
 """
 
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 MAX_BODY = 64 * 2**20
-"""Bytes of one request's body, unpacked."""
+"""Most bytes of one request's body, unpacked."""
 MAX_INSERT = 32 * 2**20
 """Bytes beyond which no further body joins an insert."""
 DECODERS = 2
 MAX_LINGERS = 20
-"""How many times the linger a body waits at most."""
+"""Longest wait of a body, as a multiple of the linger."""
 
 
 class QueueFullError(Exception):
-    """The budget is spent: the sender should come again later."""
+    """The budget is spent: the sender should retry later."""
 
 
 class Budget:
-    """Bytes accepted and not yet committed."""
+    """Budget of the bytes that are accepted and not yet committed."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -37,12 +37,12 @@ class Budget:
         self.lock = threading.Lock()
 
     def charge(self) -> Charge:
-        """Start the account of one request."""
+        """Return a new charge, for one request."""
         return Charge(self)
 
 
 class Charge:
-    """What one request holds of the budget: until the request ends, or until its queued rows are committed."""
+    """Bytes of the budget that one request holds: until the request ends, or until its queued rows are committed."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -72,7 +72,7 @@ class Charge:
             self._size += more
 
     def release_after(self, committed: Future[Any]) -> None:
-        """Hold on until a commit ends, even when nobody waits for it any longer."""
+        """Keep the bytes until a commit ends, even if the request ends before."""
         self._queued = True
         committed.add_done_callback(lambda _: self._release())
 
@@ -85,20 +85,20 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What could not be stored of one body."""
+    """Number of spans or records of one body that could not be stored, and the reason."""
 
     count: int = 0
-    """Spans or records."""
+    """Number of spans or records."""
     reason: str = ""
-    """Why, for the first of them; empty when there is none."""
+    """Reason for the first of them; empty when there is none."""
 
 
 class Body(Protocol):
-    """What one request brings to be committed."""
+    """Content of one request, to be committed."""
 
     @property
     def size(self) -> int:
-        """About how many bytes an insert of it has."""
+        """Return the approximate number of bytes of its insert."""
         ...
 
 
@@ -120,8 +120,8 @@ class Inserter(Generic[B]):
 
         Args:
             name: of the thread.
-            commit: commits bodies, all or none, and says what it refused of each; runs on that thread only.
-            linger_seconds: how long the queue must be quiet, after the last commit too, before a commit takes what waits: the more
+            commit: commits bodies, all or none, and returns what it refused of each; runs on that thread only.
+            linger_seconds: time without a new body, and since the last commit, after which the waiting bodies are committed: the more
                 a commit takes, the less each body costs. While bodies keep coming, a body waits MAX_LINGERS times as long.
         """
         self._commit_all = commit
@@ -141,7 +141,7 @@ class Inserter(Generic[B]):
             QueueFullError: the inserter is closing.
         """
         waiting = _Waiting(body, Future[Refused]())
-        # Running from the start: whoever stops waiting for it cannot cancel the commit.
+        # Running from the start, so that a caller that stops waiting for it cannot cancel the commit.
         waiting.done.set_running_or_notify_cancel()
         with self._changed:
             if self._closing:
@@ -151,8 +151,8 @@ class Inserter(Generic[B]):
             self._changed.notify()
         return waiting.done
 
-    def hurry(self) -> None:
-        """Wait for company no more."""
+    def flush_now(self) -> None:
+        """Commit bodies from now on without a linger."""
         with self._changed:
             self._linger = 0
             self._changed.notify()
@@ -170,7 +170,7 @@ class Inserter(Generic[B]):
             self._free_since = time.monotonic()
 
     def _next_batch(self) -> list[_Waiting[B]]:
-        """Bodies for one insert; empty at the end."""
+        """Wait for the bodies of the next insert, and return them; empty at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if not self._queue:
@@ -192,21 +192,21 @@ class Inserter(Generic[B]):
 
     def _commit(self, batch: list[_Waiting[B]]) -> None:
         try:
-            refused = self._commit_all([one.body for one in batch])
-        # Not swallowed: whoever waits for the future gets it.
+            refused = self._commit_all([waiting.body for waiting in batch])
+        # Not swallowed: the future passes it on.
         except Exception as error:
             if len(batch) == 1:
                 batch[0].done.set_exception(error)
                 return
-            for one in batch:
-                self._commit([one])
+            for waiting in batch:
+                self._commit([waiting])
             return
-        for one, its in zip(batch, refused, strict=True):
-            one.done.set_result(its)
+        for waiting, refusal in zip(batch, refused, strict=True):
+            waiting.done.set_result(refusal)
 
 
 class Ingest:
-    """The way of every OTLP request, whichever protocol brought it."""
+    """Pipeline of every OTLP request, of either protocol: decoding threads, inserters and the budget."""
 
     def __init__(self, traces: Inserter[Any], logs: Inserter[Any], queue_bytes: int) -> None:
         """Commit through two inserters; at most `queue_bytes` are held."""
@@ -220,7 +220,7 @@ class Ingest:
 
         Args:
             inserter: `traces` or `logs`.
-            prepare: from the bytes to what the inserter takes; what it raises is raised here.
+            prepare: makes the inserter's body of the bytes; its exceptions are raised here.
             charge: of the request; kept until the body is committed or failed.
 
         Raises:
@@ -232,10 +232,10 @@ class Ingest:
         charge.release_after(committed)
         return await asyncio.wrap_future(committed)
 
-    def hurry(self) -> None:
-        """Commit from now on as soon as may be: the store is stopping."""
-        self.traces.hurry()
-        self.logs.hurry()
+    def flush_now(self) -> None:
+        """Commit bodies from now on without a linger, since the store is stopping."""
+        self.traces.flush_now()
+        self.logs.flush_now()
 
     def close(self) -> None:
         """Commit everything that was accepted."""

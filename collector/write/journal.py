@@ -1,12 +1,12 @@
-"""Bodies that are acknowledged and in no table yet, in one file.
+"""Journal: one file of the bodies that are acknowledged and in no table yet.
 
-In: bodies, many at a time. Out: after a restart, the same bodies. Invariant: a body is in the operating system's hands, whole, when
-`append` returns, and none of it is found again when it raises.
+In: bodies, many at a time. Out: after a restart, the same bodies. Invariant: a body is written to the operating system, whole, when
+`append` returns, and no part of it is read back when it raises.
 
-The file has an epoch, and is written over when it was emptied: memory that is there already costs a twentieth of memory that must be
-given for new pages of a file. A record is its length in four bytes and its checksum (XXH3) in eight, little-endian, and the body; the
-epoch is the checksum's seed, so that what an earlier epoch left is no record. What is torn (the process died, or the disk was full, in
-the middle of a write) was never acknowledged: reading ends before it.
+The file has an epoch, and is overwritten after it was cleared: existing pages of a file cost a twentieth of newly
+allocated ones. A record is its length in four bytes and its checksum (XXH3) in eight, little-endian, and the body; the
+epoch is the checksum's seed, so that the remains of an earlier epoch are no records. A torn record (the process died, or
+the disk was full, in the middle of a write) was never acknowledged: reading ends before it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _EPOCH = struct.Struct("<I")
 _HEAD = len(_NAME) + _EPOCH.size
 _RECORD = struct.Struct("<IQ")
 _PIECES = 512
-"""Handed to the operating system at once; it takes 1024."""
+"""Buffers that are passed to the operating system at once; its limit is 1024."""
 KEPT_FREE = 256 * 2**20
-"""Bytes of the disk that are not taken, as the engine does not: it writes into tables what stands here."""
+"""Bytes of the disk that stay free, for the database, which writes the journal's spans into tables."""
 
 
 class Journal:
-    """One file, written by one thread at a time."""
+    """A journal: one file, written by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, or create it.
 
         Raises:
-            StoreError: it is something else.
-            OSError: it is not to be had.
+            StoreError: the file is no journal of this version.
+            OSError: it cannot be opened.
         """
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -58,23 +58,23 @@ class Journal:
         self._end = _HEAD
         for start, body in self.bodies():
             self._end = start + len(body)
-        # Else what stands behind a torn record of this epoch might be found again, behind the next one.
+        # Else the bytes behind a torn record of this epoch might be read as a record behind the next one.
         os.ftruncate(self._file, self._end)
 
     @property
     def size(self) -> int:
-        """Bytes of records; 0: there are none."""
+        """Return the bytes of records; 0: there are none."""
         return self._end - _HEAD
 
     def append(self, bodies: Sequence[bytes], others: int = 0) -> list[int]:
-        """Write bodies, none of them empty, behind the others: all of them, or none.
+        """Append bodies, none of them empty: all of them, or none.
 
         Args:
-            bodies: what to write.
-            others: bytes that stand in other journals of this disk.
+            bodies: to write.
+            others: bytes in other journals of this disk.
 
         Returns:
-            Where each body begins.
+            The offset at which each body begins.
 
         Raises:
             OSError: there is no room, or the disk fails.
@@ -87,7 +87,7 @@ class Journal:
             starts.append(self._end + size + _RECORD.size)
             size += _RECORD.size + len(body)
         disk, growth = os.fstatvfs(self._file), max(0, self._end + size - os.fstat(self._file).st_size)
-        # What stands in journals must fit into tables, too.
+        # The content of the journals must fit into the tables as well.
         if disk.f_bavail * disk.f_frsize < KEPT_FREE + self.size + others + size + growth:
             raise OSError(errno.ENOSPC, "less than 256 MiB would be left of the disk with these spans in the tables", str(self.path))
         try:
@@ -99,7 +99,7 @@ class Journal:
         return starts
 
     def bodies(self) -> Iterator[tuple[int, bytes]]:
-        """All bodies, in the order in which they came, and where each begins.
+        """Yield the offset and the content of all bodies, in the order in which they came.
 
         Raises:
             OSError: the disk fails.
@@ -110,17 +110,17 @@ class Journal:
             length, checksum = _RECORD.unpack(record) if len(record) == _RECORD.size else (0, 0)
             at += _RECORD.size
             body = os.pread(self._file, length, at)
-            # No body is empty: zeros are what a machine's failure may leave.
+            # No body is empty: a failure of the machine may leave zeros.
             if not body or len(body) != length or xxh3_64_intdigest(body, self._epoch) != checksum:
                 return
             yield at, body
             at += length
 
     def read(self, start: int, length: int) -> bytes:
-        """A body, by where it begins.
+        """Read a body at the offset where it begins.
 
         Raises:
-            OSError: the disk fails, or somebody has cut the file.
+            OSError: the disk fails, or the file was truncated.
         """
         body = os.pread(self._file, length, start)
         if len(body) != length:
@@ -128,7 +128,7 @@ class Journal:
         return body
 
     def clear(self) -> None:
-        """Forget all bodies: they are in the tables.
+        """Remove all bodies, which are in the tables.
 
         Raises:
             OSError: the disk fails.
@@ -138,7 +138,7 @@ class Journal:
         self._end = _HEAD
 
     def close(self) -> None:
-        """Close the file; bodies that are in it stay."""
+        """Close the file; bodies in it are kept."""
         if not self.size:
             os.ftruncate(self._file, _HEAD)
         os.close(self._file)
@@ -147,12 +147,12 @@ class Journal:
         os.pwrite(self._file, _NAME + _EPOCH.pack(self._epoch), 0)
 
     def _write(self, pieces: Sequence[bytes]) -> None:
-        """Write pieces behind the records."""
+        """Write pieces after the last record."""
         at, rest = self._end, iter(pieces)
-        while some := list(islice(rest, _PIECES)):
-            left = sum(map(len, some))
-            written = os.pwritev(self._file, some, at)
+        while group := list(islice(rest, _PIECES)):
+            left = sum(map(len, group))
+            written = os.pwritev(self._file, group, at)
             at, left = at + written, left - written
             while left:
-                written = os.pwrite(self._file, b"".join(some)[-left:], at)
+                written = os.pwrite(self._file, b"".join(group)[-left:], at)
                 at, left = at + written, left - written

@@ -1,6 +1,7 @@
-"""Many bodies of log records into one committed insert.
+"""Insert of many bodies of log records at once.
 
-In: `Rows` of log records. Out: for each what was refused, after the commit of all others. Invariant: all rows are committed, or none.
+In: `Rows` of log records. Out: for each body its refused records, after the commit of all others.
+Invariant: all rows are committed, or none.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collector.write.staging import Staging
 
 
 class LogStaging:
-    """Inserts log records through one handle."""
+    """Inserter of log records through one handle."""
 
     def __init__(self, handle: Handle) -> None:
-        """Insert through `handle`, which nobody else uses."""
+        """Insert through `handle`, which must not be shared."""
         self._staging = Staging(handle)
 
     def commit(self, bodies: Sequence[Rows]) -> list[Refused]:
-        """Insert all records of all bodies; what could not be stored of each.
+        """Insert all records of all bodies; return the refused records of each.
 
         Raises:
             EngineRefusedError: they were not inserted.

@@ -1,12 +1,12 @@
-"""Spans that wait together in a journal, and are inserted at once.
+"""Pending batch: spans that wait together in a journal, and are inserted at once.
 
-In: `TraceBody`s. Out: when asked, all of them in the tables.
-Invariant: what was taken is in the tables or in the journal, whatever the kill point (it may be in both: law 1); what no table takes,
-while the tables take others, is put aside.
+In: `TraceBody`s. Out: on request, all of them in the tables.
+Invariant: spans that were taken are in the tables or in the journal, at any kill point (they may be in both: law 1); a body that no
+table takes, while the tables take others, becomes a dead letter.
 
-Storing fails for want of room, or because of a table, and is tried again; what is to be read waits for it. A body that alone cannot be
-stored would hold up all others for good: after a failure bodies are stored in ever smaller parts, and from the third try on one that
-still fails alone is put aside, if a span that is there already can be inserted at the same time.
+Storing fails for lack of space, or because of a table, and is retried; queries wait for it. A body that alone cannot be
+stored would block all others for good: after a failure bodies are stored in ever smaller parts, and from the third try on one that
+still fails alone becomes a dead letter, if a span that is already stored can be inserted at the same time.
 """
 
 from __future__ import annotations
@@ -23,68 +23,68 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from collector.database import EngineRefusedError, Handle
 from collector.otlp.requests import TraceBody, trace_body
-from collector.write.dead_letters import put_aside
+from collector.write.dead_letters import write_dead_letter
 from collector.write.journal import Journal
 from collector.write.span_staging import SpanStaging, store_one_again
 
 logger = logging.getLogger(__name__)
 
-ASIDE = "aside"
-"""Directory of what no table takes, beside the journals."""
+DEAD_LETTERS = "aside"
+"""Name of the directory of dead letters, beside the journals."""
 MAX_SPANS = 20_000
-"""Spans that wait together at most, but for those of one commit."""
+"""Most spans that wait together; those of the last commit may exceed it."""
 MAX_BYTES = 96 * 2**20
-"""Bytes of bodies that wait together at most, but for those of one commit."""
+"""Most bytes of bodies that wait together; those of the last commit may exceed it."""
 MAX_BODY = 8 * 2**20
-"""Bytes of a body that may wait."""
+"""Most bytes of a body that may wait."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 8.0
-"""After which storing what waits is tried again, the first time and later."""
+"""Back-off after which a failed store of the batch is retried: the first one, and the longest."""
 _NOT_ENOUGH_SPACE = 243
 _TRIES = 3
-"""After so many a body that cannot be stored by itself is put aside."""
+"""Number of tries after which a body that cannot be stored by itself becomes a dead letter."""
 
 
 class Lot:
-    """What waits in one journal; used by one thread at a time, but for what it says of itself."""
+    """A pending batch in one journal; used by one thread at a time, except for the properties that any thread may read."""
 
     def __init__(self, handle: Handle, journal: Path) -> None:
-        """Open the journal, and find what it holds; nobody else uses `handle`."""
+        """Open the journal, and read the bodies that it holds; `handle` must not be shared."""
         self.handle = handle
         self.since = 0.0
-        """When the first of what waits came; 0 where nothing waits, or nobody knows."""
+        """Time (monotonic) at which the first waiting body came; 0 if none waits, or if it is not known."""
         self._staging = SpanStaging(handle)
         self._journal = Journal(journal)
         self._bodies = [
             self._in_journal(trace_body(ExportTraceServiceRequest.FromString(raw), raw), start) for start, raw in self._journal.bodies()
         ]
-        """What the journal holds, and only it."""
+        """Bodies that the journal holds, each read from it on demand."""
         self._spans = sum(body.spans for body in self._bodies)
         if self._bodies:
             logger.info("%d requests with acknowledged spans are read from %s", len(self._bodies), journal)
         self._failed: EngineRefusedError | None = None
-        """Why what waits could not be stored, the last time."""
+        """Error of the last try to store the batch. None: it did not fail."""
         self._tries = 0
-        """How often that was tried in vain."""
+        """Number of failed tries to store the batch."""
         self._pause = RETRY_SECONDS
         self._again = 0.0
-        """When that is tried again."""
+        """Time (monotonic) before which the batch is not tried again."""
 
     @property
     def size(self) -> int:
-        """Bytes that wait. It grows before an acknowledgement, and is 0 only after the commit: any thread may ask."""
+        """Return the bytes that wait. It grows before an acknowledgement, and is 0 only after the commit; any thread may read it."""
         return self._journal.size
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should join; any thread may ask."""
+        """Return whether no more bodies should join; any thread may read it."""
         return self._spans >= MAX_SPANS or self.size >= MAX_BYTES
 
     def take(self, bodies: Sequence[TraceBody], others: int) -> None:
-        """Let bodies wait: when it returns they are in the journal.
+        """Add bodies to the batch: on return they are in the journal.
 
         Args:
             bodies: all or none of them are taken.
-            others: bytes that wait elsewhere, and will need room in the tables too.
+            others: bytes that wait in other journals, and will need space in the tables too.
 
         Raises:
             EngineRefusedError: none of them was taken.
@@ -100,7 +100,7 @@ class Lot:
             self.since = self.since or time.monotonic()
 
     def insert(self, bodies: Sequence[TraceBody]) -> None:
-        """Bring bodies into the tables at once, before those that wait.
+        """Insert bodies into the tables at once, before those that wait.
 
         Raises:
             EngineRefusedError: none of them was taken.
@@ -108,10 +108,10 @@ class Lot:
         self._staging.commit(bodies)
 
     def store(self) -> None:
-        """Bring all that waits into the tables.
+        """Insert all waiting bodies into the tables.
 
         Raises:
-            EngineRefusedError: it waits on, and the log says why.
+            EngineRefusedError: some still wait; the log has the reason.
         """
         if not self.size:
             return
@@ -121,7 +121,7 @@ class Lot:
             self._try_to_store()
         except EngineRefusedError as error:
             logger.error("%d bytes of acknowledged spans wait in %s: %s", self.size, self._journal.path, error)
-            # Each try may leave rows in the first of its tables: fewer and fewer are made.
+            # Each try may leave rows in the first of its tables: back off.
             self._pause = min(2 * self._pause, MAX_RETRY_SECONDS) if self._failed else RETRY_SECONDS
             self._failed, self._again = error, time.monotonic() + self._pause
             self._tries += 1
@@ -129,59 +129,59 @@ class Lot:
         self._failed, self._tries, self.since = None, 0, 0.0
 
     def stage(self) -> None:
-        """Make the rows, as far as that can be done now, so that storing need not; nothing joins this lot before it is stored."""
+        """Stage the rows ahead of the store, if that succeeds now; no body may join this batch before it is stored."""
         if not self._staging.staged:
             try:
                 self._staging.stage(self._bodies)
-            # Who stores them tries again, and says what is wrong.
+            # The store tries again, and reports the error.
             except (EngineRefusedError, OSError) as error:
                 logger.debug("rows of %s are not made ahead: %s", self._journal.path, error)
 
     def retry_soon(self) -> None:
-        """Try again to store what waits, when that is asked for: what was wrong may be mended."""
+        """Let the next store try again at once, since the cause of the failure may be fixed."""
         self._again = 0.0
 
     def close(self) -> None:
-        """Close the journal; what waits stays in it."""
+        """Close the journal; waiting bodies stay in it."""
         self._journal.close()
 
     def _in_journal(self, body: TraceBody, start: int) -> TraceBody:
-        """The same body, read from the journal when it is needed."""
+        """Return the same body, read from the journal on demand."""
         return replace(body, load=partial(self._journal.read, start, body.size))
 
     def _try_to_store(self) -> None:
         try:
             if self._tries:
-                self._store_apart()
+                self._store_separately()
             else:
                 if not self._staging.staged:
                     self._staging.stage(self._bodies)
                 self._staging.store()
-            # What is in the tables already counts once, when it comes again.
+            # Spans that are already in the tables count once when they are inserted again.
             self._journal.clear()
         except OSError as error:
             raise _refused(error) from None
         self._bodies, self._spans = [], 0
 
-    def _store_apart(self) -> None:
-        """Store each body that can be stored, and put aside what no try could.
+    def _store_separately(self) -> None:
+        """Store each body that can be stored, and make dead letters of those that failed in all tries.
 
         Raises:
-            EngineRefusedError: something waits on: it is too early to give it up, or it is no body's fault.
-            OSError: the same; there is no room for what is put aside.
+            EngineRefusedError: some bodies still wait: it is too early to give them up, or the cause is not in a body.
+            OSError: the same; there is no space for a dead letter.
         """
-        # First: where the tables take nothing, each try would leave rows of all bodies in the first of them.
+        # Before all else: if the tables take nothing, each try would leave rows of all bodies in the first of them.
         tables_take_spans = store_one_again(self.handle)
         failing = self._store_in_parts(self._bodies)
         self._bodies = [body for body, _ in failing]
         if failing and (self._tries < _TRIES - 1 or not tables_take_spans):
             raise failing[0][1]
         for body, error in failing:
-            file = put_aside(self._journal.path.parent / ASIDE, body.load())
+            file = write_dead_letter(self._journal.path.parent / DEAD_LETTERS, body.load())
             logger.error("a request with %d acknowledged spans is in no table, and put aside as %s: %s", body.spans, file, error)
 
     def _store_in_parts(self, bodies: Sequence[TraceBody]) -> list[tuple[TraceBody, EngineRefusedError]]:
-        """Store bodies, those that alone can't be stored left out: which they are, and why.
+        """Store bodies, except those that can't be stored alone; return these, with their errors.
 
         Raises:
             EngineRefusedError: nothing can be stored now.

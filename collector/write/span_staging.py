@@ -1,11 +1,11 @@
-"""Many bodies of spans into one insert: into rows in memory first, the engine decoding what it reads right, Python the rest.
+"""Insert of many bodies of spans at once, staged as rows in memory; the database decodes most spans, Python the rest.
 
 In: `TraceBody`s. Out: rows of otel.otel_traces, of all their spans but the refused ones.
-Invariant: both roads give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the
+Invariant: both decoders give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the
 staged table, unless it was refused, before any of them is inserted.
 
-The engine's road costs a third of Python's for a span and some twenty milliseconds for a batch: it is taken from ENGINE_FROM spans
-on. It marks the spans that it would not read as the Collector writes them (decoding/spans.sql); Python encodes those.
+The database's decoder costs a third of Python's for a span and some twenty milliseconds for a batch: it is used from ENGINE_FROM spans
+on. It marks the spans that it would not decode as the Collector does (decoding/spans.sql); Python encodes those.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from collector.write.staging import Staging, require_held
 logger = logging.getLogger(__name__)
 
 ENGINE_FROM = 1000
-"""Spans in a batch from which on the engine decodes."""
+"""Number of spans in a batch from which the database decodes it."""
 MAX_BATCH = 64 * 2**20
-"""Bytes of bodies beyond which no further one joins a batch: what is made of them on the way has several times as many."""
+"""Bytes of bodies beyond which no further one joins a batch: decoding takes several times as much memory."""
 _DECODING = Path(__file__).parents[1] / "decoding"
 _COLUMNS = TRACES_INSERT[TRACES_INSERT.index("(") + 1 : -1]
 _SCHEMA = str(_DECODING / "spans.proto").replace("\\", "\\\\").replace("'", "\\'")
 _PARSE = f"INSERT INTO parsed SETTINGS format_schema = '{_SCHEMA}', format_schema_message_name = 'ResourceSpans', max_threads = 1"
-# Numbers that are others each time stand in one of these statements: compiled, it would cost three times as much.
+# One of these statements has different numbers each time: compiled, it would cost three times as much.
 _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1, output_format_json_escape_forward_slashes = 0, compile_expressions = 0"
 _FLAT = ", ".join(name for name in _COLUMNS.split(", ") if not name.startswith("`"))
-"""Columns that the engine fills: not those of events and links."""
+"""Columns that the database's decoder fills: not those of events and links."""
 _DECODE = f"INSERT INTO staged ({_FLAT}, Resource, Scope, Place, Odd) {(_DECODING / 'spans.sql').read_text()} {_ALL}"
 
 _STORE = (
-    # In the table's own order, so that writing it need not put its widest column in order twice, as it is and for the index of it.
+    # In the table's own order, so that its widest column is not sorted twice, for the table and for its index.
     f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM staged WHERE NOT Odd"
     f" ORDER BY ServiceName, SpanName, toDateTime(Timestamp) {_ALL},"
-    # What came twice in one insert is told apart by readers and merges, as all that comes twice: looking for it here, row by row, is dear.
+    # Duplicates within one insert are removed by readers and merges, like all others: to search for them here, row by row, is costly.
     " optimize_on_insert = 0"
 )
-_AT_THE_SAME_TIME = ", parallel_view_processing = 1, max_threads = 2"
-"""The table and what its views make of the rows are written side by side: should one of the views fail, the others are there."""
+_PARALLEL_VIEWS = ", parallel_view_processing = 1, max_threads = 2"
+"""Settings by which the table and its views are written in parallel: if one view fails, the rows of the others are written."""
 
 Places = Mapping[tuple[int, int], Sequence[int]]
-"""Places of spans in a request, by those of resource and scope, all from 0."""
+"""Indices of spans in a request, by the indices of resource and scope, all from 0."""
 
 
 class SpanStaging:
-    """Inserts spans through one handle."""
+    """Inserter of spans through one handle."""
 
-    def __init__(self, handle: Handle, engine_from: int = ENGINE_FROM) -> None:
-        """Insert through `handle`, which nobody else uses; the engine decodes batches of `engine_from` spans and more."""
+    def __init__(self, handle: Handle, decode_from: int = ENGINE_FROM) -> None:
+        """Insert through `handle`, which must not be shared; the database decodes batches of `decode_from` spans and more."""
         self._handle = handle
         self._others = Staging(handle)
-        self._engine_from = engine_from
+        self._decode_from = decode_from
         self._ready = False
-        """Whether the tables in memory are there, and those that are hold nothing, or what is staged."""
+        """True if the tables in memory exist, and hold nothing but what is staged."""
         self.staged = False
-        """Whether rows are made and not stored."""
+        """True if rows are staged and not stored yet."""
 
     def commit(self, bodies: Sequence[TraceBody]) -> None:
-        """Insert all spans of all bodies but the refused ones, and nothing that was staged: in any case nothing is staged any more.
+        """Insert all spans of all bodies except the refused ones, and discard what was staged before; afterwards nothing is staged.
 
         Raises:
-            EngineRefusedError: nothing was inserted, unless the engine failed in the middle of its views.
+            EngineRefusedError: nothing was inserted, unless the database failed in the middle of its views.
             OSError: the same; a body can't be loaded.
         """
         if self.staged:
@@ -76,10 +76,10 @@ class SpanStaging:
         self._store(_STORE)
 
     def stage(self, bodies: Sequence[TraceBody]) -> None:
-        """Make rows of all spans of all bodies but the refused ones, where none are staged.
+        """Stage rows of all spans of all bodies except the refused ones; nothing may be staged before.
 
         Raises:
-            EngineRefusedError: they can't be held; nothing is staged.
+            EngineRefusedError: memory can't hold them; nothing is staged.
             OSError: the same; a body can't be loaded.
         """
         first = 0
@@ -96,15 +96,15 @@ class SpanStaging:
             raise
 
     def store(self) -> None:
-        """Insert what is staged, where no view refuses a span; in any case nothing is staged any more.
+        """Insert the staged rows; only while no view refuses a span. Afterwards nothing is staged.
 
         Raises:
-            EngineRefusedError: it is not in all tables, perhaps in some.
+            EngineRefusedError: the rows are not in all tables, perhaps in some.
         """
-        self._store(_STORE + _AT_THE_SAME_TIME)
+        self._store(_STORE + _PARALLEL_VIEWS)
 
     def forget(self) -> None:
-        """Stage nothing any more, whatever the tables hold."""
+        """Discard what is staged, by dropping the tables."""
         self._ready = self.staged = False
         for table in ("parsed", "staged"):
             self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
@@ -123,40 +123,40 @@ class SpanStaging:
             self.forget()
 
     def _stage(self, batch: Sequence[TraceBody], first: int) -> None:
-        """Make rows of a batch, its ResourceSpans numbered from `first`."""
-        left = self._decoded(batch, first)
+        """Stage rows of a batch, its ResourceSpans numbered from `first`."""
+        remaining = self._decode(batch, first)
         # Most bodies have nothing left for Python.
-        rows = [encode_traces(body.request, places) for body, places in zip(batch, left, strict=True) if places is None or places]
-        if data := [one.data for one in rows if one.data]:
+        encoded = [encode_traces(body.request, places) for body, places in zip(batch, remaining, strict=True) if places is None or places]
+        if data := [rows.data for rows in encoded if rows.data]:
             self._handle.send(f"INSERT INTO staged ({_COLUMNS})", "RowBinary", data)
-        if dropped := b"".join(one.dropped for one in rows):
+        if dropped := b"".join(rows.dropped for rows in encoded):
             self._others.insert(DROPPED_INSERT, "RowBinary", dropped, keep_staging=True)
 
-    def _decoded(self, batch: Sequence[TraceBody], first: int) -> list[Places | None]:
-        """Stage what the engine decodes; of each body the spans that are left to Python. None: all of them."""
-        ours = [body for body in batch if body.wire is not None]
-        if sum(body.spans for body in ours) < self._engine_from:
+    def _decode(self, batch: Sequence[TraceBody], first: int) -> list[Places | None]:
+        """Stage the spans that the database decodes; return those that are left to Python for each body. None: all of them."""
+        decodable = [body for body in batch if body.wire is not None]
+        if sum(body.spans for body in decodable) < self._decode_from:
             return [None] * len(batch)
         try:
-            odd = iter(self._by_engine(ours, first))
-        # Protobuf's own parser took all of this, so it is the engine's that is narrower: Python reads the batch.
+            odd = iter(self._decode_in_database(decodable, first))
+        # Protobuf's own parser accepted all of this, so that the database's is stricter: Python decodes the batch.
         except EngineRefusedError as error:
-            logger.warning("the engine did not decode a batch of %d bodies, Python does: %s", len(ours), error)
-            # What was staged stays: rows come into a table in memory all at once, or not at all.
+            logger.warning("the engine did not decode a batch of %d bodies, Python does: %s", len(decodable), error)
+            # Earlier batches stay staged: rows come into a table in memory all at once, or not at all.
             self._handle.query("TRUNCATE TABLE parsed")
             return [None] * len(batch)
         return [None if body.wire is None else next(odd) for body in batch]
 
-    def _by_engine(self, bodies: Sequence[TraceBody], first: int) -> list[Places]:
-        """Stage what the engine decodes, its ResourceSpans numbered from `first`; of each body the spans that are left to Python."""
+    def _decode_in_database(self, bodies: Sequence[TraceBody], first: int) -> list[Places]:
+        """Stage the spans that the database decodes, ResourceSpans numbered from `first`; return those left to Python for each body."""
         places = resources(bodies)
         if self._handle.send(_PARSE, "ProtobufList", protobuf_list(bodies, first)) != len(places):
             raise EngineRefusedError("Code: 117. DB::Exception: not every ResourceSpans was read. (INCORRECT_DATA)", 117)
         self._handle.query(_DECODE)
         self._handle.query("TRUNCATE TABLE parsed")
-        asked = f"SELECT Resource - {first}, Scope - 1, Place - 1 FROM staged WHERE Odd AND Resource >= {first} {_ALL}"
+        query = f"SELECT Resource - {first}, Scope - 1, Place - 1 FROM staged WHERE Odd AND Resource >= {first} {_ALL}"
         odd: list[dict[tuple[int, int], list[int]]] = [defaultdict(list) for _ in bodies]
-        for line in self._handle.query(asked).body.splitlines():
+        for line in self._handle.query(query).body.splitlines():
             number, scope, place = map(int, line.split(b"\t"))
             body, resource = places[number]
             odd[body][resource, scope].append(place)
@@ -170,17 +170,17 @@ class SpanStaging:
 
 
 def store_one_again(handle: Handle) -> bool:
-    """Insert a span that is there already, which counts once; whether there is one.
+    """Insert a stored span again, which counts once; return whether there is one.
 
     Raises:
-        EngineRefusedError: the table, or one of its views, takes none.
+        EngineRefusedError: the table, or one of its views, refuses it.
     """
     handle.query(f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM otel.otel_traces LIMIT 1")
     return int(handle.query("SELECT count() FROM (SELECT 1 FROM otel.otel_traces LIMIT 1)").body) == 1
 
 
 def _batches(bodies: Sequence[TraceBody]) -> Iterator[list[TraceBody]]:
-    """Bodies in their order, as many at a time as MAX_BATCH allows, at least one."""
+    """Yield batches of bodies in their order, each as large as MAX_BATCH allows, with at least one body."""
     batch: list[TraceBody] = []
     size = 0
     for body in bodies:

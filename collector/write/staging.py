@@ -1,6 +1,6 @@
-"""Inserts whose every error is seen: rows go through a temporary table in memory.
+"""Inserts through a temporary table in memory, so that every error is reported.
 
-In: the head of an INSERT, and rows in any of the engine's formats. Out: how many rows are committed.
+In: the head of an INSERT, and rows in any of the database's formats. Out: the number of rows committed.
 Invariant: all rows of an insert are committed, those of views included, or an error is raised (docs/decisions/0006).
 """
 
@@ -13,20 +13,20 @@ from collector.database import Answer, EngineRefusedError, Handle
 from collector.sql.insert_head import InsertHead, parse_insert_head
 
 _ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
-"""What the target has, its staging table may have."""
+"""Settings that allow a staging table every type that its target may have."""
 _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
-"""Every row, in the order they came, whatever the session's own settings are."""
+"""Settings that keep every row, in its order, whatever the session's own settings are."""
 
 
 def require_held(handle: Handle, staged: str, sent: int, what: str, why: str) -> None:
-    """See that a table in memory holds all that it was sent: what it can't hold it leaves out without an error.
+    """Raise unless a table in memory holds all rows that were sent: rows that it can't hold are left out without an error.
 
     Args:
-        handle: whose temporary table it is.
-        staged: the table, and which of its rows, as behind FROM.
-        sent: how many there must be.
-        what: they are.
-        why: there may be fewer, and what to do then.
+        handle: the handle that has the temporary table.
+        staged: the table, and a condition of its rows, as after FROM.
+        sent: number of rows that there must be.
+        what: noun for the rows, for the error.
+        why: reason why there may be fewer, and what to do then, for the error.
 
     Raises:
         EngineRefusedError: there are more or fewer.
@@ -37,25 +37,25 @@ def require_held(handle: Handle, staged: str, sent: int, what: str, why: str) ->
 
 
 class Staging:
-    """Inserts through one handle."""
+    """Inserter through one handle."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._kept: dict[str, tuple[str, str]] = {}
-        """Temporary tables that are kept, and their columns, by head of insert."""
+        """Head of an insert -> the temporary table that is kept for it, and its columns."""
 
     def insert(self, head: str, input_format: str, rows: bytes, *, keep_staging: bool = False) -> Answer:
-        """Insert rows: `head` is the statement before its FORMAT clause. Returns after the commit.
+        """Insert rows: `head` is the statement before its FORMAT clause. Return after the commit.
 
-        chDB reports what goes wrong while rows are parsed, and swallows what goes wrong while they are written (too many parts, a
-        violated constraint, a view that fails). So rows are parsed into a temporary table in memory, which takes all of them or
-        none, counted there, and moved by a statement, whose errors it does report.
+        chDB reports errors while rows are parsed, and swallows errors while they are written (too many parts, a violated
+        constraint, a view that fails). So rows are parsed into a temporary table in memory, which takes all of them or
+        none, counted there, and moved by a statement, whose errors chDB does report.
 
         Args:
             head: INSERT INTO a table, with or without columns and settings.
             input_format: of the rows.
             rows: in that format.
-            keep_staging: keep the temporary table for the next insert with this head: for heads of ours, on tables that do not change.
+            keep_staging: keep the temporary table for the next insert with this head; only for our own heads, of tables that do not change.
 
         Raises:
             EngineRefusedError: the rows, or those of a view, were not all inserted.
@@ -80,20 +80,21 @@ class Staging:
         return Answer(b"", rows_written=read)
 
     def _stage(self, head: InsertHead) -> tuple[str, str]:
-        """Make a temporary table that takes what the head's table takes, defaults included; its name and the columns."""
+        """Create a temporary table that accepts the rows of the head's table, defaults included; return its name and the columns."""
         described = self._handle.query(f"DESCRIBE TABLE {head.table} SETTINGS describe_compact_output = 0", "JSONEachRow").body
-        known = [json.loads(line) for line in described.splitlines()]
+        target = [json.loads(line) for line in described.splitlines()]
         fields = [
-            f"{_quoted(one['name'])} {one['type']} {_staged_default(one['default_type'], one['default_expression'])}" for one in known
+            f"{_quoted(column['name'])} {column['type']} {_staged_default(column['default_type'], column['default_expression'])}"
+            for column in target
         ]
         name = f"staging_{uuid.uuid4().hex}"
         self._handle.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory {_ANY_TYPE}")
-        taken = [_quoted(one["name"]) for one in known if one["default_type"] in {"", "DEFAULT"}]
-        return name, head.columns or ", ".join(taken)
+        insertable = [_quoted(column["name"]) for column in target if column["default_type"] in {"", "DEFAULT"}]
+        return name, head.columns or ", ".join(insertable)
 
 
 def _staged_default(kind: str, expression: str) -> str:
-    """How a staging table has a column's default: what rows leave out is filled in as the target would."""
+    """Return a column's default clause in the staging table, by which omitted values are filled in as in the target."""
     match kind:
         case "":
             return ""

@@ -1,15 +1,15 @@
-"""Spans that are acknowledged when a journal has them, and reach the tables many at a time.
+"""Write buffer: spans are acknowledged when a journal has them, and are inserted into the tables many at a time.
 
-In: `TraceBody`s; whoever is about to read. Out: for each body what was refused of it; tables that hold all that was acknowledged.
-Invariant: what was acknowledged is in the tables or in a journal, whatever the kill point, and `settle` returns when all that was
-acknowledged before is in the tables.
+In: `TraceBody`s; calls of `settle` before queries. Out: for each body its refused spans; tables that hold all acknowledged spans.
+Invariant: acknowledged spans are in the tables or in a journal, at any kill point, and `settle` returns when all spans that were
+acknowledged before are in the tables.
 
-A statement that decodes spans costs its analysis, a part of a table its making and its rows' merging: inserts of thousands of spans
-are dear (docs/decisions/0013). So spans wait until there are many, or somebody asks, or a while has gone by. There are two lots of
-them: while one is inserted, what comes joins the other.
+Each statement that decodes spans costs its analysis, and each part of a table its creation and the merging of its rows: inserts of
+only thousands of spans are costly (docs/decisions/0013). So spans wait until there are many, or a query needs them, or their longest
+wait is over. There are two pending batches: while one is inserted, new bodies join the other.
 
-Bodies are deferred only while every view that an insert fills is the schema's own, and no table has changed since the start: these
-never refuse a span. Otherwise each commit is an insert, and a view's refusal is told to the sender; so is one of very large bodies.
+Bodies are buffered only while every view that an insert fills is the schema's own, and no table has changed since the start: these
+never refuse a span. Otherwise each commit is an insert, and a view's refusal is reported to the sender; so it is for very large bodies.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ WHERE database = 'otel' AND engine LIKE '%MergeTree' OR engine = 'MaterializedVi
 
 
 class DeferredSpans:
-    """Commits spans, now or later."""
+    """Buffer that commits spans to a journal, and inserts them into the tables later."""
 
     def __init__(self, handles: tuple[Handle, Handle], journals: Path, wait_seconds: float) -> None:
-        """Bring what the journals hold into the tables, if that can be done now, and begin.
+        """Insert the journals' spans into the tables, if that succeeds now, and start the thread.
 
         Args:
-            handles: nobody else uses them.
-            journals: a directory; created where there is none.
-            wait_seconds: how long a span waits at most, unless the engine fails. 0: each commit is an insert.
+            handles: must not be shared.
+            journals: directory of the journals; created if it does not exist.
+            wait_seconds: longest wait of a span, unless the database fails. 0: each commit is an insert.
         """
         journals.mkdir(exist_ok=True)
         self._taking, self._storing = (Lot(handle, journals / name) for handle, name in zip(handles, ("first", "second"), strict=True))
-        """Which bodies join, and which is on its way into the tables."""
+        """The batch that new bodies join, and the batch that is being inserted into the tables."""
         self._take_lock, self._store_lock = threading.Lock(), threading.Lock()
-        """Of either. They change places under both, taken in this order."""
+        """Locks of the two batches, which are swapped under both locks, taken in this order."""
         self._wait = wait_seconds
-        self._made, _ = self._tables()
-        self._plain = False
-        """Whether the tables are as the schema made them."""
+        self._initial_tables, _ = self._tables()
+        self._unchanged = False
+        """True if the tables are as the schema created them."""
         self._changed = True
-        """Whether that must be looked at."""
+        """True if the tables must be checked for changes before the next commit."""
         self._woken = threading.Condition()
         self._closing = False
         self.settle()
@@ -61,17 +61,17 @@ class DeferredSpans:
         self._thread.start()
 
     def commit(self, bodies: Sequence[TraceBody]) -> list[Refused]:
-        """Take all spans of all bodies: when it returns they are in a journal, or in the tables.
+        """Take all spans of all bodies: on return they are in a journal, or in the tables.
 
         Returns:
-            What could not be stored of each body.
+            The refused spans of each body.
 
         Raises:
             EngineRefusedError: none of them was taken.
         """
         with self._take_lock:
-            self._look_at_tables()
-            deferring = self._plain and self._wait > 0
+            self._check_tables()
+            deferring = self._unchanged and self._wait > 0
             if not deferring:
                 with self._store_lock:
                     _store_before(self._storing, self._taking)
@@ -85,16 +85,16 @@ class DeferredSpans:
         return [body.refused for body in bodies]
 
     def settle(self) -> bool:
-        """Bring all that was acknowledged into the tables: whether that could be done; if not, the log says why. Any thread may ask."""
+        """Insert all acknowledged spans into the tables; return whether that succeeded; if not, the log has the reason. Thread-safe."""
         if not (self._taking.size or self._storing.size):
             return True
         try:
             with self._store_lock:
                 self._storing.store()
             with self._take_lock, self._store_lock:
-                # Else somebody has done so: what was acknowledged before is not where bodies join.
+                # Else another thread has swapped them: spans acknowledged before are no longer in the batch that bodies join.
                 if not self._storing.size:
-                    self._change_places()
+                    self._swap_batches()
             with self._store_lock:
                 self._storing.store()
         except EngineRefusedError:
@@ -102,13 +102,13 @@ class DeferredSpans:
         return True
 
     def recheck(self) -> None:
-        """Look at the tables before the next commit: they may have been changed."""
+        """Have the tables checked before the next commit, since a statement may have changed them."""
         for waiting in (self._taking, self._storing):
             waiting.retry_soon()
         self._changed = True
 
     def close(self) -> None:
-        """Bring everything into the tables, if that can be done; else the journals keep it."""
+        """Insert all spans into the tables, if that succeeds; else the journals keep them."""
         with self._woken:
             self._closing = True
             self._woken.notify()
@@ -118,39 +118,39 @@ class DeferredSpans:
         self._storing.close()
 
     def _make_room(self) -> None:
-        """See that bodies can join. Under the first lock."""
+        """Make sure that bodies can join a batch; called under the first lock."""
         if not self._taking.is_full:
             return
         if self._storing.size:
-            # It has to wait for the other anyway.
+            # This batch has to wait for the other anyway.
             self._taking.stage()
         with self._store_lock:
             _store_before(self._storing)
-            self._change_places()
+            self._swap_batches()
 
-    def _change_places(self) -> None:
-        """Let what waits be stored, and what comes join the other lot, which is empty. Under both locks."""
+    def _swap_batches(self) -> None:
+        """Swap the batch that bodies join with the other one, which is empty; called under both locks."""
         self._taking, self._storing = self._storing, self._taking
 
-    def _look_at_tables(self) -> None:
+    def _check_tables(self) -> None:
         if not self._changed:
             return
-        # First: they may be changed again meanwhile.
+        # Before the check: the tables may be changed again meanwhile.
         self._changed = False
         try:
-            self._plain = self._tables() == (self._made, 0)
+            self._unchanged = self._tables() == (self._initial_tables, 0)
         except EngineRefusedError:
             self._changed = True
             raise
 
     def _tables(self) -> tuple[int, int]:
-        """What the tables are, as a number, and how many views are not the schema's."""
+        """Return a hash of the tables' definitions, and the number of views that are not the schema's."""
         views = ", ".join(f"'{name}'" for name in materialized_views())
-        made, others = self._taking.handle.query(_TABLES.format(views=views)).body.split()
-        return int(made), int(others)
+        definitions, others = self._taking.handle.query(_TABLES.format(views=views)).body.split()
+        return int(definitions), int(others)
 
     def _run(self) -> None:
-        """Settle what has waited long enough, or is enough."""
+        """Settle whenever spans have waited long enough, or are many enough."""
         while True:
             with self._woken:
                 while not (self._closing or self._is_due()):
@@ -169,15 +169,15 @@ class DeferredSpans:
 
 
 def _are_large(bodies: Sequence[TraceBody]) -> bool:
-    """Whether what is made of bodies may be more than can be held, which their senders must be told."""
+    """Return whether the rows of bodies may be more than memory can hold, which must be reported to their senders."""
     return any(body.size > pending_batch.MAX_BODY for body in bodies) or sum(body.spans for body in bodies) > pending_batch.MAX_SPANS
 
 
-def _store_before(*lots: Lot) -> None:
-    """Store what waits, for a body that can't be taken before."""
+def _store_before(*batches: Lot) -> None:
+    """Store waiting batches, for a body that can only be taken after them."""
     try:
-        for waiting in lots:
+        for waiting in batches:
             waiting.store()
-    # Whatever is wrong with what waits, it is not this sender's.
+    # The error concerns the waiting spans, not this sender's.
     except EngineRefusedError as error:
         raise EngineRefusedError(f"Code: 425. DB::Exception: spans that came before wait: {error} (SYSTEM_ERROR)", 425) from None

@@ -193,7 +193,7 @@ def test_what_no_table_takes_is_put_aside_and_holds_up_nothing_else(
     for settled in (False, True):
         assert store.spans.settle() is settled
 
-    (file,) = (tmp_path / "journals" / pending_batch.ASIDE).iterdir()
+    (file,) = (tmp_path / "journals" / pending_batch.DEAD_LETTERS).iterdir()
     assert file.read_bytes() == bad.load()
     assert f"a request with 2 acknowledged spans is in no table, and put aside as {file}: Code: 241. no memory" in caplog.text
     later = names(1)[0]
@@ -210,7 +210,7 @@ def test_a_full_disk_is_no_bodys_fault(store: Store, asking: Handle, tmp_path: P
         for name in called:
             store.spans.commit([body(name)])
         assert [store.spans.settle() for _ in range(5)] == [False] * 5
-    assert not (tmp_path / "journals" / pending_batch.ASIDE).exists()
+    assert not (tmp_path / "journals" / pending_batch.DEAD_LETTERS).exists()
     assert store.spans.settle()
     assert stored(asking, *called) == [2, 2]
 
@@ -226,7 +226,7 @@ def test_a_table_that_takes_nothing_is_no_bodys_fault(
     assert [store.spans.settle() for _ in range(5)] == [False] * 5
     asking.query("ALTER TABLE otel.otel_traces DROP CONSTRAINT never")
 
-    assert not (tmp_path / "journals" / pending_batch.ASIDE).exists()
+    assert not (tmp_path / "journals" / pending_batch.DEAD_LETTERS).exists()
     assert store.spans.settle()
     assert stored(asking, *called) == [2, 2]
 
