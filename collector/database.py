@@ -163,7 +163,7 @@ class Engine:
         self.path = path.resolve()
         if "?" in str(self.path):
             raise StoreError(
-                f"store.path = {str(path)!r} has a question mark, which the engine takes for options. Choose another directory."
+                f"store.path = {str(path)!r} has a question mark, which the database takes for options. Choose another directory."
             )
         self._lock = _own(self.path)
         _plain_default_database(self.path)
@@ -192,7 +192,7 @@ class Engine:
         try:
             return Handle(chdb.connect(f"{self.path}?config-file={self._config}&{options}"), name)
         except RuntimeError as error:
-            raise StoreError(f"the engine does not start on {self.path}: {error}") from None
+            raise StoreError(f"the database does not start on {self.path}: {error}") from None
 
     def kill_queries(self) -> None:
         """Cancel every statement that is still running."""

@@ -161,7 +161,7 @@ class _Slices:
 
 def _inflated(body: bytes, window: int) -> Iterator[bytes]:
     slices = _Slices(body)
-    # Several streams may stand one after the other: clickhouse-connect packs an insert block by block.
+    # A body may hold several streams, one after the other: clickhouse-connect packs an insert block by block.
     while slices:
         stream, given = zlib.decompressobj(window), b""
         while not stream.eof:

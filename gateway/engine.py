@@ -88,7 +88,7 @@ def command(settings: Settings, model: Path) -> list[str]:
     engine = settings.engine
     policy = settings.gateway.policy
     options = {
-        # Where adapters are taken, the policy's name is theirs.
+        # In an engine that takes adapters, the policy's name is the adapter's.
         "--served-model-name": base_name(policy) if engine.lora_rank else policy,
         "--host": engine.host,
         "--port": str(engine.port),

@@ -141,7 +141,7 @@ class SpanStaging:
             odd = iter(self._decode_in_database(decodable, first))
         # Protobuf's own parser accepted all of this, so that the database's is stricter: Python decodes the batch.
         except EngineRefusedError as error:
-            logger.warning("the engine did not decode a batch of %d bodies, Python does: %s", len(decodable), error)
+            logger.warning("the database did not decode a batch of %d bodies, Python does: %s", len(decodable), error)
             # Earlier batches stay staged: rows come into a table in memory all at once, or not at all.
             self._handle.query("TRUNCATE TABLE parsed")
             return [None] * len(batch)

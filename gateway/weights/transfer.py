@@ -5,7 +5,7 @@ sends only what the gateway has asked it for, once the engine is paused; the gat
 
 The sender is asked over HTTP, with the token that came with the publication: `POST /checksum` {"dtype"} -> {"checksum", "whole"}, and
 `POST /transfers` {"engine", "over", "workers", "dtype", "group"} -> {"group", "init", "update"}. `group` is the connection that engine and
-sender have; `init` is null where they have it already, else what the engine is to be told to make it.
+sender have; `init` is null where they have it already, else the information by which the engine makes it.
 """
 
 from __future__ import annotations
