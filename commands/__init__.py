@@ -1,4 +1,4 @@
-"""The top floor: one file a command, which resolves the settings and hands them to the stage that does the work.
+"""The commands of `spangrad`, one file each: a command resolves the settings and passes them to the package that does the work.
 
-Only these files import stages; `spangrad.cli` names them and imports none until the command line has been parsed.
+Only these files import those packages; `spangrad.cli` names the commands and imports none until the command line has been parsed.
 """

@@ -1,7 +1,7 @@
-"""Where commands print tables and bars, whoever wrote the texts in them.
+"""The console on which commands print tables and progress bars, with texts from users, agents and models.
 
-In: how wide a table may be that nobody sees on a terminal. Out: a console of rich. Invariant: a text is printed as it was written:
-nothing in it is markup or the name of an emoji, so that no text is lost, and none ends a command.
+In: the width of a table that is not printed on a terminal, in columns. Out: a console of rich. Invariant: a text is printed as it was
+written: nothing in it is read as markup or as the name of an emoji, so that no text is lost, and no text makes a command fail.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from rich.console import Console
 
 
 def plain_console(pipe_width: int | None = None, *, width: int | None = None, stderr: bool = False, highlight: bool = True) -> Console:
-    """A console that knows no markup.
+    """Return a console that interprets no markup and no emoji names.
 
     Args:
-        pipe_width: columns where standard output is no terminal. None: as rich guesses.
-        width: columns in any case. None: what the terminal has, or the pipe.
-        stderr: print to standard error.
-        highlight: numbers, paths and such in colour on a terminal.
+        pipe_width: width in columns where standard output is not a terminal. None: rich's own default.
+        width: width in columns in any case. None: that of the terminal, or pipe_width.
+        stderr: print to standard error instead of standard output.
+        highlight: colour numbers, paths and the like on a terminal.
     """
     width = width or (None if sys.stdout.isatty() else pipe_width)
     return Console(width=width, stderr=stderr, highlight=highlight, markup=False, emoji=False)

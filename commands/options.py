@@ -1,4 +1,4 @@
-"""Options that every command shares, and how they become settings."""
+"""Options that every command shares, and their conversion to settings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Overrides = Annotated[
 
 
 def resolve(config: Path | None, overrides: list[str] | None, flags: Mapping[str, object] | None = None) -> Settings:
-    """Resolve the settings of a command: its own flags are the strongest, then --set, then the rest."""
+    """Resolve the settings of a command. Its own flags take precedence, then --set, then the other sources."""
     return load_settings(flag_values(overrides, flags), file=config)
 
 
 def flag_values(overrides: list[str] | None, flags: Mapping[str, object] | None = None) -> dict[str, object]:
-    """What the command line says, by dotted key.
+    """Return the settings that the command line gives, by dotted key.
 
     Raises:
         SettingsError: an override is not KEY=VALUE.
@@ -50,12 +50,12 @@ def _value(text: str) -> Any:
 
 
 def log_to_stderr() -> None:
-    """Servers log a line an event."""
+    """Configure logging for servers: one line an event, on standard error, at the level of LOG_LEVEL (default INFO)."""
     logging.basicConfig(
         level=os.environ.get("LOG_LEVEL", "INFO").upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    # Their warnings repeat, in worse words, what our errors say.
+    # Their warnings repeat what our own errors say.
     for driver in ("urllib3.connectionpool", "clickhouse_connect"):
         logging.getLogger(driver).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Questions to a store that may have stopped.
+"""Queries to a store that may have stopped.
 
-In: where the store should be. Out: settings of one that answers, for the time of a question. Invariant: a store that runs is asked
-itself; only when nobody listens on this machine is the data of a stopped one opened, and closed again.
+In: the address of the store. Out: settings of a store that answers, for the time of one query. Invariant: a running store is queried
+directly; only when nothing listens on this machine is the data of a stopped store opened, and closed again afterwards.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from spangrad.settings import StoreSettings
 
 @contextmanager
 def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
-    """The store that runs, or one opened on the data of a store that has stopped.
+    """Yield the settings of the running store, or of one that is opened on the data of a stopped store.
 
     Raises:
-        StoreError: none runs, and there is no data of it; or somebody has the data open.
+        StoreError: no store runs and there is no data to open, or another process has the data open.
     """
     from collector.database import user_of
 
@@ -51,11 +51,11 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
 
 @contextmanager
 def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
-    """A store of one's own on the data at `path`, for the time of the block: on free ports, for this machine alone, without a token.
+    """Run a private store on the data at `path` while the block runs: on free ports of the loopback interface, without a token.
 
     Args:
-        path: of the data; made where it is not there.
-        store: settings that are kept as far as they do not say where.
+        path: directory of the data; created if it does not exist.
+        store: settings of the store; the yielded copy has the private store's addresses and no token.
     """
     from spangrad.processes import Child, free_ports, own_command, wait_until
 
@@ -63,7 +63,7 @@ def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
     ports = ["--otlp-grpc-port", grpc, "--otlp-http-port", http, "--clickhouse-port", sql_port]
     with TemporaryDirectory() as scratch:
         config = Path(scratch) / "spangrad.toml"
-        config.touch()  # the store's own settings, its token say, are for those who reach it over the network
+        config.touch()  # settings such as the token apply to a store that is reached over the network
         command = own_command("store", "--config", str(config), "--path", str(path), *map(str, ports))
         child = Child("spangrad store", command, Path(scratch) / "store.log", inherit_settings=False)
         try:
@@ -75,7 +75,7 @@ def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
 
 
 def _listens(url: str) -> bool:
-    """Whether anybody is there, one who refuses included: then the refusal is the answer to show."""
+    """Return whether a server answers at the URL. An HTTP error counts as an answer: the command then shows that error."""
     try:
         urllib.request.urlopen(f"{url}/ping", timeout=2).close()
     except urllib.error.HTTPError:

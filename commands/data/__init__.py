@@ -1,1 +1,1 @@
-"""Commands over what the span store holds: exports, rewards, the schema."""
+"""Commands on the content of the span store: exports, rewards, the schema."""

@@ -1,4 +1,4 @@
-"""`spangrad export`: what builders made, as files for other tools."""
+"""`spangrad export`: transitions, conversations and preferences as files for other tools."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ def export(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Write transitions and their texts as files for other tools, and say what was left out and why.
+    """Write transitions and their texts as files for other tools, and print how many calls were left out, by reason.
 
-    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
-    demo's) is opened for the time of the export. Rewards are weighted by trainer.reward_weights.
+    Queries the store at store.url. If no store answers there, the data of a stopped store (store.path, else the last demo's) is opened
+    for the time of the export. Rewards are weighted by trainer.reward_weights.
 
     Args:
-        format_: what to write.
-        out: the file; for huggingface the directory.
-        dataset: NAME, which means its newest revision, or NAME@REVISION; default: what the trainer reads, which is trainer.dataset, else
-            what the settings build.
-        as_of: export the store as it was then (ISO 8601; UTC where no zone is named).
-        run: only rollouts of this run; may be given several times.
-        mode: only rollouts of this mode; may be given several times.
-        since: only rollouts that were first built then or later.
-        agent: only calls of agents whose name matches this regular expression in full.
-        model: the same of the model that was asked for.
-        policy: the same of the policy that answered.
-        tool: the same of a tool that the call caused to run.
-        component: the same of an agent, chain or tool around the call.
-        min_return: only rollouts whose rewards sum up to this or more.
-        min_margin: preferences only: returns that differ by no more than this are a tie.
-        dropped: text formats only: also calls that were dropped for this reason, no_token_ids say; may be given several times.
-        force: replace what stands at --out.
+        format_: format of the files.
+        out: file to write; a directory for huggingface.
+        dataset: NAME for the newest revision of a dataset, or NAME@REVISION. Default: the dataset that the trainer reads, which is
+            trainer.dataset, else the one that the settings build.
+        as_of: export the store as it was at this time (ISO 8601; UTC if it has no time zone).
+        run: export only rollouts of this run. Can be repeated.
+        mode: export only rollouts of this mode. Can be repeated.
+        since: export only rollouts that were first built at this time or later (ISO 8601; UTC if it has no time zone).
+        agent: export only calls of agents whose whole name matches this regular expression.
+        model: export only calls for which the whole name of the requested model matches this regular expression.
+        policy: export only calls for which the whole name of the policy that answered matches this regular expression.
+        tool: export only calls that caused a tool to run whose whole name matches this regular expression.
+        component: export only calls inside an agent, chain or tool whose whole name matches this regular expression.
+        min_return: export only rollouts whose weighted rewards sum up to at least this.
+        min_margin: largest difference of two returns that still counts as a tie; for preferences only.
+        dropped: export also calls that were dropped for this reason, for example no_token_ids; for text formats only. Can be repeated.
+        force: overwrite the file or directory at --out.
     """
     settings = resolve(config, set_)
     log_to_stderr()
@@ -85,7 +85,7 @@ def export(
 
     if min_margin and format_ != "preferences":
         raise SettingsError(f"--min-margin is of preferences, and {format_} compares no returns. Leave it out, or take --min-return.")
-    wanted = Wanted(
+    rollout_filter = Wanted(
         dataset or settings.trainer.dataset or settings.builder.dataset,
         as_of=_moment("--as-of", as_of),
         runs=tuple(run or ()),
@@ -96,16 +96,16 @@ def export(
         reward_weights=settings.trainer.reward_weights,
         dropped=tuple(_reason(one) for one in dropped or ()),
     )
-    formats.require_place(format_, wanted.dropped)
-    # So that a scheduler's stop removes what is half written, as Ctrl-C does.
+    formats.require_place(format_, rollout_filter.dropped)
+    # SIGTERM, as a scheduler sends it, then removes half-written files, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _stopped)
     with answering_store(settings.store) as store, _progress() as progress:
         client = connect(store)
         try:
             if not (dataset or settings.trainer.dataset):
-                wanted = replace(wanted, dataset=_of_settings(client, store.url, settings, wanted.as_of))
-            done = formats.export(client, store.url, format_, wanted, out, force=force, min_margin=min_margin, progress=progress)
-            elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, wanted.runs)
+                rollout_filter = replace(rollout_filter, dataset=_of_settings(client, store.url, settings, rollout_filter.as_of))
+            done = formats.export(client, store.url, format_, rollout_filter, out, force=force, min_margin=min_margin, progress=progress)
+            elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, rollout_filter.runs)
         finally:
             client.close()
     _show(done, out)
@@ -116,7 +116,7 @@ def export(
 
 
 def _of_settings(client: Client, url: str, settings: Settings, as_of: datetime | None) -> str:
-    """The revision of builder.dataset that the settings build, which is what the trainer reads.
+    """Return the revision of builder.dataset that the settings build: the one that the trainer reads.
 
     Raises:
         StoreError: nothing was built with these settings under that name.
@@ -134,7 +134,7 @@ def _of_settings(client: Client, url: str, settings: Settings, as_of: datetime |
 
 
 def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
-    """Where rollouts of these runs are instead; none named: of all."""
+    """Return a sentence with the datasets that hold rollouts of these runs, or of all runs if none are given."""
     from spangrad.store import datasets
     from spangrad.store.clickhouse import store_errors
 
@@ -142,8 +142,8 @@ def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
     with store_errors(url):
         rows = client.query(f"SELECT BuildSpec, count() FROM otel.v_builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
     built = {str(spec): int(count) for spec, count in rows}
-    told = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
-    return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(told)}." if told else ""
+    dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
+    return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(dataset_counts)}." if dataset_counts else ""
 
 
 def _moment(flag: str, text: str | None) -> datetime | None:
@@ -169,7 +169,7 @@ def _stopped(number: int, frame: object) -> NoReturn:
 
 @contextmanager
 def _progress() -> Generator[Callable[[int, int], None]]:
-    """Show how far an export is: a bar on a terminal, lines in a log."""
+    """Show the progress of an export: a bar on a terminal, lines in a log."""
     if not sys.stderr.isatty():
         yield _log_lines()
         return
@@ -187,19 +187,19 @@ def _log_lines() -> Callable[[int, int], None]:
     import logging
 
     log = logging.getLogger("spangrad.export")
-    said = time.monotonic()
+    last_logged = time.monotonic()
 
     def line(done: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _LOG_SECONDS:
-            said = time.monotonic()
+        nonlocal last_logged
+        if time.monotonic() - last_logged >= _LOG_SECONDS:
+            last_logged = time.monotonic()
             log.info("%d of %d rollouts", done, total)
 
     return line
 
 
 def _show(done: Exported, out: Path) -> None:
-    """Print what was written, what was left out and why, and that the sum is right."""
+    """Print the numbers of calls written and left out, by reason, with their sum."""
     from rich.table import Table
 
     from commands.console import plain_console

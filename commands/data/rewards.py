@@ -1,4 +1,4 @@
-"""`spangrad rewards`: what the store's rollouts were worth, and rewards that are defined after the fact."""
+"""`spangrad rewards`: the rewards in the store, rewards that are defined after the rollouts ran, and the reward service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FROM (SELECT DISTINCT * EXCEPT (BuildSpec, Revision, Content, IngestedAt) FROM o
 GROUP BY Name, Source
 ORDER BY Name, Source
 """
-"""Of several build specifications that give the same, once."""
+"""Rewards in the store, by name and source; a reward that several build specifications give counts once."""
 _OF_DATASET = """
 SELECT reward.1 AS Name, reward.3 AS Source, uniqExact(RunId, RolloutId) AS Rollouts, count() AS Rewards, avg(reward.2) AS Mean,
     min(reward.2) AS Least, max(reward.2) AS Most
@@ -44,15 +44,15 @@ _DROPS_OF_DATASET = (
     "SELECT Reason, Detail, count() AS Drops FROM {drops} AS d GROUP BY Reason, Detail ORDER BY Drops DESC, Reason, Detail LIMIT 20"
 )
 
-rewards = App(name="rewards", help="Look at rewards, define new ones over spans that are there already, serve an evaluator.")
+rewards = App(name="rewards", help="Show rewards, define new ones over stored spans, serve an evaluator.")
 
 
 @rewards.command(name="list")
 def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     """Print the rewards in the store by name and source, and the files of builder.rewards_directory.
 
-    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
-    demo's) is opened for the time of the question.
+    Queries the store at store.url. If no store answers there, the data of a stopped store (store.path, else the last demo's) is opened
+    for the time of the query.
     """
     from spangrad.store import datasets
     from spangrad.store.clickhouse import connect, store_errors
@@ -74,22 +74,21 @@ def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
 def _backfill(
     *,
     since: str,
-    reward: Annotated[
-        list[str], Parameter(help="Name of a file NAME.sql in builder.rewards_directory; may be given several times.", negative=())
-    ],
+    reward: Annotated[list[str], Parameter(help="Name of a file NAME.sql in builder.rewards_directory. Can be repeated.", negative=())],
     dataset: str | None = None,
     run_id: str | None = None,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Evaluate SQL rewards over what the store holds, and build its rollouts again as a new revision of a dataset.
+    """Evaluate SQL rewards over stored spans, and build the rollouts again as a new revision of a dataset.
 
-    Transitions that are there stay as they are. Run twice, it finds nothing to do.
+    Existing transitions stay as they are. A second run of the same command changes nothing.
 
     Args:
-        since: rollouts of which something arrived since then: 2026-01-31T12:00 (UTC where it names no zone), or 7d, 12h, 30m ago.
-        dataset: the dataset that gets the revision; builder.dataset by default.
-        run_id: only rollouts whose spans name this run (spangrad.run.id). Another run can follow, into the same revision.
+        since: build rollouts of which a root span or a call arrived since this time: ISO 8601 (UTC if it has no time zone), for example
+            2026-01-31T12:00, or a duration before now, for example 7d, 12h or 30m.
+        dataset: name of the dataset that gets the revision; default: builder.dataset.
+        run_id: build only rollouts whose spans name this run (spangrad.run.id). Other runs can be added to the same revision later.
     """
     from spangrad.store import datasets
     from spangrad.store.clickhouse import connect
@@ -97,8 +96,8 @@ def _backfill(
     settings = resolve(config, set_)
     began = parse_time(since, datetime.now(UTC))
     name = dataset or settings.builder.dataset
-    wanted = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
-    builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": wanted})
+    sql_rewards = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
+    builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": sql_rewards})
     versions = ", ".join(f"{one}@{builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
     log_to_stderr()
     with answering_store(settings.store) as store:
@@ -110,21 +109,21 @@ def _backfill(
         if not any(one.name == name for one in datasets.known(client, store.url)):
             datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
         why = f"backfill of {versions} over {f'run {run_id}' if run_id else 'all runs'} since {began.isoformat(timespec='seconds')}"
-        made = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
-        with _progress(f"building {made}") as said:
-            summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, said, run_id)
-        _report(client, store.url, made, str(summary) if summary.rollouts else "nothing new")
+        revision = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
+        with _progress(f"building {revision}") as on_progress:
+            summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, on_progress, run_id)
+        _report(client, store.url, revision, str(summary) if summary.rollouts else "nothing new")
         client.close()
 
 
 @rewards.command(name="serve")
 def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Serve a Python evaluator to runners, over HTTP, until told to end.
+    """Serve a Python evaluator to runners, over HTTP, until SIGTERM or Ctrl-C.
 
     Args:
-        evaluator: MODULE:FUNCTION that is given (input, output), and `environment`, where it has a parameter of that name.
-        directory: where its modules are.
-        port: where it listens; runner.rewards_port by default.
+        evaluator: MODULE:FUNCTION that is called with (input, output), and with `environment` if it has a parameter of that name.
+        directory: directory of the evaluator's modules.
+        port: TCP port to listen on; default: runner.rewards_port.
     """
     settings = resolve(config, set_, {"runner.rewards_port": port})
     log_to_stderr()
@@ -136,10 +135,10 @@ def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None,
 
 
 def parse_time(text: str, now: datetime) -> datetime:
-    """A point in time, as ISO 8601 or as how long ago.
+    """Return a point in time that is given as ISO 8601, or as a duration before `now` such as 7d, 12h or 30m.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: the text is neither.
     """
     ago = _SPAN_OF_TIME.fullmatch(text)
     if ago:
@@ -155,7 +154,7 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 @contextmanager
 def _progress(what: str) -> Generator[Callable[[int, int], None]]:
-    """Show how far a build is: a bar on a terminal, lines in a log."""
+    """Show the progress of a build: a bar on a terminal, lines in a log."""
     if not sys.stderr.isatty():
         import logging
 
@@ -173,22 +172,22 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _report(client: Client, url: str, made: Dataset, summary: str) -> None:
+def _report(client: Client, url: str, dataset: Dataset, summary: str) -> None:
     from spangrad.store import datasets
     from spangrad.store.clickhouse import store_errors
 
-    where = f"BuildSpec = '{made.build_spec}'"  # a hash
+    where = f"BuildSpec = '{dataset.build_spec}'"  # a hash
     with store_errors(url):
         given = client.query(_OF_DATASET.format(transitions=datasets.rows_sql("transitions", where=where))).result_rows
         dropped = client.query(_DROPS_OF_DATASET.format(drops=datasets.rows_sql("drops", where=where))).result_rows
     _print(("reward", "source", "rollouts", "rewards", "mean", "least", "most"), given, "no rewards on its transitions")
     if dropped:
         _print(("drops", "detail", "calls"), dropped, "")
-    print(f"{made}: {summary}")
+    print(f"{dataset}: {summary}")
 
 
 def _users(name: str, version: str, known: Sequence[Dataset]) -> str:
-    """The datasets that were built with this version of a file."""
+    """Return the datasets that were built with this version of a file, joined by commas."""
     return ", ".join(str(one) for one in known if one.settings.get("sql_rewards", {}).get(name) == version)
 
 

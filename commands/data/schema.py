@@ -1,4 +1,4 @@
-"""`spangrad schema`: the tables of any ClickHouse, the embedded store's included."""
+"""`spangrad schema`: the span store's tables, in the embedded store or any other ClickHouse."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from spangrad.settings import StoreSettings
 OUTDATED = 3
 """Exit code of `spangrad schema status` when the store's tables are not those of this installation."""
 
-schema = App(name="schema", help="Bring the span store's tables up to date, show them, expire old rows.")
+schema = App(name="schema", help="Migrate and show the span store's tables, expire old rows.")
 
 
 @schema.command(name="status")
 def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Print every migration and how it stands in the store at store.url; the exit code is 3 unless all are applied."""
+    """Print every migration with its state in the store at store.url. The exit code is 3 unless all are applied."""
     from rich.table import Table
 
     from commands.console import plain_console
@@ -43,11 +43,11 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
 @schema.command(name="migrate")
 def _migrate(
     *,
-    dry_run: Annotated[bool, Parameter(help="Print the statements, and run none.", negative=())] = False,
+    dry_run: Annotated[bool, Parameter(help="Print the SQL statements without running them.", negative=())] = False,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Apply to the store at store.url what it lacks."""
+    """Apply the missing migrations to the store at store.url."""
     store = resolve(config, set_).store
     layout = Layout.of(store)
     with _executing(store) as execute:
@@ -60,11 +60,11 @@ def _migrate(
 
 @schema.command(name="show")
 def _show(*, cluster: str | None = None, sharded: bool | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Print the SQL that makes the tables, as it would be applied to an empty store; asks no store.
+    """Print the SQL that creates the tables in an empty store. Connects to no store.
 
     Args:
-        cluster: as for a cluster of this name, replicated.
-        sharded: spread over the cluster's shards.
+        cluster: print it for replicated tables on the cluster of this name.
+        sharded: distribute the tables over the cluster's shards.
     """
     layout = Layout.of(resolve(config, set_, {"store.cluster": cluster, "store.sharded": sharded}).store)
     _print_script(f"tables of {layout}", preamble(layout))
@@ -74,12 +74,12 @@ def _show(*, cluster: str | None = None, sharded: bool | None = None, config: Co
 
 @schema.command(name="expire")
 def _expire(*, ttl_days: int | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Delete from the store at store.url what is older than its time to live, but for what a committed batch used.
+    """Delete rows that are older than their time to live from the store at store.url. Rows that a committed batch used stay.
 
-    The embedded store does so by itself when store.ttl_days is set; for any other, run this once a day.
+    The embedded store does so by itself if store.ttl_days is set; for any other store, run this command once a day.
 
     Args:
-        ttl_days: how long rows are kept.
+        ttl_days: age in days beyond which rows are deleted.
     """
     from collector.schema.retention import cutoff, expire
 

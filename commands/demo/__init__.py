@@ -1,7 +1,7 @@
-"""`spangrad demo`: the whole loop on one machine, in minutes.
+"""`spangrad demo`: the whole training loop on one machine, in minutes.
 
-In: an example (a task, an agent, a tiny model). Out: a policy that learned it, `report.json` and a reward curve.
-Every part is the real one, in a process of its own; they meet in the span store and over HTTP, as in production.
+In: an example (a task, an agent, a tiny model). Out: a policy that has learned the task, `report.json` and a reward curve.
+Every service is the real one, in a process of its own; they communicate through the span store and over HTTP, as in production.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def demo(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """See the whole loop learn, on this machine.
+    """Run the whole training loop on this machine: train a tiny model until its agent succeeds, then write a report.
 
     Args:
-        seed: of the tiny model and of the engine's sampling.
-        max_steps: training steps at the most.
-        target: success rate, as the mean of three batches, at which training ends.
-        group_size: rollouts a task in each batch.
-        directory: where the run's data, logs, report and curve go; a second run starts clean.
-        example: directory with the task, the agent and the model to make.
-        collector: how spans reach the store: by its own receivers, or by the real OpenTelemetry Collector.
-        gateway: whether the agent's calls go through the gateway, or straight to vLLM; new weights always go through it.
+        seed: random seed of the tiny model's weights and of the engine's sampling.
+        max_steps: maximum number of training steps.
+        target: success rate, from 0 to 1, at which training ends; compared with the mean of the last three batches.
+        group_size: rollouts per task in each batch.
+        directory: directory for the run's data, logs, report and reward curve; files of an earlier demo in it are deleted first.
+        example: directory with the task, the agent and the script that makes the model.
+        collector: path of spans to the store: "embedded" for the store's own receivers, "otelcol" for the real OpenTelemetry Collector.
+        gateway: "on": the agent's calls go through the gateway; "off": they go to vLLM directly. New weights always go through the gateway.
     """
     if not (example / "agent.py").is_file():
         raise SpangradError(f"{example} holds no agent.py. Run the demo from a checkout, or name an example with --example.")

@@ -1,7 +1,7 @@
-"""The demo's loop: run a batch of rollouts, wait for the version that they made, look, go on.
+"""The demo's training loop: run a batch of rollouts, wait until the gateway serves the version trained on it, record the step, repeat.
 
-In: a plan. Out: what `report.py` shows and writes. Invariant: the loop reads what the services wrote in the span store; it
-hands nothing to the trainer itself.
+In: a plan. Out: the steps that `report.py` shows and writes. Invariant: rollouts reach the trainer only through the span store; the loop
+passes nothing to the trainer itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from collector.otelcol import find_binary
 from commands.console import plain_console
 from commands.demo.report import Step, conclude
-from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, plain_settings, write_settings
+from commands.demo.services import Services, clean_directory, collector_settings, demo_settings, direct_mode_settings, write_settings
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from spangrad import semconv
@@ -31,12 +31,13 @@ from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.types import Mode, Task
 
-BATCHES_THAT_STAND = 3
+TARGET_BATCHES = 3
+"""Batches over which the success rate is averaged before it is compared with the target."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the demo was asked to do."""
+    """Arguments of one run of the demo."""
 
     example: Path
     directory: Path
@@ -45,22 +46,22 @@ class Plan:
     target: float
     group_size: int
     otelcol: bool
-    """Whether spans go through the real OpenTelemetry Collector."""
+    """True if spans go through the real OpenTelemetry Collector."""
     gateway: bool
-    """Whether calls go through the gateway."""
+    """True if the agent's calls go through the gateway, False if they go to vLLM directly."""
 
 
 @dataclass
 class History:
-    """What has happened so far."""
+    """Steps of the run so far, and the start of its clock."""
 
     started: float = field(default_factory=time.monotonic)
     steps: list[Step] = field(default_factory=list)
 
-    def stands(self, target: float) -> bool:
-        """Whether the success rate has reached the target and stayed there."""
-        last = self.steps[-BATCHES_THAT_STAND:]
-        return len(last) == BATCHES_THAT_STAND and sum(step.success for step in last) / len(last) >= target
+    def reached(self, target: float) -> bool:
+        """Return whether the mean success rate of the last TARGET_BATCHES batches is at least the target."""
+        last = self.steps[-TARGET_BATCHES:]
+        return len(last) == TARGET_BATCHES and sum(step.success for step in last) / len(last) >= target
 
 
 def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
@@ -71,8 +72,8 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
     otelcol = find_binary(os.environ) if plan.otelcol else None
     defaults = demo_settings(plan.directory, seed=plan.seed, group_size=plan.group_size)
     collected = collector_settings(plan.directory) if otelcol else {}
-    plain = {} if plan.gateway else plain_settings(otelcol=plan.otelcol)
-    values = {**defaults, **collected, **plain, **flags}
+    direct = {} if plan.gateway else direct_mode_settings(otelcol=plan.otelcol)
+    values = {**defaults, **collected, **direct, **flags}
     settings = load_settings(values, file=config)
     write_settings(plan.directory / "spangrad.toml", explain_settings(values, file=config))
     (plan.directory / "logs").mkdir()
@@ -85,14 +86,14 @@ def learn(plan: Plan, flags: Mapping[str, object], config: Path | None) -> None:
 
 
 async def _loop(plan: Plan, settings: Settings, services: Services, history: History, tasks: Sequence[Task], console: Console) -> float:
-    """Train until success stands, then measure the last version on rollouts that are never trained."""
+    """Train until the target is reached, then return the last version's success rate on held-out rollouts, which are never trained."""
     agent = CallableAgent("agent:agent", evaluator="task:evaluate", directory=plan.example)
-    # Where older calls may be trained, too, rollouts go on while the trainer makes its step.
+    # If off-policy calls may be trained, rollouts continue during the training step.
     on_policy = settings.trainer.max_staleness == 0
     async with Runner(settings, agent) as runner:
         with _progress(console) as progress:
             bar = progress.add_task("training", total=plan.max_steps)
-            while _trained(history, version := services.served(), on_policy) < plan.max_steps and not history.stands(plan.target):
+            while _trained(history, version := services.served(), on_policy) < plan.max_steps and not history.reached(plan.target):
                 began = time.monotonic()
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=plan.group_size)
                 rolled_out = time.monotonic()
@@ -117,12 +118,12 @@ async def _loop(plan: Plan, settings: Settings, services: Services, history: His
 
 
 def _trained(history: History, served: int, on_policy: bool) -> int:
-    """Return how many training steps were made; on policy every batch is one."""
+    """Return the number of training steps so far; on policy, each batch is one step."""
     return len(history.steps) if on_policy else max(served, 0)
 
 
 def success_rate(outcomes: Sequence[Outcome]) -> float:
-    """Share of rollouts whose final reward is 1; failed ones count as not successful."""
+    """Return the share of rollouts whose final reward is 1; a failed rollout counts as unsuccessful."""
     return _mean([float((outcome.reward or {}).get(semconv.REWARD_NAME) == 1.0) for outcome in outcomes])
 
 

@@ -1,7 +1,7 @@
-"""What the demo shows at its end: a table, a curve, three questions to ask, and `report.json` with the same facts.
+"""Report at the end of the demo: a table, a reward curve, three example queries, and `report.json` with the same numbers.
 
-In: the steps as the demo saw them, and the span store. Out: files and text. Invariant: every count is a query's answer over
-what was stored, never a tally kept beside it.
+In: the demo's steps, and the span store. Out: files and text. Invariant: every count is the result of a query on the span store, never
+a counter that the demo kept itself.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Step:
-    """One batch: rollouts by one version, and the version that they made."""
+    """One batch: the rollouts that one version sampled, up to the version that was trained on them."""
 
     number: int
     version: int
-    """The version that sampled the batch."""
+    """Policy version that sampled the batch."""
     success: float
-    """Share of rollouts with final reward 1."""
+    """Share of rollouts whose final reward is 1, from 0 to 1."""
     mean_reward: float
     rollouts: int
     calls: int | None
-    """As the gateway counted them. None: they did not go through it."""
+    """Number of model calls that the gateway counted. None: the calls did not go through the gateway."""
     seconds_rollout: float
     seconds_until_served: float
-    """From the last rollout's end until the gateway served the new version: build, train, reload."""
+    """Seconds from the end of the last rollout until the gateway served the new version: build, train, reload."""
 
     def line(self, clock: str) -> str:
-        """The step in one line."""
+        """Return one line of text about the step; `clock` is the time at its beginning."""
         calls = "" if self.calls is None else f"  calls {self.calls}"
         return (
             f"{clock} step {self.number:3d}  success {self.success:.2f}  reward {self.mean_reward:+.2f}  rollouts {self.rollouts}"
@@ -119,7 +119,7 @@ def conclude(
 
 
 def measure(client: Client, settings: Settings, steps: Sequence[Step], held_out: float, seed: int) -> dict[str, Any]:
-    """The facts of the run, from the store's answers."""
+    """Return the numbers of the report, queried from the span store."""
 
     def ask(query: str) -> Sequence[Sequence[Any]]:
         with store_errors(settings.store.url):
@@ -147,7 +147,7 @@ def measure(client: Client, settings: Settings, steps: Sequence[Step], held_out:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The report for eyes."""
+    """Return the report as a table for a terminal."""
     out = Table("what", "value", title="The demo in figures", title_justify="left")
     out.add_row("success, first batch", f"{report['success_first']:.2f}")
     out.add_row("success, last version, held-out rollouts", f"{report['success_last']:.2f}")
@@ -162,7 +162,7 @@ def table(report: dict[str, Any]) -> Table:
 
 
 def plot(path: Path, steps: Sequence[Step], held_out: float) -> None:
-    """Draw success and mean return by step."""
+    """Plot success rate and mean reward by step, and save the image."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -181,7 +181,11 @@ def plot(path: Path, steps: Sequence[Step], held_out: float) -> None:
 
 
 def _wait_until_built(client: Client, settings: Settings, services: Services) -> None:
-    """The held-out rollouts are built as well, so that every call of the run is accounted for."""
+    """Wait until every rollout of the run is built, held-out ones included, so that every call is accounted for.
+
+    Raises:
+        SpangradError: rollouts are still not built after BUILD_TIMEOUT_SECONDS, or a service died.
+    """
     end = time.monotonic() + BUILD_TIMEOUT_SECONDS
     while True:
         with store_errors(settings.store.url):

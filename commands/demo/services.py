@@ -1,6 +1,6 @@
-"""The demo's processes: store, collector where asked, engine, gateway, builder and trainer, started, watched and stopped together.
+"""The demo's processes, started, checked and stopped together: store, optional collector, engine, gateway, builder and trainer.
 
-In: a run directory and settings. Out: running services. Invariant: leaving the context leaves no process and no port.
+In: a run directory and settings. Out: running services. Invariant: when the context ends, no process runs and no port is in use.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from spangrad.settings.sources import Origin
 from trainer.publish.publisher import Publisher
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""Where `make setup` put vLLM's environment."""
+"""Root of the checkout, in which `make setup` installs vLLM's virtual environment."""
 MARKER = ".spangrad-run"
 SETTINGS = "spangrad.toml"
-"""The settings that every service of a run reads."""
+"""Name of the settings file that every service of a run reads, in the run directory."""
 MODEL_TIMEOUT_SECONDS = 900
 STEP_TIMEOUT_SECONDS = 120
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 def clean_directory(directory: Path) -> None:
-    """Empty a run directory of ours; anything else is left alone.
+    """Create a run directory, or empty one that an earlier run created.
 
     Raises:
-        SpangradError: the directory holds something that no run of ours made.
+        SpangradError: the directory is not empty, and no earlier run created it.
     """
     if directory.exists() and any(directory.iterdir()):
         if not (directory / MARKER).exists():
@@ -49,7 +49,7 @@ def clean_directory(directory: Path) -> None:
 
 
 def store_and_gateway(directory: Path, ports: Sequence[int]) -> dict[str, object]:
-    """Settings of a store and a gateway, by dotted key, on four free ports: everything under `directory`."""
+    """Return settings of a store and a gateway, by dotted key: on the four given ports, with all files under `directory`."""
     grpc, http, sql, gateway = ports
     return {
         "store.path": str(directory / "store"),
@@ -65,7 +65,7 @@ def store_and_gateway(directory: Path, ports: Sequence[int]) -> dict[str, object
 
 
 def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, object]:
-    """The settings of the demo, by dotted key: free ports, everything under `directory`, and the task's hyperparameters."""
+    """Return the demo's settings, by dotted key: free ports, all files under `directory`, and the task's hyperparameters."""
     *ports, engine = free_ports(5)
     return {
         **store_and_gateway(directory, ports),
@@ -99,7 +99,7 @@ def demo_settings(directory: Path, *, seed: int, group_size: int) -> dict[str, o
 
 
 def collector_settings(directory: Path) -> dict[str, object]:
-    """What changes when the real Collector stands before the store: every sender of spans is pointed at it."""
+    """Return the settings that put the real Collector in front of the store, by dotted key: every exporter of spans sends to it."""
     grpc, http, health, zpages = free_ports(4)
     return {
         "collector.otlp_grpc_port": grpc,
@@ -111,16 +111,17 @@ def collector_settings(directory: Path) -> dict[str, object]:
     }
 
 
-def plain_settings(*, otelcol: bool) -> dict[str, object]:
-    """What changes when the agent calls vLLM itself: nobody counts calls, so that a rollout is complete when it is quiet.
+def direct_mode_settings(*, otelcol: bool) -> dict[str, object]:
+    """Return the settings of direct mode, by dotted key: the agent calls vLLM without the gateway.
 
-    An attempt's spans are accepted before its root is sent. The store takes them at once; the Collector hands them on in batches.
+    No gateway counts the calls then, so a rollout is complete once no span of it has arrived for a while. An attempt's spans are accepted
+    before its root span is sent: the store inserts them at once, the Collector forwards them in batches.
     """
     return {"runner.gateway": False, "builder.quiet_seconds": 3 if otelcol else 0.5}
 
 
 def write_settings(path: Path, origins: Iterable[Origin]) -> None:
-    """Write what is not a default as TOML, so that any command can use it later; None is the text `null`."""
+    """Write the settings that are not defaults as a TOML file that any command can read; None is written as the text `null`."""
     sections: dict[str, list[str]] = {}
     for origin in origins:
         if origin.source != "default":
@@ -131,10 +132,10 @@ def write_settings(path: Path, origins: Iterable[Origin]) -> None:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it: strings, numbers, booleans and paths are JSON's, tables are not, and no field of one is null."""
+    """Return a value in TOML syntax: strings, numbers, booleans and paths as JSON, tables inline without the fields that are None."""
     if isinstance(value, Mapping):
         table = cast("Mapping[str, object]", value)
-        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(one)}" for name, one in table.items() if one is not None) + "}"
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(item)}" for name, item in table.items() if item is not None) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, cast("Iterable[object]", value))) + "]"
     return json.dumps(value, default=_plain)
@@ -151,45 +152,46 @@ class Services:
         self,
         directory: Path,
         settings: Settings,
-        say: Callable[[str], None],
+        on_progress: Callable[[str], None],
         otelcol: str | None,
         further_engines: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Know what to start.
+        """Store the arguments; `start` starts the services.
 
         Args:
-            directory: holds `spangrad.toml` already.
-            settings: what that file says.
-            say: told what is being waited for.
-            otelcol: the Collector's program. None: the store takes spans itself.
-            further_engines: engines beside the policy's, which nobody publishes to: name of a settings file in `directory` -> engine URL.
+            directory: run directory, which already holds `spangrad.toml`.
+            settings: the settings in that file.
+            on_progress: called with a line of text about the service that is being started.
+            otelcol: path of the Collector's program. None: spans are sent to the store directly.
+            further_engines: engines beside the policy's, to which the trainer publishes nothing: name of a settings file in `directory` ->
+                URL of the engine.
         """
         self.further_engines = further_engines
         self.directory = directory
         self.settings = settings
-        self.say = say
+        self.on_progress = on_progress
         self.otelcol = otelcol
         self.children: list[Child] = []
 
     def __enter__(self) -> Services:
-        """Start nothing yet: `start` may then fail without losing track of what runs."""
+        """Start nothing yet, so that `__exit__` stops the services even if `start` fails halfway."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop everything, the last started first."""
+        """Stop all services, the last started first."""
         for child in reversed(self.children):
             child.stop()
 
     def start(self, make_model: list[str]) -> None:
-        """Make the model, start every service and wait until the gateway admitted the engine."""
-        self.say("starting the span store")
+        """Make the model, start every service and wait until the gateway has admitted the engine."""
+        self.on_progress("starting the span store")
         store = self._spawn("store")
         wait_until(lambda: answers(f"{self.settings.store.url}/ping"), 60, "the span store", [store])
         if self.otelcol:
-            self.say("starting the OpenTelemetry Collector")
+            self.on_progress("starting the OpenTelemetry Collector")
             self._spawn("collector", env={VARIABLE: self.otelcol})
             wait_until(lambda: answers(f"http://127.0.0.1:{self.settings.collector.health_port}"), 60, "the collector", self.children)
-        self.say("making the tiny model")
+        self.on_progress("making the tiny model")
         with (self.directory / "logs" / "model.log").open("wb") as log:
             try:
                 subprocess.run(
@@ -198,7 +200,7 @@ class Services:
             except subprocess.SubprocessError as error:
                 log_file = self.directory / "logs" / "model.log"
                 raise SpangradError(f"the model could not be made ({error}); see {log_file}") from None
-        self.say("starting vLLM, the gateway, the builder and the trainer")
+        self.on_progress("starting vLLM, the gateway, the builder and the trainer")
         self._spawn("engine")
         for config in self.further_engines:
             self._spawn("engine", config=config)
@@ -211,18 +213,22 @@ class Services:
         wait_until(lambda: answers(url), self.settings.engine.start_timeout_seconds, "the gateway's engine", self.children)
 
     def check(self) -> None:
-        """Raise when a service has died."""
+        """Raise if a service has died.
+
+        Raises:
+            SpangradError: a service died.
+        """
         for child in self.children:
             child.check()
 
     def stop(self, name: str) -> None:
-        """Stop one service in order."""
+        """Stop the service that runs `spangrad NAME`, and wait until it has ended."""
         for child in self.children:
             if child.name == f"spangrad {name}":
                 child.stop()
 
     def served(self) -> int:
-        """The policy version that the gateway serves; -1 while it takes a new one in.
+        """Return the policy version that the gateway serves, or -1 while it serves none.
 
         Raises:
             SpangradError: a service died.
@@ -232,10 +238,10 @@ class Services:
         return -1 if version is None else version
 
     async def wait_for_version(self, version: int) -> None:
-        """Wait until the gateway serves what a batch made.
+        """Wait until the gateway serves this policy version or a newer one.
 
         Raises:
-            SpangradError: a service died, or nothing came in time.
+            SpangradError: a service died, or the version is not served after STEP_TIMEOUT_SECONDS.
         """
         end = time.monotonic() + STEP_TIMEOUT_SECONDS
         while self.served() < version:
@@ -244,7 +250,7 @@ class Services:
                 raise SpangradError(
                     f"version {version} was not served within {STEP_TIMEOUT_SECONDS} s. Look into {logs}/build.log and train.log."
                 )
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None, config: str = SETTINGS) -> Child:
         log = f"{name}.log" if config == SETTINGS else f"{name}-{Path(config).stem}.log"
