@@ -1,1 +1,1 @@
-"""Commands that show what happened, and why."""
+"""Commands that show rollouts, spans, lineage and settings."""

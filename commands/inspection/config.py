@@ -1,4 +1,4 @@
-"""`spangrad config`."""
+"""`spangrad config`: the resolved settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from commands.options import ConfigFile, Overrides, flag_values
 
 
 def config(*, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Print the resolved settings and where each value came from."""
+    """Print every setting with its resolved value and the source of the value; those that are not defaults in bold."""
     from rich.table import Table
 
     from commands.console import plain_console

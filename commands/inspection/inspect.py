@@ -1,8 +1,8 @@
-"""`spangrad inspect`: what the builder would make of files of spans, in a store of their own.
+"""`spangrad inspect`: the transitions and drops that the builder makes of files of spans, in a temporary store.
 
-In: files of OTLP/JSON, a request a line (what the collector's file exporter writes). Out: a table of file x spans x calls x transitions x
-drops, for people or as a page of the docs. Invariant: what looks like a model's call in a file and is in no call that the builder concluded
-is counted as unaccounted, whichever way it was overlooked: the spans are judged here by themselves, not as the builder judges them.
+In: files of OTLP/JSON, one request a line (the format of the Collector's file exporter). Out: a table of spans, calls, transitions and
+drops by file, for a terminal or as a page of the docs. Invariant: a span that looks like a model call, and belongs to no call that the
+builder concluded, is counted as unaccounted for. This module recognises such spans independently of the builder.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def inspect(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Build files of spans in a store of their own, and print what became of the calls in each.
+    """Build files of spans in a temporary store, and print the numbers of calls, transitions and drops in each file.
 
-    Nothing is kept, and no running store is touched. Exit code 1 where something that looks like a model's call is in no call.
+    No running store is used or changed, and nothing is kept. The exit code is 1 if a span that looks like a model call is unaccounted for.
 
     Args:
-        paths: files of OTLP/JSON lines, or directories of *.jsonl.
-        page: write the table there as Markdown, instead of printing it.
-        reasons: end with the remedies of the reasons.
+        paths: files of OTLP/JSON, one request a line, or directories of such files (*.jsonl).
+        page: Markdown file to which the table is written instead of being printed.
+        reasons: print also, for each drop reason in the table, what to do about it.
     """
     settings = resolve(config, set_)
     files = list(_files(paths))
@@ -74,44 +74,44 @@ def inspect(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of the spans of a file."""
+    """Numbers of spans, calls, transitions and drops of one file."""
 
     file: str
     spans: int
     calls: int
     transitions: int
     drops: Mapping[str, int]
-    """Calls by reason."""
+    """Number of dropped calls by drop reason."""
     unaccounted: int
-    """Spans that look like a model's call and are part of no call; recorded calls without a conclusion, or with two."""
+    """Number of spans that look like a model call and belong to none, and of recorded calls with no conclusion or more than one."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As text, in the order of the table's columns."""
-        drops = ", ".join(f"{count} {reason}" for reason, count in sorted(self.drops.items(), key=lambda one: (-one[1], one[0]))) or "0"
+        """The row's values as text, in the order of the table's columns."""
+        drops = ", ".join(f"{count} {reason}" for reason, count in sorted(self.drops.items(), key=lambda item: (-item[1], item[0]))) or "0"
         return self.file, str(self.spans), str(self.calls), str(self.transitions), drops, str(self.unaccounted)
 
 
 @dataclass(slots=True)
 class _Spans:
-    """Of a file: parents by trace and span, and which spans look like calls."""
+    """Spans of one file: the parent of each, those that look like calls, and the requests that hold them."""
 
     parents: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict[tuple[str, str], tuple[str, str]])
-    looks: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    call_like: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     requests: list[bytes] = field(default_factory=list[bytes])
 
     @property
     def traces(self) -> list[str]:
-        """Their ids."""
+        """Ids of the spans' traces, sorted."""
         return sorted({trace for trace, _ in self.parents})
 
 
 def examine(files: Sequence[Path], settings: Settings) -> list[Row]:
-    """Post files to a store of their own, build all of it, and compare.
+    """Send files to a temporary store, build everything in it, and return one row a file.
 
     Raises:
-        SettingsError: a file holds no OTLP/JSON.
-        StoreError: the store did not take a request.
+        SettingsError: a file is not OTLP/JSON.
+        StoreError: the store refused a request.
     """
     from commands.stopped_store import own_store
     from spangrad.store.clickhouse import connect, store_errors
@@ -122,7 +122,7 @@ def examine(files: Sequence[Path], settings: Settings) -> list[Row]:
         for spans in read.values():
             for request in spans.requests:
                 _post(store, request)
-        # All of it is there: nothing is waited for.
+        # All spans have arrived, so the builder need not wait.
         builder = settings.builder.model_copy(update={"quiet_seconds": 0.0, "incomplete_after_seconds": 0.0})
         loop.build_once(settings.model_copy(update={"store": store, "builder": builder}))
         client = connect(store)
@@ -133,20 +133,20 @@ def examine(files: Sequence[Path], settings: Settings) -> list[Row]:
 
 
 def looks_like_a_call(name: str, scope: str, attributes: Mapping[str, str]) -> bool:
-    """Whether a span seems to tell of a model's call, whatever the convention: a rough, generous judgement."""
-    asked = attributes.get("url.full") or attributes.get("http.url") or attributes.get("http.target") or ""
+    """Return whether a span looks like a model call in any convention. This is a rough check that rather accepts too many spans."""
+    url = attributes.get("url.full") or attributes.get("http.url") or attributes.get("http.target") or ""
     return (
         scope == semconv.GATEWAY_SCOPE
         or attributes.get(semconv.OPENINFERENCE_KIND) == "LLM"
         or attributes.get("gen_ai.operation.name") in _OPERATIONS
         or "llm.request.type" in attributes
         or name in {"ai.generateText.doGenerate", "ai.streamText.doStream"}
-        or asked.split("?")[0].endswith(_ENDINGS)
+        or url.split("?")[0].endswith(_ENDINGS)
     )
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table, with a line for all of it."""
+    """Return the table in Markdown, with a last row for all files."""
     lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *((f"`{row.cells[0]}`", *row.cells[1:]) for row in rows), _total(rows).cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -188,10 +188,10 @@ def _print(rows: Sequence[Row], *, reasons: bool) -> None:
 
 def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not found or not found[0].is_file():
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not files or not files[0].is_file():
             raise SettingsError(f"{path} is neither a file of spans nor a directory with *.jsonl in it.")
-        yield from found
+        yield from files
 
 
 def _read(file: Path) -> _Spans:
@@ -205,9 +205,11 @@ def _read(file: Path) -> _Spans:
                     for span in scope["spans"]:
                         key = span["traceId"].lower(), span["spanId"].lower()
                         spans.parents[key] = key[0], span.get("parentSpanId", "").lower()
-                        attributes = {one["key"]: str(next(iter(one["value"].values()), "")) for one in span.get("attributes", [])}
+                        attributes = {
+                            attribute["key"]: str(next(iter(attribute["value"].values()), "")) for attribute in span.get("attributes", [])
+                        }
                         if looks_like_a_call(span["name"], scope.get("scope", {}).get("name", ""), attributes):
-                            spans.looks.add(key)
+                            spans.call_like.add(key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingsError(f"line {number} of {file} is no OTLP/JSON request with spans ({error!r}).") from None
         spans.requests.append(line)
@@ -238,26 +240,26 @@ def _row(name: str, spans: _Spans, client: Any) -> Row:
     drops = Counter(reason for *_, reason in concluded if reason)
     double = sum(count - 1 for count in calls.values())
     lost = len(recorded - calls.keys())
-    silent = len(_silent(spans, {(trace, span) for trace, span, _, _ in concluded}))
-    return Row(name, len(spans.parents), len(calls), sum(not reason for *_, reason in concluded), drops, double + lost + silent)
+    unaccounted = len(_unaccounted(spans, {(trace, span) for trace, span, _, _ in concluded}))
+    return Row(name, len(spans.parents), len(calls), sum(not reason for *_, reason in concluded), drops, double + lost + unaccounted)
 
 
-def _silent(spans: _Spans, calls: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Spans that look like calls and are neither one, nor above or below one, nor the framework's word for one beside them."""
-    above = {key for call in calls for key in _up(call, spans.parents)}
-    apart = {key for key in spans.looks - above if not calls & set(_up(key, spans.parents))}
-    # Frameworks that link nothing have their own span of a call beside the client's, below the same parent: one for one.
+def _unaccounted(spans: _Spans, calls: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return call-like spans that are neither a call, nor its ancestor or descendant, nor a framework's own span of a call beside it."""
+    ancestors = {key for call in calls for key in _ancestors(call, spans.parents)}
+    apart = {key for key in spans.call_like - ancestors if not calls & set(_ancestors(key, spans.parents))}
+    # A framework that links no spans has its own span for each call beside the client's span, with the same parent.
     beside = Counter(spans.parents[call] for call in calls if spans.parents.get(call, ("", ""))[1])
-    silent = set[tuple[str, str]]()
+    unaccounted = set[tuple[str, str]]()
     for key in sorted(apart):
         beside[spans.parents[key]] -= 1
         if beside[spans.parents[key]] < 0:
-            silent.add(key)
-    return silent
+            unaccounted.add(key)
+    return unaccounted
 
 
-def _up(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """A span and all above it, as far as they are there."""
+def _ancestors(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield a span and its ancestors, as far as the file holds them."""
     seen = set[tuple[str, str]]()
     while key in parents and key not in seen:
         seen.add(key)

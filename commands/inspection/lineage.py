@@ -1,4 +1,4 @@
-"""`spangrad lineage`: from a policy version to the spans that made it, and from a span to the versions that it made."""
+"""`spangrad lineage`: from a policy version to the spans that it was trained on, and from a span to the versions trained on it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def lineage(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Lead from a version to its parents, its batch, its rollouts and their spans; or from a span to every version that it trained.
+    """Show a version's parents, batch, rollouts and their spans; or, for a span, every version that was trained on it.
 
-    Asks the store's copy of the ledger at store.url. When nobody answers there, the data of a store that has stopped (store.path, else
-    the last demo's) is opened for the time of the question.
+    Queries the copy of the ledger in the store at store.url. If no store answers there, the data of a stopped store (store.path, else the
+    last demo's) is opened for the time of the query.
 
     Args:
-        version: as POLICY@VERSION.
-        span: TRACE/SPAN, to be asked for instead of a version.
-        branch: of the version, where several branches have one of that number.
-        depth: how many versions, from this one back, are shown with rollouts and spans.
-        json_: print JSON.
+        version: policy version, as POLICY@VERSION.
+        span: span to show instead of a version, as TRACE/SPAN, both in hexadecimal.
+        branch: branch of the version, if several branches have a version of that number.
+        depth: number of versions to show with rollouts and spans: this one and its ancestors.
+        json_: print JSON instead of text.
     """
     from commands.inspection.lineage_text import of_span, of_version
     from commands.stopped_store import answering_store
@@ -46,20 +46,20 @@ def lineage(
         client = connect(store)
         with store_errors(store.url):
             if version is not None:
-                found = lineage.of_version(client, *version_name(version), branch, depth)
-                text = of_version(found)
+                answer = lineage.of_version(client, *version_name(version), branch, depth)
+                text = of_version(answer)
             else:
-                found = lineage.of_span(client, *span_name(span or ""))
-                text = of_span(found)
+                answer = lineage.of_span(client, *span_name(span or ""))
+                text = of_span(answer)
         client.close()
-    print(json.dumps(found.as_json(), indent=2) if json_ else "\n".join(text), file=sys.stdout)
+    print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text), file=sys.stdout)
 
 
 def version_name(text: str) -> tuple[str, int]:
-    """Policy and number of POLICY@VERSION.
+    """Return the policy and the version number of POLICY@VERSION.
 
     Raises:
-        SettingsError: it is not written so.
+        SettingsError: the text has another form.
     """
     policy, _, number = text.rpartition("@")
     if not policy or not number.isdecimal():
@@ -68,10 +68,10 @@ def version_name(text: str) -> tuple[str, int]:
 
 
 def span_name(text: str) -> tuple[str, str]:
-    """Trace and span of TRACE/SPAN.
+    """Return the trace id and the span id of TRACE/SPAN.
 
     Raises:
-        SettingsError: it is not written so.
+        SettingsError: the text has another form.
     """
     trace, _, span = text.partition("/")
     if not trace or not span:

@@ -1,4 +1,4 @@
-"""`spangrad rollout`: one rollout as the store knows it."""
+"""`spangrad rollout`: one rollout, as the span store, the ledger and the runner's attempt logs show it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 160
 _LOG_LINES = 20
-"""Shown of what an attempt printed."""
+"""Lines that are shown of an attempt's log, from its end."""
 
-rollout = App(name="rollout", help="Look at one rollout.")
+rollout = App(name="rollout", help="Show a rollout's spans, and explain why it was trained or not.")
 
 
 @rollout.command(name="show")
@@ -36,15 +36,15 @@ def _show(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Print a rollout's tree of spans: agents, calls, tools, tokens, policy versions, rewards, and what the builder made of each call.
+    """Print a rollout's tree of spans: agents, calls, tools, tokens, policy versions, rewards, and the transition or drop of each call.
 
-    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
-    demo's) is opened for the time of the question.
+    Queries the store at store.url. If no store answers there, the data of a stopped store (store.path, else the last demo's) is opened
+    for the time of the query.
 
     Args:
-        id_: of the rollout; of a session, conversation or trace that no runner announced.
-        attempt: show this attempt alone.
-        width: columns of the terminal.
+        id_: id of the rollout; for spans without a runner, id of the session, conversation or trace.
+        attempt: show only the attempt of this number, from 0.
+        width: width of the output in columns; default: that of the terminal, or 160.
     """
     from commands.console import plain_console
     from commands.inspection.rollout_tree import draw
@@ -58,29 +58,29 @@ def _show(
 
 
 def _kept(settings: Settings, id_: str, attempt: int | None) -> Iterator[str]:
-    """What this machine's runner keeps of the attempts: how they ended, and the end of what they printed."""
+    """Yield lines from the runner's files on this machine: how each attempt ended, and the last lines of its logs."""
     from runner.workers.attempt_files import AttemptFiles
 
-    for one in AttemptFiles(settings.runner.directory, settings.runner.attempts_kept).kept(id_):
-        if attempt in {None, one.attempt}:
-            end = one.end
-            told = f"{end['reason'] or 'succeeded'} {end['detail']}".strip() if end else "its worker did not say how it ended"
-            yield f"attempt {one.attempt}: {told}"
+    for attempt_files in AttemptFiles(settings.runner.directory, settings.runner.attempts_kept).kept(id_):
+        if attempt in {None, attempt_files.attempt}:
+            end = attempt_files.end
+            outcome = f"{end['reason'] or 'succeeded'} {end['detail']}".strip() if end else "its worker did not say how it ended"
+            yield f"attempt {attempt_files.attempt}: {outcome}"
             if stages := end.get("stages"):
                 yield "  " + ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in stages.items())
-            if one.log is not None:
-                yield f"  the end of {one.log}:"
-                yield from (f"  | {line}" for line in one.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+            if attempt_files.log is not None:
+                yield f"  the end of {attempt_files.log}:"
+                yield from (f"  | {line}" for line in attempt_files.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 @rollout.command(name="why")
 def _why(id_: Annotated[str, Parameter(name="ID")], /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Explain a rollout in sentences: whether it is complete, what became of each call and why, what trained on it, what it waits for.
+    """Explain in sentences whether a rollout is complete, how each call was built and why, which versions trained on it, what it waits for.
 
-    Asks the store, as `spangrad rollout show` does.
+    Queries the store in the same way as `spangrad rollout show`.
 
     Args:
-        id_: of the rollout; of a session, conversation or trace that no runner announced.
+        id_: id of the rollout; for spans without a runner, id of the session, conversation or trace.
     """
     from commands.inspection.rollout_why import explain
 
@@ -89,22 +89,22 @@ def _why(id_: Annotated[str, Parameter(name="ID")], /, *, config: ConfigFile = N
 
 
 def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
-    """What the store holds of a rollout.
+    """Read everything that the store and the ledger hold of a rollout.
 
     Raises:
-        StoreError: nothing.
+        StoreError: the store holds no span of it.
     """
     from commands.inspection.rollout_reader import near, read
     from spangrad.store.clickhouse import connect, store_errors
 
-    ledger, silent = _ledger(settings)
+    ledger, error = _ledger(settings)
     with (
         closing(ledger) if ledger else nullcontext(),
         answering_store(settings.store) as store,
         closing(connect(store)) as client,
         store_errors(store.url),
     ):
-        record = replace(read(client, id_, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=silent)
+        record = replace(read(client, id_, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=error)
         alike = "" if record.spans else near(client, id_, attempt)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
@@ -113,7 +113,7 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
 
 
 def _ledger(settings: Settings) -> tuple[Ledger | None, str]:
-    """The trainers' ledger, and why it is silent: what the store knows of a rollout is told without it, too."""
+    """Return the trainers' ledger, or None and the reason if it cannot be read: the store's part is then shown without it."""
     from trainer.ledger.recovery import existing_ledger
 
     try:

@@ -1,7 +1,7 @@
-"""Everything that the store knows of one rollout.
+"""Reading everything that the span store and the ledger hold of one rollout.
 
-In: a client of the store, the rollout's id. Out: a `Record`. Invariant: only this rollout's rows are read, by their keys; the newest
-revision of each build specification counts.
+In: a client of the store, the rollout's id. Out: a `Record`. Invariant: only this rollout's rows are read, by their keys; of each build
+specification only the newest revision is read.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FROM {rows_sql("rewards", where=_OF_ROLLOUT)} AS r
 WHERE Source IN ('sql', 'air')
 ORDER BY Name, Role, Source, TraceId, SpanId, Value
 """
-"""Of several build specifications that give the same, once."""
+"""Rewards of SQL rules and of AIR, as the builder gave them; one that several build specifications give is returned once."""
 _DATASETS = "SELECT BuildSpec, concat(Name, '@', toString(Revision)) FROM otel.v_datasets ORDER BY Name, Revision"
 _ROLES = """
 SELECT RunId, arraySort(groupUniqArray(Role)) FROM otel.rewards WHERE RunId IN {runs:Array(String)} AND Role != '' GROUP BY RunId
@@ -79,17 +79,17 @@ _NEWEST = "SELECT Policy, Branch, max(Version) FROM otel.v_policy_versions WHERE
 _KEYS = "SELECT RolloutKey FROM otel.rollout_spans WHERE {where} GROUP BY RolloutKey ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
 
 SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
-"""Run, mode, build specification and id of a group -> policy, branch, reason and detail of each trainer that skipped it."""
+"""Function from run, mode, build specification and id of a group to policy, branch, reason and detail of each trainer that skipped it."""
 
 
 def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
-    """What is known of a rollout, or of one of its attempts; without spans, where nothing is.
+    """Read a rollout, or one of its attempts. The record has no spans if the store knows no such rollout.
 
     Args:
-        client: of the store.
-        id_: of the rollout; of a session, conversation or trace that no runner announced.
-        attempt: this one alone. None: all.
-        skipped: asks the trainers' ledger, in which alone it stands why groups were skipped. None: there is none at hand.
+        client: client of the store.
+        id_: id of the rollout; for spans without a runner, id of the session, conversation or trace.
+        attempt: number of the only attempt to read. None: all attempts.
+        skipped: looks up skipped groups in the trainers' ledger, which alone holds the reasons. None: no ledger is available.
     """
 
     def rows(sql: str, **parameters: Any) -> list[Any]:
@@ -98,19 +98,19 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
     def of_spans(where: str, **parameters: Any) -> list[dict[str, Any]]:
         return list(client.query(_ROWS.replace("{where}", where), parameters={"id": id_, **parameters}).named_results())
 
-    found = of_spans(_NAMED)
-    traces = sorted({row["TraceId"] for row in found} - {""})
-    found += of_spans(_INHERITED, traces=traces) if traces else []
-    spans = _described([row for row in found if row["RowKind"] == "span"])
+    span_rows = of_spans(_NAMED)
+    traces = sorted({row["TraceId"] for row in span_rows} - {""})
+    span_rows += of_spans(_INHERITED, traces=traces) if traces else []
+    spans = _described([row for row in span_rows if row["RowKind"] == "span"])
     if attempt is not None:
-        mine = {span.trace for span in spans if span.names_rollout and span.attempt == attempt}
-        spans = [span for span in spans if (span.attempt == attempt if span.names_rollout else span.trace in mine)]
+        attempt_traces = {span.trace for span in spans if span.names_rollout and span.attempt == attempt}
+        spans = [span for span in spans if (span.attempt == attempt if span.names_rollout else span.trace in attempt_traces)]
     if not spans:
         return Record(id_, [], [], [], [])
     kept = {span.key for span in spans}
     rewards = [
-        _said(row)
-        for row in found
+        _evaluation(row)
+        for row in span_rows
         if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"] and attempt in {None, row["Attempt"]}
     ]
     rewards += [reward for reward in (Reward(*row) for row in rows(_GIVEN)) if attempt is None or (reward.trace, reward.span) in kept]
@@ -124,14 +124,14 @@ def read(client: Client, id_: str, attempt: int | None = None, skipped: SkipLook
         _builds(rows, attempt, skipped),
         [Trained(*row) for row in rows(_TRAINED)],
         {(policy, branch): version for policy, branch, version in rows(_NEWEST)},
-        moment(max(row["Arrived"] for row in found)),
+        moment(max(row["Arrived"] for row in span_rows)),
         moment(now),
         roles_by_run=dict(rows(_ROLES, runs=sorted({span.run for span in spans} - {""}))),
     )
 
 
 def near(client: Client, id_: str, attempt: int | None) -> str:
-    """What to ask for instead of an id that the store does not know."""
+    """Return a sentence that suggests ids to use instead of one that the store does not know."""
 
     def keys(where: str) -> list[str]:
         parameters = {"id": id_, "start": id_[:6], "most": _NEAREST}
@@ -145,16 +145,17 @@ def near(client: Client, id_: str, attempt: int | None) -> str:
     return f"The newest rollouts are {', '.join(newest)}." if newest else "It holds no rollouts at all: is store.url the right one?"
 
 
-def _said(row: Mapping[str, Any]) -> Reward:
-    """An evaluation result."""
-    said = row["Attributes"]
-    name = said.get(semconv.EVALUATION_NAME) or semconv.REWARD_NAME
+def _evaluation(row: Mapping[str, Any]) -> Reward:
+    """Return the reward in an evaluation event or log record."""
+    attributes = row["Attributes"]
+    name = attributes.get(semconv.EVALUATION_NAME) or semconv.REWARD_NAME
     source = "event" if row["RowKind"] == "evaluation_event" else "log"
-    return Reward(row["TraceId"], row["SpanId"], name, said[semconv.EVALUATION_SCORE], source, said.get(semconv.REWARD_ROLE, ""))
+    role = attributes.get(semconv.REWARD_ROLE, "")
+    return Reward(row["TraceId"], row["SpanId"], name, attributes[semconv.EVALUATION_SCORE], source, role)
 
 
 def _described(rows: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Spans, each with what the builder's dialects take it for."""
+    """Return spans, each with the kind, agent and tool that the builder's dialects recognise in it."""
     import polars as pl
 
     from transition_builder.dialects import describe
@@ -162,9 +163,9 @@ def _described(rows: Sequence[Mapping[str, Any]]) -> list[Span]:
 
     columns = {name: [row.get(name) for row in rows] for name in SPANS}
     frame = pl.DataFrame(columns, schema=dict(SPANS), strict=False).with_columns(RolloutId=pl.col("RolloutKey"))
-    said = describe(frame).select(*_KINDS, "AgentName", "ToolName").iter_rows(named=True)
-    spans = [_span(row, one) for row, one in zip(rows, said, strict=True)]
-    # Every request to a model's server is suspect; beside calls that a dialect reads it is one of those.
+    descriptions = describe(frame).select(*_KINDS, "AgentName", "ToolName").iter_rows(named=True)
+    spans = [_span(row, description) for row, description in zip(rows, descriptions, strict=True)]
+    # Any request to a model server counts as suspect; in a trace with calls that a dialect reads, it belongs to one of those.
     read = {span.trace for span in spans if span.kind in _READ}
     return [replace(span, kind="") if span.kind == _SUSPECT and span.trace in read else span for span in spans]
 
@@ -181,7 +182,7 @@ _KINDS = {
 }
 
 
-def _span(row: Mapping[str, Any], said: Mapping[str, Any]) -> Span:
+def _span(row: Mapping[str, Any], description: Mapping[str, Any]) -> Span:
     kind = row["Attributes"].get(semconv.OPENINFERENCE_KIND, "").lower()
     if row["ScopeName"] == semconv.GATEWAY_SCOPE:
         kind = "gateway"
@@ -203,9 +204,9 @@ def _span(row: Mapping[str, Any], said: Mapping[str, Any]) -> Span:
         status=row["StatusCode"],
         message=row["StatusMessage"],
         attributes=row["Attributes"],
-        kind=kind or next((kind for name, kind in _KINDS.items() if said[name]), ""),
-        agent=said["AgentName"] or "",
-        tool=(said["ToolName"] or "") if said["IsTool"] else "",
+        kind=kind or next((kind for name, kind in _KINDS.items() if description[name]), ""),
+        agent=description["AgentName"] or "",
+        tool=(description["ToolName"] or "") if description["IsTool"] else "",
     )
 
 
@@ -213,15 +214,15 @@ def _builds(rows: Any, attempt: int | None, skipped: SkipLookup | None) -> list[
     datasets = defaultdict[str, list[str]](list)
     for spec, name in rows(_DATASETS):
         datasets[spec].append(name)
-    made = defaultdict[tuple[str, str], list[Conclusion]](list)
+    conclusions = defaultdict[tuple[str, str], list[Conclusion]](list)
     for run, spec, number, trace, span, choice, agent, policy, version, turn, *rewards in rows(_TRANSITIONS):
         given = tuple(zip(*rewards, strict=True))
-        made[run, spec].append(Conclusion(number, trace, span, choice, agent, policy, version, turn, given))
-    for run, spec, *told, reason, detail, convention in rows(_DROPS):
-        made[run, spec].append(Conclusion(*told, reason=reason, detail=detail, convention=convention))
+        conclusions[run, spec].append(Conclusion(number, trace, span, choice, agent, policy, version, turn, given))
+    for run, spec, *call, reason, detail, convention in rows(_DROPS):
+        conclusions[run, spec].append(Conclusion(*call, reason=reason, detail=detail, convention=convention))
     builds = list[Build]()
     for run, spec, mode, group, size, revision, final, calls, at in rows(_BUILDS):
-        of_attempt = [one for one in made[run, spec] if attempt is None or one.attempt == attempt]
+        of_attempt = [conclusion for conclusion in conclusions[run, spec] if attempt is None or conclusion.attempt == attempt]
         ((built,),) = rows(_GROUP, run=run, spec=spec, group=group, mode=mode)
         by = skipped(run, mode, spec, group) if skipped else ()
         names = ", ".join(datasets[spec])

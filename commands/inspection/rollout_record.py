@@ -1,7 +1,7 @@
-"""What is known of one rollout, as plain values: spans, calls, rewards, what builds made of them, what was trained.
+"""Data of one rollout, as plain values: spans, calls, rewards, builds and trained batches.
 
-In: nothing. Out: the types that `rollout_read` fills in, and that `rollout_tree` and `rollout_why` tell of. Invariant: facts as the store
-holds them; a span or a call may be there as often as it was delivered.
+In: nothing. Out: the types that `rollout_reader` fills in, and that `rollout_tree` and `rollout_why` print. Invariant: values are as the
+store holds them; a span or a call that was delivered several times may occur several times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Span:
     mode: str
     attempt: int
     names_rollout: bool
-    """False: it belongs here by its trace, session or conversation."""
+    """True if the span carries the rollout's id. False: it belongs to the rollout by its trace, session or conversation."""
     started: int
-    """Nanoseconds, by the clock of its own host."""
+    """Start time in nanoseconds since the Unix epoch, by the clock of the span's host."""
     trace: str
     span: str
     parent: str
@@ -34,51 +34,54 @@ class Span:
     service: str
     scope: str
     duration: int
-    """Nanoseconds."""
+    """Duration in nanoseconds."""
     status: str
     message: str
     attributes: Mapping[str, str]
     kind: str = ""
-    """gateway, agent, llm, tool, chain, ...: what a dialect takes it for; empty for nothing in particular."""
+    """Kind that a dialect recognises: gateway, agent, llm, tool, chain, ...; empty if none does."""
     agent: str = ""
     tool: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from all others."""
+        """Trace id and span id, which identify the span."""
         return self.trace, self.span
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the runner's span of an attempt."""
+        """True for the root span of an attempt, which the runner sends."""
         return self.name == semconv.ROOT_SPAN_NAME and semconv.ROLLOUT_FINAL in self.attributes
 
     @property
     def is_final(self) -> bool:
-        """Whether it is the root of the attempt that counts."""
+        """True for the root span of the rollout's final attempt."""
         return self.is_root and self.attributes[semconv.ROLLOUT_FINAL] == "true"
 
     @property
     def counted_by(self) -> str:
-        """Who numbers it: its process, else its service's clock."""
+        """The process that numbers the span, or `~SERVICE` if its spans are ordered by the service's clock."""
         return self.process or f"~{self.service}"
 
     @property
     def place(self) -> int:
-        """Among the spans of the same `counted_by`. Who does not count has a clock of its own, which '~' tells (schema 0002)."""
+        """Position among the spans of the same `counted_by`: the sequence number, or the start time where processes do not number spans.
+
+        A process id that begins with `~` marks spans without sequence numbers (schema 0002).
+        """
         return self.seq if self.process and not self.process.startswith("~") else self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A choice of a call that the gateway recorded."""
+    """One choice of a model call that the gateway recorded."""
 
     trace: str
     span: str
     choice: int
     policy: str
     versions: Sequence[int]
-    """Policy versions that sampled it, in order; empty: not known."""
+    """Policy versions that sampled the response, in order; empty if not known."""
     prompt_tokens: int
     response_tokens: int
     finish_reason: str
@@ -89,7 +92,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """An evaluation result, or a reward that the builder gave."""
+    """A reward: an evaluation result that arrived with the spans, or one that the builder gave."""
 
     trace: str
     span: str
@@ -97,96 +100,96 @@ class Reward:
     value: str
     source: str
     role: str = ""
-    """Empty: everybody's."""
+    """Role that the reward belongs to; empty if it belongs to all roles."""
 
     @property
     def title(self) -> str:
-        """Its name, with the role that it is of."""
+        """The reward's name, with its role."""
         return titled(self.name, self.role)
 
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """What one build made of one call: a transition, or a drop."""
+    """Result of one build for one call: a transition, or a drop."""
 
     attempt: int
     trace: str
     span: str
-    """Empty: the drop of a rollout that has no calls."""
+    """Id of the call's span; empty for the drop of a rollout that has no calls."""
     choice: int
     agent: str
     policy: str
     version: int | None = None
-    """That sampled a transition's response."""
+    """Policy version that sampled a transition's response."""
     turn: int | None = None
-    """Of a transition."""
+    """Turn of a transition within the rollout; None for a drop."""
     rewards: Sequence[tuple[str, float, str, str]] = ()
-    """A transition's: name, value, source and role (empty: everybody's)."""
+    """Rewards of a transition: name, value, source and role (empty if it belongs to all roles)."""
     reason: str = ""
-    """Of a drop; empty for a transition."""
+    """Drop reason; empty for a transition."""
     detail: str = ""
     convention: str = ""
-    """Of a dropped call's span."""
+    """Semantic convention of a dropped call's span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What one build specification made of the rollout, newest revision."""
+    """Newest revision of the rollout that one build specification built."""
 
     spec: str
     conclusions: Sequence[Conclusion]
     dataset: str = ""
-    """NAME@REVISION, several joined by `, `; empty where no dataset has the specification."""
+    """Datasets of the specification, as NAME@REVISION joined by `, `; empty if it has none."""
     run: str = ""
     revision: int = 0
     attempt: int = 0
-    """That counts."""
+    """Number of the attempt whose transitions count."""
     calls: int = 0
-    """As the build counted them."""
+    """Number of calls that the build counted."""
     built_at: datetime | None = None
     group: str = ""
     group_size: int = 0
     group_built: int = 0
-    """Rollouts of the group that this specification has built."""
+    """Number of rollouts of the group that this specification has built."""
     skipped: Sequence[tuple[str, str, str, str]] = ()
-    """Policy, branch, reason and detail of each trainer at hand that skipped the group."""
+    """Policy, branch, reason and detail of each trainer that skipped the group, as far as the ledger could be read."""
 
     @property
     def title(self) -> str:
-        """Its dataset, else its specification."""
+        """The build's dataset, or its specification if it has no dataset."""
         return self.dataset or self.spec
 
     @property
     def transitions(self) -> int:
-        """How many calls became transitions."""
-        return sum(not one.reason for one in self.conclusions)
+        """Number of transitions."""
+        return sum(not conclusion.reason for conclusion in self.conclusions)
 
     @property
     def drops(self) -> Counter[tuple[str, str]]:
-        """Drops by reason and detail."""
+        """Number of drops by reason and detail."""
         return Counter((one.reason, one.detail) for one in self.conclusions if one.reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A batch that the rollout was in."""
+    """A training batch that contained the rollout."""
 
     run: str
     spec: str
     policy: str
     branch: str
     version: int
-    """That the batch made."""
+    """Policy version that was trained on the batch."""
     batch: str
     revision: int
-    """Of the rollout, at which it was trained."""
+    """Revision of the rollout that was trained."""
     status: str
-    """Of the version: committed or orphaned."""
+    """Status of the version: committed or orphaned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Everything that is known of one rollout."""
+    """Everything that the store and the ledger hold of one rollout."""
 
     rollout: str
     spans: Sequence[Span]
@@ -197,22 +200,22 @@ class Record:
     newest: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """The newest committed version of each policy and branch."""
     last_arrival: datetime | None = None
-    """Of a span of it, by the store's clock."""
+    """Time at which the newest span or evaluation of the rollout arrived, by the store's clock."""
     now: datetime | None = None
-    """The store's clock."""
+    """Time of the read, by the store's clock."""
     ledger_silent: str = ""
-    """Why the trainers' ledger could not be asked what they have skipped; empty: it was asked, or there is none here."""
+    """Reason why skipped groups could not be read from the trainers' ledger; empty if they were read, or if there is no ledger."""
     roles_by_run: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    """Roles of the rewards that were built of each of its runs, in order."""
+    """Roles of the built rewards of each of the rollout's runs, sorted."""
 
     @property
     def roles(self) -> list[str]:
-        """Roles of the rewards of its runs, those that are not built yet among them."""
+        """Roles of the rewards of the rollout's runs, sorted; those of rewards that are not built yet included."""
         built = {role for roles in self.roles_by_run.values() for role in roles}
         return sorted(built | {reward.role for reward in self.rewards} - {""})
 
     def of_run(self, run: str) -> Record:
-        """The same of one run alone, with the spans that name none."""
+        """Return the part of the record that belongs to one run, with the spans that name no run."""
         spans = [span for span in self.spans if span.run in {run, ""}]
         kept = {span.key for span in spans}
         return Record(
@@ -221,7 +224,7 @@ class Record:
             [call for call in self.calls if (call.trace, call.span) in kept],
             [reward for reward in self.rewards if (reward.trace, reward.span) in kept],
             [build for build in self.builds if build.run in {run, ""}],
-            [one for one in self.trained if one.run == run],
+            [batch for batch in self.trained if batch.run == run],
             self.newest,
             self.last_arrival,
             self.now,
@@ -231,16 +234,16 @@ class Record:
 
 
 def titled(name: str, role: str) -> str:
-    """Return a reward's name, with the role that it is of."""
+    """Return a reward's name, followed by its role if it has one."""
     return f"{name} of {role}" if role else name
 
 
 def counted(count: int, thing: str) -> str:
-    """A number of things, in words that agree."""
+    """Return a count and its noun, in the plural unless the count is 1."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def attempts(spans: Sequence[Span]) -> dict[tuple[str, str], int]:
-    """The attempt of each span; one that does not name the rollout has its trace's."""
+    """Return the attempt of each span; a span that does not carry the rollout's id has the attempt of its trace."""
     named = {span.trace: span.attempt for span in spans if span.names_rollout}
     return {span.key: span.attempt if span.names_rollout else named.get(span.trace, 0) for span in spans}

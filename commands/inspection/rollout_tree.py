@@ -1,7 +1,7 @@
-"""A rollout as a tree for a terminal: what called what, how long it took, what it cost, what it earned, what became of it.
+"""A rollout as a tree of spans for a terminal, with durations, tokens, rewards, and the transition or drop of each call.
 
-In: everything that the store knows of one rollout (`Record`). Out: a tree of rich. Invariant: every span stands there once, however
-often it was delivered, below its parent; order is that of parent links and of each process's own count, never of two clocks.
+In: the `Record` of one rollout. Out: a tree of rich. Invariant: every span occurs once below its parent, however often it was delivered;
+spans are ordered by parent links and by the sequence numbers of each process, never by comparing two clocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TOKEN_COUNTS = (
     (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS),
     ("llm.token_count.prompt", "llm.token_count.completion"),
 )
-"""Where a span may say how many tokens went in and out."""
+"""Pairs of attributes that hold a span's numbers of input and output tokens."""
 _MESSAGE_LENGTH = 200
 
 
 def draw(record: Record) -> Tree:
-    """The rollout's tree; each attempt's root is a branch of the first level."""
+    """Return the rollout's tree; the root span of each attempt is a branch of the first level."""
     spans = {span.key: span for span in reversed(record.spans)}
     calls, rewards = defaultdict[tuple[str, str], list[Call]](list), defaultdict[tuple[str, str], list[Reward]](list)
     for call in sorted({(call.trace, call.span, call.choice): call for call in record.calls}.values(), key=lambda call: call.choice):
@@ -35,20 +35,20 @@ def draw(record: Record) -> Tree:
 
     concluded = defaultdict[tuple[str, str], list[tuple[str, Conclusion]]](list)
     for build in record.builds:
-        for one in build.conclusions:
-            concluded[one.trace, one.span].append((build.title if len(record.builds) > 1 else "", one))
+        for conclusion in build.conclusions:
+            concluded[conclusion.trace, conclusion.span].append((build.title if len(record.builds) > 1 else "", conclusion))
 
     attempt_of = attempts(list(spans.values()))
     parents = {key: _parent(span, spans, attempt_of) for key, span in spans.items()}
     below = defaultdict[tuple[str, str] | None, list[Span]](list)
     for key in spans:
-        below[parents[key] if _leads_up(key, parents) else None].append(spans[key])
+        below[parents[key] if _keeps_parent(key, parents) else None].append(spans[key])
 
     tree = Tree(_header(record, list(spans.values()), attempt_of), guide_style="dim")
     waiting: list[tuple[Tree, Span | None, tuple[str, str] | None]] = [(tree, None, None)]
     while waiting:
         branch, parent, key = waiting.pop()
-        for child in sorted(below[key], key=lambda one: _order(one, parent, attempt_of)):
+        for child in sorted(below[key], key=lambda span: _order(span, parent, attempt_of)):
             strayed = parent is not None and child.parent != parent.span
             lost = parent is None and bool(child.parent)
             label = _label(child, calls[child.key], rewards[child.key], concluded[child.key], strayed=strayed or lost)
@@ -57,27 +57,27 @@ def draw(record: Record) -> Tree:
         ("of the whole rollout", [("", "")]),
         ("of no span here", [key for key in rewards if key[1] and key not in spans]),
     ):
-        if elsewhere := [one for key in those for one in rewards[key]]:
+        if elsewhere := [reward for key in those for reward in rewards[key]]:
             tree.add(_joined([Text(where, "dim"), *map(_reward, elsewhere)]))
-    unseen = [one for key, ones in concluded.items() if key[1] and key not in spans for one in ones]
-    for title, one in unseen:
-        tree.add(_joined([Text(f"span {one.span} is not here", "dim"), *_became([(title, one)])]))
+    unseen = [pair for key, pairs in concluded.items() if key[1] and key not in spans for pair in pairs]
+    for title, conclusion in unseen:
+        tree.add(_joined([Text(f"span {conclusion.span} is not here", "dim"), *_became([(title, conclusion)])]))
     return tree
 
 
 def _parent(span: Span, spans: Mapping[tuple[str, str], Span], attempt_of: Mapping[tuple[str, str], int]) -> tuple[str, str] | None:
-    """The span that this one hangs below: its parent, else the root of its trace or attempt, else none."""
+    """Return the span to place this one under: its parent, else the root of its trace or attempt, else none."""
     if (span.trace, span.parent) in spans:
         return span.trace, span.parent
     if span.is_root:
         return None
-    roots = [one for one in spans.values() if one.is_root and attempt_of[one.key] == attempt_of[span.key]]
+    roots = [root for root in spans.values() if root.is_root and attempt_of[root.key] == attempt_of[span.key]]
     nearest = min(roots, key=lambda root: (root.trace != span.trace, root.key), default=None)
     return nearest.key if nearest else None
 
 
-def _leads_up(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str] | None]) -> bool:
-    """Whether the way up from a span ends: spans that are their own ancestors stand at the top."""
+def _keeps_parent(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str] | None]) -> bool:
+    """Return False for a span that is its own ancestor: it is placed at the top of the tree instead of under its parent."""
     seen = {key}
     above = parents[key]
     while above is not None:
@@ -89,14 +89,14 @@ def _leads_up(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str,
 
 
 def _order(span: Span, parent: Span | None, attempt_of: Mapping[tuple[str, str], int]) -> tuple[object, ...]:
-    """By attempt; the parent's own process before others; then each process's own count."""
+    """Return a sort key: by attempt, spans of the parent's process before others, then in the order of each process."""
     foreign = parent is None or span.counted_by != parent.counted_by
     return attempt_of[span.key], not span.is_root, foreign, span.counted_by, span.place, span.key
 
 
 def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str, str], int]) -> Text:
     roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
-    facts = [_said(spans, "run"), _said(spans, "mode")]
+    facts = [_values(spans, "run"), _values(spans, "mode")]
     if roots:
         last = roots[-1].attributes
         size = last.get(semconv.GROUP_SIZE)
@@ -122,25 +122,26 @@ def _header(record: Record, spans: Sequence[Span], attempt_of: Mapping[tuple[str
 
 
 def _agents(record: Record) -> str:
-    """The agents that made calls, each with how many."""
+    """Return the agents of the rollout, each with its number of calls."""
     newest = record.builds[-1].conclusions if record.builds else ()
-    calls = Counter(one.agent for one in {(one.trace, one.span): one for one in newest if one.span}.values() if one.agent)
+    by_span = {(conclusion.trace, conclusion.span): conclusion for conclusion in newest if conclusion.span}
+    calls = Counter(conclusion.agent for conclusion in by_span.values() if conclusion.agent)
     names = dict.fromkeys([*calls, *(span.agent for span in record.spans if span.agent and span.kind in {"agent", "llm"})])
-    told = [f"{name} ({counted(calls[name], 'call')})" if calls[name] else name for name in names]
-    return f"agents {', '.join(told)}" if told else ""
+    agents = [f"{name} ({counted(calls[name], 'call')})" if calls[name] else name for name in names]
+    return f"agents {', '.join(agents)}" if agents else ""
 
 
 def _tools(spans: Sequence[Span]) -> str:
-    """The tools that ran, each with how often, and how often it failed."""
+    """Return the tools that ran, each with its numbers of runs and of failures."""
     ran = Counter(span.tool or span.name for span in spans if span.kind == "tool")
     failed = Counter(span.tool or span.name for span in spans if span.kind == "tool" and span.status == "Error")
-    told = [
+    tools = [
         f"{name}{f' x{times}' if times > 1 else ''}{f' ({failed[name]} failed)' if failed[name] else ''}" for name, times in ran.items()
     ]
-    return f"tools {', '.join(told)}" if told else ""
+    return f"tools {', '.join(tools)}" if tools else ""
 
 
-def _said(spans: Iterable[Span], what: str) -> str:
+def _values(spans: Iterable[Span], what: str) -> str:
     values = sorted({str(getattr(span, what)) for span in spans} - {""})
     return f"{what} {', '.join(values)}" if values else ""
 
@@ -160,7 +161,7 @@ def _label(
     parts = [Text(span.name or "(no name)", "bold" if span.is_root else "")]
     parts += [Text(fact, "dim") for fact in _what(span)]
     parts.append(Text(_duration(span.duration)))
-    parts += _of_calls(calls) or _told_tokens(span)
+    parts += _of_calls(calls) or _reported_tokens(span)
     parts += _status(span, calls)
     parts += [_reward(reward) for reward in rewards]
     parts += _became(concluded)
@@ -170,28 +171,28 @@ def _label(
 
 
 def _became(concluded: Sequence[tuple[str, Conclusion]]) -> list[Text]:
-    """What builds made of a call: one text for all choices that fared alike."""
+    """Return the results of builds for a call: equal results of several choices as one text with their number."""
     texts = Counter[tuple[str, str]]()
-    for title, one in concluded:
+    for title, conclusion in concluded:
         of_build = f" in {title}" if title else ""
-        if one.reason:
-            texts[f"dropped as {one.reason}{f' ({one.detail})' if one.detail else ''}{of_build}", "yellow"] += 1
+        if conclusion.reason:
+            texts[f"dropped as {conclusion.reason}{f' ({conclusion.detail})' if conclusion.detail else ''}{of_build}", "yellow"] += 1
         else:
-            earned = "".join(f", {titled(name, role)} = {value:g} ({source})" for name, value, source, role in one.rewards)
-            agent = f" of {one.agent}" if one.agent else ""
-            texts[f"transition, turn {one.turn}{agent}{earned}{of_build}", "green"] += 1
+            earned = "".join(f", {titled(name, role)} = {value:g} ({source})" for name, value, source, role in conclusion.rewards)
+            agent = f" of {conclusion.agent}" if conclusion.agent else ""
+            texts[f"transition, turn {conclusion.turn}{agent}{earned}{of_build}", "green"] += 1
     return [Text(f"→ {text}{f' x{count}' if count > 1 else ''}", style) for (text, style), count in texts.items()]
 
 
 def _what(span: Span) -> list[str]:
-    """Attempt, kind and agent."""
+    """Return the attempt of a root span; the kind, agent and tool of any other span."""
     if span.is_root:
         return [f"attempt {span.attempt}", "final" if span.is_final else "tried again"]
     return [fact for fact in dict.fromkeys((span.kind, span.agent, span.tool)) if fact and fact != span.name]
 
 
 def _of_calls(calls: Sequence[Call]) -> list[Text]:
-    """Tokens, versions and finish reasons of a call's choices."""
+    """Return the token counts, policy versions and finish reasons of a call's choices."""
     if not calls:
         return []
     first = calls[0]
@@ -206,7 +207,7 @@ def _of_calls(calls: Sequence[Call]) -> list[Text]:
     return parts
 
 
-def _told_tokens(span: Span) -> list[Text]:
+def _reported_tokens(span: Span) -> list[Text]:
     for sent, received in _TOKEN_COUNTS:
         if sent in span.attributes:
             return [Text(_tokens(span.attributes[sent], span.attributes.get(received, "?")), "cyan")]
@@ -227,7 +228,7 @@ def _status(span: Span, calls: Sequence[Call]) -> list[Text]:
 
 
 def _sentence(message: str) -> str:
-    """What went wrong, without the traceback that OpenInference appends to it."""
+    """Return an error message without the traceback that OpenInference appends, shortened to _MESSAGE_LENGTH characters."""
     words = " ".join(message.partition("Traceback (")[0].split())
     return words if len(words) <= _MESSAGE_LENGTH else words[:_MESSAGE_LENGTH] + "…"
 
@@ -241,7 +242,7 @@ def _tokens(sent: object, received: object) -> str:
 
 
 def _duration(nanoseconds: int) -> str:
-    """With three digits, in the unit that people would use."""
+    """Return a duration with three significant digits, in hours, minutes, seconds, milliseconds or microseconds."""
     for unit, size in (("h", 3600e9), ("min", 60e9), ("s", 1e9), ("ms", 1e6)):
         if nanoseconds >= size:
             return f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:.0f} {unit}"

@@ -1,7 +1,7 @@
-"""One rollout in sentences: what it is, whether it is complete, what became of each call and why, and what it waits for.
+"""An explanation of one rollout in sentences: its state, the result for each call and the reason, and what it waits for.
 
-In: a `Record`, and the settings of the builder and the trainer. Out: lines of text. Invariant: nothing is said that the store (and a ledger
-at hand) does not show; what only somebody else knows is named with the place where to look.
+In: a `Record`, and the settings of the builder and the trainer. Out: lines of text. Invariant: every statement follows from the store or
+from a ledger that can be read; for a fact that only another process knows, the text names the log or file that holds it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from spangrad.types import Mode
 
 _SHORT = 8
 ALREADY_TRAINED = "already_trained"
-"""Of a rollout that was built again, or by another specification, after a branch had trained it: otel.v_already_trained."""
+"""Name for a rollout that was built again, or by another specification, after a branch had trained it: see otel.v_already_trained."""
 LEDGER = "ledger.db"
-"""Of the trainer, in trainer.directory."""
+"""File name of the trainer's ledger in trainer.directory."""
 
 
 def explain(record: Record, settings: Settings) -> list[str]:
-    """Tell of a rollout; where several runs have one of this id, of one after the other.
+    """Return lines that explain a rollout; if several runs have a rollout of this id, one after the other.
 
     Args:
-        record: with at least one span.
-        settings: the waiting times, and what the trainer takes.
+        record: data of the rollout, with at least one span.
+        settings: settings of the builder, for its waiting times, and of the trainer, for the groups that it trains.
     """
     runs = sorted({span.run for span in record.spans} - {""}) or [""]
     lines = list[str]()
     for run in runs:
-        mine = record.of_run(run)
-        lines += ["", *_of_run(mine, settings)] if lines else _of_run(mine, settings)
+        record_of_run = record.of_run(run)
+        lines += ["", *_of_run(record_of_run, settings)] if lines else _of_run(record_of_run, settings)
     return lines
 
 
@@ -41,7 +41,7 @@ def _of_run(record: Record, settings: Settings) -> list[str]:
     roots = sorted((span for span in spans if span.is_root), key=lambda span: span.attempt)
     lines = [_what(record, spans, roots), *_attempts(roots), _arrived(record, spans, roots), *_roles(record, settings)]
     if not record.builds:
-        return [*lines, _waits(record, spans, roots, settings)]
+        return [*lines, _awaited(record, spans, roots, settings)]
     for build in record.builds:
         lines += [*_built(build, spans), *_trained(build, record, settings)]
     return lines
@@ -68,18 +68,18 @@ def _what(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
 def _attempts(roots: Sequence[Span]) -> Iterable[str]:
     for root in roots:
         failure = root.attributes.get(semconv.ROLLOUT_FAILURE, "")
-        said = " ".join(root.message.split())[:200]
-        told = f"failed: {failure}{f' ({said})' if said else ''}" if failure else "ended well"
-        yield f"Attempt {root.attempt} {told}{', and counts.' if root.is_final else ', and was tried again.'}"
+        message = " ".join(root.message.split())[:200]
+        outcome = f"failed: {failure}{f' ({message})' if message else ''}" if failure else "ended well"
+        yield f"Attempt {root.attempt} {outcome}{', and counts.' if root.is_final else ', and was tried again.'}"
 
 
 def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> str:
-    """How much of it is there, and how much should be."""
+    """Return a sentence on the spans and calls that have arrived, and on those that are missing."""
     final = next((root for root in reversed(roots) if root.is_final), None)
     number = attempts(spans)
     recorded = [span for span in spans if span.scope == semconv.GATEWAY_SCOPE]
     given = [reward for reward in dict.fromkeys(record.rewards) if reward.source in {"event", "log"}]
-    rewards = ", ".join(f"{one.title} = {one.value} ({one.source})" for one in given) or "none arrived"
+    rewards = ", ".join(f"{reward.title} = {reward.value} ({reward.source})" for reward in given) or "none arrived"
     there = f"{counted(len(spans), 'span')} arrived"
     if final is None:
         return f"{there}, {counted(len(recorded), 'call')} of the gateway among them. Evaluations: {rewards}."
@@ -95,15 +95,15 @@ def _arrived(record: Record, spans: Sequence[Span], roots: Sequence[Span]) -> st
 
 
 def _roles(record: Record, settings: Settings) -> Iterable[str]:
-    """Name the roles of the run, and whose rewards the trainer counts."""
+    """Yield a sentence on the roles of the run's rewards, and on those that the trainer counts."""
     if record.roles:
         chosen = settings.trainer.reward_roles
         counts = f"those of {', '.join(chosen)} and everybody's" if chosen else "all of them"
         yield f"Rewards of the run are of the roles {', '.join(record.roles)}; the trainer, as it is set up here, counts {counts}."
 
 
-def _waits(record: Record, spans: Sequence[Span], roots: Sequence[Span], settings: Settings) -> str:
-    """What a rollout that nobody has built waits for."""
+def _awaited(record: Record, spans: Sequence[Span], roots: Sequence[Span], settings: Settings) -> str:
+    """Return a sentence on what a rollout that is not built yet waits for."""
     spec = settings.builder
     silent = f"{(record.now - record.last_arrival).total_seconds():.0f} s" if record.now and record.last_arrival else "some time"
     patience = f"builder.incomplete_after_seconds ({spec.incomplete_after_seconds:g} s)"
@@ -133,10 +133,10 @@ def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: 
         if missing > 0:
             lacks.append(f"{counted(missing, 'call')} of attempt {root.attempt}")
     seen = {root.attempt for root in roots}
-    if roots_missing := [str(one) for one in range(final.attempt) if one not in seen]:
+    if roots_missing := [str(number) for number in range(final.attempt) if number not in seen]:
         lacks.append(f"the root span of attempt {', '.join(roots_missing)}")
     awaited = awaited and not final.attributes.get(semconv.ROLLOUT_FAILURE)
-    if awaited and not any(one.source in {"event", "log"} for one in record.rewards):
+    if awaited and not any(reward.source in {"event", "log"} for reward in record.rewards):
         lacks.append("a reward")
     return lacks
 
@@ -144,58 +144,60 @@ def _lacks(record: Record, spans: Sequence[Span], roots: Sequence[Span], final: 
 def _built(build: Build, spans: Sequence[Span]) -> list[str]:
     at = f" at {build.built_at:%Y-%m-%d %H:%M:%S} UTC" if build.built_at else ""
     dataset = f"dataset {build.dataset}, " if build.dataset else ""
-    named = [one for one in build.conclusions if one.span]
+    named = [conclusion for conclusion in build.conclusions if conclusion.span]
     what = f"{counted(len(named), 'call')}: {counted(build.transitions, 'transition')}, {counted(len(named) - build.transitions, 'drop')}"
     lines = [f"It is built ({dataset}specification {build.spec}, revision {build.revision}){at}, attempt {build.attempt} counting. {what}."]
     names = {span.key: span.name for span in spans}
-    lines += [f"- {_call(one, names)}: {_became(one)}" for one in named]
-    lines += [f"- The rollout itself: {_became(one)}" for one in build.conclusions if not one.span]
-    lines += [
-        f"{reason}: {remedy(reason)}" for reason in dict.fromkeys(one.reason for one in build.conclusions if one.reason) if remedy(reason)
-    ]
+    lines += [f"- {_call(conclusion, names)}: {_became(conclusion)}" for conclusion in named]
+    lines += [f"- The rollout itself: {_became(conclusion)}" for conclusion in build.conclusions if not conclusion.span]
+    reasons = dict.fromkeys(conclusion.reason for conclusion in build.conclusions if conclusion.reason)
+    lines += [f"{reason}: {remedy(reason)}" for reason in reasons if remedy(reason)]
     return lines
 
 
-def _call(one: Conclusion, names: dict[tuple[str, str], str]) -> str:
-    choice = f", choice {one.choice}" if one.choice else ""
-    agent = f" by {one.agent}" if one.agent else ""
-    return f"Attempt {one.attempt}, span {one.span[:_SHORT]} ({names.get((one.trace, one.span), 'not here')}{choice}){agent}"
+def _call(conclusion: Conclusion, names: dict[tuple[str, str], str]) -> str:
+    choice = f", choice {conclusion.choice}" if conclusion.choice else ""
+    agent = f" by {conclusion.agent}" if conclusion.agent else ""
+    name = names.get((conclusion.trace, conclusion.span), "not here")
+    return f"Attempt {conclusion.attempt}, span {conclusion.span[:_SHORT]} ({name}{choice}){agent}"
 
 
-def _became(one: Conclusion) -> str:
-    if one.reason:
-        told = f" ({one.detail})" if one.detail else ""
-        convention = f", told by {one.convention}" if one.convention else ""
-        return f"dropped as {one.reason}{told}{convention}."
-    given = (f"{titled(name, role)} = {value:g} ({source})" for name, value, source, role in one.rewards)
+def _became(conclusion: Conclusion) -> str:
+    if conclusion.reason:
+        detail = f" ({conclusion.detail})" if conclusion.detail else ""
+        convention = f", told by {conclusion.convention}" if conclusion.convention else ""
+        return f"dropped as {conclusion.reason}{detail}{convention}."
+    given = (f"{titled(name, role)} = {value:g} ({source})" for name, value, source, role in conclusion.rewards)
     rewards = ", ".join(given) or "no reward of its own"
-    return f"transition, turn {one.turn}, sampled by policy {one.policy} version {one.version}; {rewards}."
+    return f"transition, turn {conclusion.turn}, sampled by policy {conclusion.policy} version {conclusion.version}; {rewards}."
 
 
 def _trained(build: Build, record: Record, settings: Settings) -> list[str]:
-    used = [one for one in record.trained if one.spec == build.spec]
+    used = [batch for batch in record.trained if batch.spec == build.spec]
     if used:
         lines = list[str]()
-        for one in used:
-            orphaned = ", which is orphaned" if one.status == "orphaned" else ""
+        for batch in used:
+            orphaned = ", which is orphaned" if batch.status == "orphaned" else ""
             lines.append(
-                f"It is trained: batch {one.batch} made version {one.version} of policy {one.policy} (branch {one.branch}){orphaned}."
+                f"It is trained: batch {batch.batch} made version {batch.version} of policy {batch.policy} "
+                f"(branch {batch.branch}){orphaned}."
             )
-            if one.revision != build.revision:
-                since = f"that was revision {one.revision}; what came since changes no version: a rollout is trained once."
+            if batch.revision != build.revision:
+                since = f"that was revision {batch.revision}; what came since changes no version: a rollout is trained once."
                 lines.append(f"{ALREADY_TRAINED}: {since}")
         return lines
     trainer = settings.trainer
-    if mine := [one for one in record.trained if (one.policy, one.branch) == (trainer.policy, trainer.branch) and one.status != "orphaned"]:
-        made = f"built by specification {mine[0].spec}, it helped to make version {mine[0].version} of policy {mine[0].policy}"
-        return [f"{ALREADY_TRAINED}: {made}, and branch {mine[0].branch} trains no rollout twice."]
-    elsewhere = ", ".join(sorted({f"{one.policy} version {one.version}" for one in record.trained}))
+    of_branch = (batch for batch in record.trained if (batch.policy, batch.branch) == (trainer.policy, trainer.branch))
+    if first := next((batch for batch in of_branch if batch.status != "orphaned"), None):
+        trained = f"built by specification {first.spec}, it helped to make version {first.version} of policy {first.policy}"
+        return [f"{ALREADY_TRAINED}: {trained}, and branch {first.branch} trains no rollout twice."]
+    elsewhere = ", ".join(sorted({f"{batch.policy} version {batch.version}" for batch in record.trained}))
     also = f" (As another specification built it, it helped to make {elsewhere}.)" if elsewhere else ""
     return [f"It is not trained: {reason}{also}" for reason in _untrained(build, record, settings)]
 
 
 def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
-    """Why no version has used it."""
+    """Return the reasons why no policy version was trained on the rollout."""
     trainer = settings.trainer
     mode = next((span.mode for span in record.spans if span.mode), Mode.PRODUCTION.value)
     if build.skipped:
@@ -222,7 +224,8 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
 def _ready(build: Build, record: Record, settings: Settings) -> str:
     trainer = settings.trainer
     newest = record.newest.get((trainer.policy, trainer.branch))
-    oldest = min((one.version for one in build.conclusions if one.version is not None and one.policy == trainer.policy), default=None)
+    versions = (item.version for item in build.conclusions if item.version is not None and item.policy == trainer.policy)
+    oldest = min(versions, default=None)
     if oldest is None:
         return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
     place = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER

@@ -1,4 +1,4 @@
-"""`spangrad sql`."""
+"""`spangrad sql`: one query in SQL."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _READONLY = 164
 
 
 def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Ask the span store a question in SQL, and print the answer as a table. It is asked read-only, whatever the token allows.
+    """Query the span store in SQL, and print the result as a table. The query is read-only, whatever the token permits.
 
-    Asks the store at store.url. When nobody answers there, the data of a store that has stopped (store.path, else the last
-    demo's) is opened for the time of the question.
+    Queries the store at store.url. If no store answers there, the data of a stopped store (store.path, else the last demo's) is opened
+    for the time of the query.
 
     Args:
-        statement: one SELECT, SHOW or DESCRIBE; tables live in the database `otel`.
+        statement: one SELECT, SHOW or DESCRIBE statement; the tables are in the database `otel`.
     """
     from rich.table import Table
 
@@ -45,15 +45,15 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
 
 
 def _read_only(client: Client) -> dict[str, int]:
-    """What keeps a statement from changing anything; it may still have SETTINGS of its own."""
+    """Return ClickHouse settings that make a query read-only, while it may still have a SETTINGS clause."""
     held = client.server_settings.get("readonly")
-    # Who may only read is refused the setting itself.
+    # A user who may only read is not permitted to change the setting.
     return {} if held and held.value != "0" else {"readonly": 2}
 
 
 @contextmanager
 def _remedies(statement: str) -> Generator[None]:
-    """Say what to do about a statement that the store takes, but not from this command."""
+    """Replace the store's error, for a statement that this command cannot run, by one that says what to do."""
     from clickhouse_connect.driver.exceptions import Error
 
     try:
