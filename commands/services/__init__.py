@@ -1,1 +1,1 @@
-"""Commands that run a service, or look after one that runs."""
+"""Commands that run a service, or manage a running one."""

@@ -1,4 +1,4 @@
-"""`spangrad backends`: the engines and other upstreams behind a running gateway."""
+"""`spangrad backends`: the inference engines and other upstreams behind a running gateway."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _PIPE_WIDTH = 200
 _ANSWER_SECONDS = 30
 _STATUS_STYLES = {"serving": "green", "publishing": "cyan", "asleep": "blue", "draining": "yellow", "down": "red"}
 
-backends = App(name="backends", help="Look at the backends of a running gateway, add and remove them.")
+backends = App(name="backends", help="Show, add and remove backends of a running gateway.")
 
 
 @backends.command(name="list")
 def _list(
     *,
-    watch: Annotated[bool, Parameter(help="Keep the view up to date until Ctrl-C.", negative=())] = False,
+    watch: Annotated[bool, Parameter(help="Keep the tables up to date until Ctrl-C.", negative=())] = False,
     interval: float = 1.0,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Print the policies and backends of the gateway at gateway.url, and how they stand.
+    """Print the policies and backends of the gateway at gateway.url, with their state.
 
     Args:
-        interval: seconds between two looks of --watch.
+        interval: time between two updates of --watch, in seconds.
     """
     from rich.live import Live
 
@@ -47,12 +47,12 @@ def _list(
     gateway = resolve(config, set_).gateway
     console = plain_console(_PIPE_WIDTH)
     if not watch:
-        console.print(_look(gateway))
+        console.print(_tables(gateway))
         return
-    with Live(_look(gateway), console=console, auto_refresh=False) as live:
+    with Live(_tables(gateway), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
-            live.update(_look(gateway), refresh=True)
+            live.update(_tables(gateway), refresh=True)
 
 
 @backends.command(name="add")
@@ -68,51 +68,56 @@ def _add(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Register a backend until the gateway ends; `gateway.backends` in the settings keeps it.
+    """Add a backend until the gateway ends. To keep it beyond that, add it to `gateway.backends` in the settings.
 
     Args:
-        url: where it listens.
-        policy: whose calls it answers; gateway.policy by default.
-        kind: a vLLM of `spangrad engine`, any other server with OpenAI's interface, or Anthropic's own.
-        limit: calls in flight at once.
-        model: name by which it knows the model.
-        key_variable: environment variable that holds its key.
+        url: URL on which the backend listens, with or without `/v1`.
+        policy: name of the policy whose calls the backend answers; default: gateway.policy.
+        kind: "engine" for vLLM started by `spangrad engine`, "openai" for any other server with OpenAI's interface, "anthropic" for
+            Anthropic's.
+        limit: maximum number of calls in flight; further calls wait. Default: no limit.
+        model: name under which the backend serves the model; default: for an engine the policy, else the name that the client requests.
+        key_variable: environment variable that holds the backend's API key.
     """
-    asked = {"url": url, "policy": policy, "kind": kind, "limit": limit, "model": model, "key": _key(key_variable)}
-    body = {name: value for name, value in asked.items() if value is not None}
+    fields = {"url": url, "policy": policy, "kind": kind, "limit": limit, "model": model, "key": _key(key_variable)}
+    body = {name: value for name, value in fields.items() if value is not None}
     added = _ask(resolve(config, set_).gateway, "POST", "/admin/backends", body)
     print(f"{added['name']}: {added['kind']} of policy {added['policy']!r} at {added['url']}, {added['status']}")
 
 
 @backends.command(name="drain")
 def _drain(name: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Take a backend out once its calls in flight have ended; new calls go elsewhere at once.
+    """Remove a backend after its calls in flight have ended; from now on, new calls go to other backends.
 
     Args:
-        name: of the backend, as `spangrad backends list` shows it.
+        name: name of the backend, as `spangrad backends list` shows it.
     """
-    _take_out(resolve(config, set_).gateway, name, now=False)
+    _remove_backend(resolve(config, set_).gateway, name, now=False)
 
 
 @backends.command(name="remove")
 def _remove(name: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Take a backend out at once; its calls in flight go on.
+    """Remove a backend immediately; its calls in flight continue.
 
     Args:
-        name: of the backend, as `spangrad backends list` shows it.
+        name: name of the backend, as `spangrad backends list` shows it.
     """
-    _take_out(resolve(config, set_).gateway, name, now=True)
+    _remove_backend(resolve(config, set_).gateway, name, now=True)
 
 
-def _take_out(gateway: GatewaySettings, name: str, *, now: bool) -> None:
-    # Calls may last as long as a request may.
+def _remove_backend(gateway: GatewaySettings, name: str, *, now: bool) -> None:
+    # Calls in flight may last up to the request timeout.
     seconds = _ANSWER_SECONDS if now else gateway.request_timeout_seconds + _ANSWER_SECONDS
     _ask(gateway, "DELETE", f"/admin/backends/{quote(name, safe='')}?now={str(now).lower()}", seconds=seconds)
     print(f"{name} has left")
 
 
 def _key(variable: str | None) -> str | None:
-    """A backend's key, from the environment: command lines are seen by all users of a machine."""
+    """Return a backend's API key from the environment, because all users of a machine can see command lines.
+
+    Raises:
+        SettingsError: the environment has no such variable, or it is empty.
+    """
     if variable is None:
         return None
     key = os.environ.get(variable)
@@ -121,25 +126,25 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _look(gateway: GatewaySettings) -> RenderableType:
-    """Policies and backends as two tables."""
+def _tables(gateway: GatewaySettings) -> RenderableType:
+    """Return the gateway's policies and backends as two tables."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     policies = Table("policy", "status", "version", "before", "canary", "waiting", "reason", box=None, pad_edge=False)
-    for one in _ask(gateway, "GET", "/admin/policies")["policies"]:
-        canary = one.get("canary")
+    for entry in _ask(gateway, "GET", "/admin/policies")["policies"]:
+        canary = entry.get("canary")
         shown = f"version {canary['version']} on {canary['backend']}, {canary['share']:.0%}" if canary else "-"
-        row = (_shown(one["version"]), _shown(one.get("before")), shown, str(one.get("waiting", 0)), one.get("reason", ""))
-        policies.add_row(Text(one["policy"]), _status(one["status"]), *map(Text, row))
+        row = (_shown(entry["version"]), _shown(entry.get("before")), shown, str(entry.get("waiting", 0)), entry.get("reason", ""))
+        policies.add_row(Text(entry["policy"]), _status(entry["status"]), *map(Text, row))
     table = Table(
         "backend", "policy", "kind", "status", "version", "in flight", "limit", "calls", "url", "reason", box=None, pad_edge=False
     )
-    for one in _ask(gateway, "GET", "/admin/backends")["backends"]:
-        numbers = (_shown(one["version"]), str(one["in_flight"]), _shown(one["limit"]), str(one["calls"]))
-        words = (one["name"], one["policy"], one["kind"])
-        table.add_row(*map(Text, words), _status(one["status"]), *map(Text, (*numbers, one["url"], one["reason"])))
+    for backend in _ask(gateway, "GET", "/admin/backends")["backends"]:
+        numbers = (_shown(backend["version"]), str(backend["in_flight"]), _shown(backend["limit"]), str(backend["calls"]))
+        words = (backend["name"], backend["policy"], backend["kind"])
+        table.add_row(*map(Text, words), _status(backend["status"]), *map(Text, (*numbers, backend["url"], backend["reason"])))
     return Group(policies, Text(), table)
 
 
@@ -156,10 +161,10 @@ def _shown(value: object) -> str:
 def _ask(
     gateway: GatewaySettings, method: str, path: str, body: Mapping[str, object] | None = None, seconds: float = _ANSWER_SECONDS
 ) -> dict[str, Any]:
-    """Ask the gateway.
+    """Send a request to the gateway's administration API, and return its response.
 
     Raises:
-        GatewayError: it does not answer, or refuses.
+        GatewayError: the gateway does not answer, or refuses the request.
     """
     try:
         return ask(gateway.url, gateway.token, method, path, body, seconds)

@@ -1,4 +1,4 @@
-"""`spangrad collector`."""
+"""`spangrad collector`: the OpenTelemetry Collector in front of the span store."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def collector(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run the OpenTelemetry Collector in front of the store: OTLP in, a queue on disk, ClickHouse out.
+    """Run the OpenTelemetry Collector in front of the span store: it receives OTLP, queues it on disk and writes to ClickHouse.
 
     Args:
-        otlp_http_port: where spans arrive by OTLP/HTTP.
-        otlp_grpc_port: where spans arrive by OTLP/gRPC.
-        queue_path: directory of what was accepted and is not stored yet.
+        otlp_http_port: TCP port that receives spans by OTLP/HTTP.
+        otlp_grpc_port: TCP port that receives spans by OTLP/gRPC.
+        queue_path: directory of the queue on disk: spans that were accepted and are not stored yet.
     """
     flags = {
         "collector.otlp_http_port": otlp_http_port,

@@ -1,4 +1,4 @@
-"""`spangrad engine`."""
+"""`spangrad engine`: the inference engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def engine(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run vLLM in its own environment, ready to take new weights.
+    """Run the inference engine, vLLM, in its own Python environment, ready to load new weights.
 
     Args:
         model: directory of the policy's model.
-        port: where vLLM listens.
-        python: the interpreter of vLLM's environment.
+        port: TCP port on which vLLM listens.
+        python: Python interpreter of vLLM's environment.
     """
     settings = resolve(config, set_, {"engine.model": model, "engine.port": port, "engine.python": python})
     log_to_stderr()

@@ -1,4 +1,4 @@
-"""`spangrad environments`: serve environments for agents to work in."""
+"""`spangrad environments`: the service that leases environments to agents."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 def environments(
     *,
     factory: str,
-    instances: Annotated[int, Parameter(help="How many there are.")] = 1,
+    instances: Annotated[int, Parameter(help="Number of instances that are served.")] = 1,
     directory: Path = Path(),
     port: int | None = None,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Serve environments, each leased to one attempt at a time and reset between two, until told to end.
+    """Serve environments to agents until SIGTERM or Ctrl-C. An instance is leased to one attempt at a time, and reset between two attempts.
 
     Args:
-        factory: MODULE:CLASS, called without arguments, whose objects have begin(input), and may have reset(), health() and close().
-        instances: how many there are.
-        directory: where its modules are.
-        port: where it listens; runner.environments_port by default.
+        factory: MODULE:CLASS, called without arguments; its objects have begin(input), and optionally reset(), health() and close().
+        instances: number of instances that are served.
+        directory: directory of the factory's modules.
+        port: TCP port to listen on; default: runner.environments_port.
     """
     settings = resolve(config, set_, {"runner.environments_port": port})
     log_to_stderr()

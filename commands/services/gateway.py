@@ -1,4 +1,4 @@
-"""`spangrad gateway`."""
+"""`spangrad gateway`: the recording gateway."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def gateway(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run the recording gateway in front of the engine.
+    """Run the gateway, which passes model calls to the inference engine and records them as spans.
 
     Args:
-        port: where agents are answered.
-        engine_url: where vLLM listens.
-        policy: name of the policy that the engine serves.
+        port: TCP port on which agents call the gateway.
+        engine_url: URL on which vLLM listens.
+        policy: name of the policy that the engine serves; agents request it as the `model`.
     """
     settings = resolve(config, set_, {"gateway.port": port, "gateway.engine_url": engine_url, "gateway.policy": policy})
     log_to_stderr()

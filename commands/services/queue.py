@@ -1,4 +1,4 @@
-"""`spangrad queue`: serve the queue of rollouts, and look after it."""
+"""`spangrad queue`: the service that hands rollouts to workers, and commands to list, cancel, retry and delete rollouts in it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PIPE_WIDTH = 200
-_PATIENCE_SECONDS = 5
-"""People do not wait for a queue that is away."""
+_CONNECT_SECONDS = 5
+"""Longest time that a command retries while the queue does not answer, in seconds."""
 
-queue = App(name="queue", help="Serve the queue of rollouts; look at them, cancel them, retry the dead.")
-RunId = Annotated[str | None, Parameter(name="--run", help="A run; by default all of them.")]
-OneRun = Annotated[str | None, Parameter(name="--run", help="A run; all its rollouts, unless --group names fewer.")]
+queue = App(name="queue", help="Serve the queue of rollouts; show, cancel, retry them.")
+RunId = Annotated[str | None, Parameter(name="--run", help="Id of a run; default: all runs.")]
+OneRun = Annotated[str | None, Parameter(name="--run", help="Id of a run: all its rollouts, or those of --group only.")]
 
 
 @queue.default
 def _serve(*, port: int | None = None, db: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Serve the queue until it is told to end.
+    """Serve the queue of rollouts to workers until SIGTERM or Ctrl-C.
 
     Args:
-        port: where it listens; runner.queue_port by default.
-        db: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; runner.queue_db by default.
+        port: TCP port to listen on; default: runner.queue_port.
+        db: URL of the queue's database, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default: runner.queue_db.
     """
     settings = resolve(config, set_, {"runner.queue_port": port, "runner.queue_db": db})
     log_to_stderr()
@@ -54,12 +54,12 @@ def _list(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Count the rollouts of each run by state; with --run, --state or --group, list them.
+    """Print the number of rollouts by run and state; with --run, --state or --group, list the rollouts themselves.
 
     Args:
-        state: queued, running, succeeded, failed, dead or cancelled.
-        group: a group of the run.
-        limit: rollouts at most.
+        state: list only rollouts in this state: queued, running, succeeded, failed, dead or cancelled.
+        group: list only rollouts of the group with this id.
+        limit: maximum number of rollouts to list.
     """
     from rich.table import Table
 
@@ -68,60 +68,61 @@ def _list(
 
     console = plain_console(_PIPE_WIDTH)
     if run is None and state is None and group is None:
-        table = Table("run", *[one.value for one in State], box=None, pad_edge=False)
-        for one in _ask(config, set_, lambda client: client.runs()):
-            table.add_row(one.run_id, *[str(one.states.get(state, 0)) for state in State])
+        table = Table("run", *[state.value for state in State], box=None, pad_edge=False)
+        for row in _ask(config, set_, lambda client: client.runs()):
+            table.add_row(row.run_id, *[str(row.states.get(state, 0)) for state in State])
         console.print(table)
         return
-    wanted = _state(state)
-    found = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=wanted, group_id=group, limit=limit))
-    console.print(_table(found.rollouts))
+    state_filter = _state(state)
+    page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=state_filter, group_id=group, limit=limit))
+    console.print(_table(page.rollouts))
 
 
 @queue.command(name="dead")
 def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """List the rollouts of which each attempt failed, and what the last one failed of.
+    """List the dead rollouts, those whose attempts all failed, with the failure of the last attempt.
 
     Args:
-        limit: rollouts at most.
+        limit: maximum number of rollouts to list.
     """
     from commands.console import plain_console
     from runner.queue.wire import State
 
-    found = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=State.DEAD, limit=limit))
-    plain_console(_PIPE_WIDTH).print(_table(found.rollouts))
+    page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=State.DEAD, limit=limit))
+    plain_console(_PIPE_WIDTH).print(_table(page.rollouts))
 
 
 @queue.command(name="show")
 def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Print a rollout and each of its attempts.
+    """Print a rollout and all its attempts.
 
     Args:
-        rollout: its id.
+        rollout: id of the rollout.
     """
     from rich.table import Table
 
     from commands.console import plain_console
 
-    found = _ask(config, set_, lambda client: client.rollout(rollout))
-    print(f"rollout   {found.rollout_id} of run {found.run_id} ({found.mode})")
-    print(f"task      {found.task_id}, group {found.group_id} of {found.group_size}, priority {found.priority}")
-    print(f"state     {found.state}, {found.attempts_left} attempts left, {found.timeout_seconds:g} s each")
+    shown = _ask(config, set_, lambda client: client.rollout(rollout))
+    print(f"rollout   {shown.rollout_id} of run {shown.run_id} ({shown.mode})")
+    print(f"task      {shown.task_id}, group {shown.group_id} of {shown.group_size}, priority {shown.priority}")
+    print(f"state     {shown.state}, {shown.attempts_left} attempts left, {shown.timeout_seconds:g} s each")
     table = Table("attempt", "worker", "began", "seconds", "end", "calls", "", box=None, pad_edge=False)
-    for one in found.attempts:
-        calls = "-" if one.calls is None else str(one.calls)
-        table.add_row(str(one.attempt), one.worker, _time(one.began_at), _seconds(one), _end(one), calls, one.detail or _rewards(one))
-    if found.attempts:
+    for attempt in shown.attempts:
+        calls = "-" if attempt.calls is None else str(attempt.calls)
+        detail = attempt.detail or _rewards(attempt)
+        table.add_row(str(attempt.attempt), attempt.worker, _time(attempt.began_at), _seconds(attempt), _end(attempt), calls, detail)
+    if shown.attempts:
         plain_console(_PIPE_WIDTH).print(table)
 
 
 @queue.command(name="cancel")
 def _cancel(*rollouts: str, run: OneRun = None, group: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Cancel rollouts, queued or running: those that are named, a group, or a whole run.
+    """Cancel queued and running rollouts: those with the given ids, those of a group, or those of a whole run.
 
     Args:
-        rollouts: their ids.
-        group: a group of the run.
+        rollouts: ids of the rollouts.
+        group: id of a group; requires --run.
     """
     which = _which(rollouts, run, group)
 
@@ -135,11 +136,11 @@ def _cancel(*rollouts: str, run: OneRun = None, group: str | None = None, config
 
 @queue.command(name="retry")
 def _retry(*rollouts: str, run: OneRun = None, group: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Queue the dead again, each for as many attempts as a new rollout has.
+    """Queue dead rollouts again, each with as many attempts as a new rollout.
 
     Args:
-        rollouts: their ids.
-        group: a group of the run.
+        rollouts: ids of the rollouts.
+        group: id of a group; requires --run.
     """
     which = _which(rollouts, run, group)
 
@@ -152,10 +153,10 @@ def _retry(*rollouts: str, run: OneRun = None, group: str | None = None, config:
 
 @queue.command(name="purge")
 def _purge(*, older_than_days: float | None = None, run: RunId = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Forget rollouts that have ended, with their attempts; each run's newest one stays.
+    """Delete ended rollouts, with their attempts, from the queue. The newest rollout of each run stays.
 
     Args:
-        older_than_days: that they ended before; runner.queue_keep_days by default.
+        older_than_days: delete only rollouts that ended at least this many days ago; default: runner.queue_keep_days.
     """
     days = resolve(config, set_).runner.queue_keep_days if older_than_days is None else older_than_days
     if days is None:
@@ -165,13 +166,13 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
     print(f"forgotten: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
 
 
-def _ask(config: Path | None, set_: list[str] | None, what: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
-    """What the queue answers."""
+def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
+    """Connect to the queue, run a request on it, and return its response."""
     from runner.queue.client import PlainQueue, QueueClient
 
     settings = resolve(config, set_)
-    with PlainQueue(QueueClient.of(settings.runner, patience_seconds=_PATIENCE_SECONDS)) as plain:
-        return plain.wait(what(plain.client))
+    with PlainQueue(QueueClient.of(settings.runner, patience_seconds=_CONNECT_SECONDS)) as plain:
+        return plain.wait(request(plain.client))
 
 
 def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> Which:
@@ -185,13 +186,13 @@ def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> Which
 
 
 async def _require(client: QueueClient, which: Which) -> None:
-    """See that the queue knows what is named, before anything is done to any of it.
+    """Raise unless the queue knows the selected rollouts, before any of them is changed.
 
     Raises:
-        QueueError: it does not.
+        QueueError: the queue has no such rollout.
     """
-    for one in which.rollout_ids or ():
-        await client.rollout(one)
+    for rollout_id in which.rollout_ids or ():
+        await client.rollout(rollout_id)
     if which.run_id is not None and not (await client.rollouts(run_id=which.run_id, group_id=which.group_id, limit=1)).rollouts:
         of = f"run {which.run_id}" if which.group_id is None else f"group {which.group_id} of run {which.run_id}"
         raise QueueError(f"the queue at {client.url} has no rollout of {of}. `spangrad queue list` shows what it has.")
@@ -209,11 +210,12 @@ def _table(rollouts: Sequence[Rollout]) -> Table:
     from rich.table import Table
 
     table = Table("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt", box=None, pad_edge=False)
-    for one in rollouts:
-        last = one.attempts[-1] if one.attempts else None
-        told = f"{_end(last)} {last.detail}".strip() if last else "-"
+    for rollout in rollouts:
+        last = rollout.attempts[-1] if rollout.attempts else None
+        outcome = f"{_end(last)} {last.detail}".strip() if last else "-"
         count = str(last.attempt + 1 if last else 0)
-        table.add_row(one.rollout_id, one.run_id, one.group_id, one.task_id, one.mode.value, one.state.value, count, told)
+        names = (rollout.rollout_id, rollout.run_id, rollout.group_id, rollout.task_id)
+        table.add_row(*names, rollout.mode.value, rollout.state.value, count, outcome)
     return table
 
 

@@ -1,4 +1,4 @@
-"""`spangrad store`."""
+"""`spangrad store`: the embedded span store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def store(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run the embedded span store: OTLP in, ClickHouse's HTTP interface out.
+    """Run the embedded span store: it receives OTLP, and answers SQL over ClickHouse's HTTP interface.
 
     Args:
-        path: directory of the data.
-        otlp_http_port: where spans arrive by OTLP/HTTP.
-        otlp_grpc_port: where spans arrive by OTLP/gRPC.
-        clickhouse_port: where SQL is answered.
+        path: directory of the store's data.
+        otlp_http_port: TCP port that receives spans by OTLP/HTTP.
+        otlp_grpc_port: TCP port that receives spans by OTLP/gRPC.
+        clickhouse_port: TCP port of ClickHouse's HTTP interface, for SQL.
     """
     flags = {
         "store.path": path,

@@ -1,1 +1,1 @@
-"""Commands that make rollouts, build transitions and train."""
+"""Commands that run agents, build transitions, train policies and search prompts."""

@@ -1,4 +1,4 @@
-"""Which agent a command line names, shared by `spangrad run` and `spangrad worker`; and how both end."""
+"""The agent that a command line names, and the handling of signals, shared by `spangrad run` and `spangrad worker`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def agent_spec(
     image: str | None = None,
     environment: str | None = None,
 ) -> AgentSpec:
-    """The agent that is named: a callable, a container image (then the command is given to it), or a command.
+    """Return the agent that the arguments name: a callable, a container image (which gets the command as arguments), or a command.
 
-    One word that ends in `.py`, or in `.py:FUNCTION`, is a file with a callable.
+    A command of one word that ends in `.py`, or in `.py:FUNCTION`, names a file with a callable.
 
     Raises:
-        AgentError: none is, or two are; or a file is not there.
+        AgentError: the arguments name no agent, or several; or a file does not exist.
     """
     from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent
 
@@ -63,7 +63,11 @@ def agent_spec(
 
 
 def _located(reference: str, directory: Path) -> str:
-    """A reference whose file, if it names one, is found from anywhere: below the agent's directory, else where we are."""
+    """Return a reference with the absolute path of its file, if it names one: in the agent's directory, else in the working directory.
+
+    Raises:
+        AgentError: the file does not exist.
+    """
     place, function = split(reference)
     if not is_file(reference):
         return reference
@@ -74,7 +78,7 @@ def _located(reference: str, directory: Path) -> str:
 
 
 def on_signals(act: Callable[[], object]) -> None:
-    """Do something at the first SIGTERM or SIGINT; the second one has its usual effect."""
+    """Call a function at the first SIGTERM or SIGINT; a second signal has its usual effect."""
     loop = asyncio.get_running_loop()
 
     def once() -> None:

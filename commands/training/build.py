@@ -1,4 +1,4 @@
-"""`spangrad build`."""
+"""`spangrad build`: transitions from rollouts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def build(
     """Build transitions from complete rollouts, once or as they finish.
 
     Args:
-        follow: keep building until stopped.
-        everything: conclude all that has ended without waiting for what is missing, and print what became of all calls. The exit code is 1
-            when a call is unaccounted for.
-        as_of: build from the spans that had arrived by then, as a dataset revision of its own (builder.as_of).
+        follow: keep building as rollouts finish, until stopped.
+        everything: build every rollout that has ended, without waiting for missing spans or rewards, and print the number of transitions
+            and of drops by reason. The exit code is 1 if a call is unaccounted for.
+        as_of: build from the spans that had arrived by this time (ISO 8601), as a separate revision of the dataset (builder.as_of).
     """
     if follow and (everything or as_of):
         raise SettingsError("--follow waits for what comes; --all and --as-of look at what is there. Leave one out.")
     settings = resolve(config, set_, {"builder.as_of": as_of.isoformat() if as_of else None})
     log_to_stderr()
-    # Its frames are small: threads cost the machine more than they save the builder.
+    # The builder's frames are small, so threads cost more CPU time than they save.
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     from transition_builder import loop
 

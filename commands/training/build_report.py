@@ -1,7 +1,7 @@
-"""The table at the end of `spangrad build --all`: what became of every call, what to do about the dropped ones, and that the sum is right.
+"""The report at the end of `spangrad build --all`: numbers of transitions and of drops by reason, remedies, and the check of their sum.
 
-In: a `ReconcileReport`. Out: a table on the terminal, and an exit code. Invariant: a sum that is wrong is said last and loudly, with the
-rollouts that it is wrong for.
+In: a `ReconcileReport`. Out: a table on the terminal, and an exit code. Invariant: a wrong sum is printed last, in red, with the rollouts
+whose calls are unaccounted for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PIPE_WIDTH = 160
 
 
 def show(report: ReconcileReport, console: Console | None = None) -> int:
-    """Print a report, and give the exit code: 1 where calls are unaccounted for."""
+    """Print a report, and return the exit code: 1 if calls are unaccounted for, else 0."""
     out = console or plain_console(_PIPE_WIDTH)
     out.print(render(report))
     return 0 if report.is_right else 1
 
 
 def render(report: ReconcileReport) -> RenderableType:
-    """The table, and the sentence below it."""
+    """Return the report's heading, its table, and the sentence on the sum."""
     head = Text(f"What became of the calls of {_counted(report.rollouts, 'rollout')}", "bold")
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -50,7 +50,7 @@ def _verdict(report: ReconcileReport) -> Text:
     summed = f"{report.transitions} transitions + {report.dropped} drops"
     if report.is_right:
         return Text(f"The sum is right: {report.calls} calls = {summed}, and the gateway recorded no other.", "green")
-    unaccounted, missing = sum(one.unaccounted for one in report.wrong), sum(one.missing for one in report.wrong)
+    unaccounted, missing = sum(rollout.unaccounted for rollout in report.wrong), sum(rollout.missing for rollout in report.wrong)
     text = Text(
         f"THE SUM IS WRONG: {report.calls} calls, {summed}; {unaccounted} unaccounted for, {missing} recorded and not built.", "bold red"
     )
@@ -65,13 +65,13 @@ def _verdict(report: ReconcileReport) -> Text:
 def _named(report: ReconcileReport) -> str:
     from transition_builder.report import MOST_WRONG
 
-    names = [f"{one.rollout_id} of run {one.run_id or '(none)'}" for one in report.wrong]
+    names = [f"{rollout.rollout_id} of run {rollout.run_id or '(none)'}" for rollout in report.wrong]
     more = f" and {len(names) - MOST_WRONG} more" if len(names) > MOST_WRONG else ""
     return f"Rollouts: {', '.join(names[:MOST_WRONG])}{more}."
 
 
 def remedy(reason: str) -> str:
-    """Of a reason, as far as this version knows it: a newer builder may have written others."""
+    """Return what to do about a drop reason, or an empty text for a reason of a newer builder that this version does not know."""
     return DropReason(reason).remedy if reason in set(DropReason) else ""
 
 

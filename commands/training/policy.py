@@ -1,4 +1,4 @@
-"""`spangrad policy`: the versions that a ledger holds; what is served, what is trained next, what is kept."""
+"""`spangrad policy`: the policy versions in the ledger, the one that is served, the one that is trained next, those that are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIPE_WIDTH = 160
 _SHOWN = 20
 _UNSERVED = "Once it runs, `spangrad policy publish` hands the version to it."
 
-policy = App(name="policy", help="Look at policy versions, publish one, go back to one, keep one.")
+policy = App(name="policy", help="List policy versions; publish one, roll back to one, pin one.")
 Version = Annotated[str, Parameter(name="POLICY@VERSION")]
 
 
@@ -35,33 +35,35 @@ def _list(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """List the versions of each branch, newest first: what each was made from, which is the head, which are pinned.
+    """List the versions of each branch, newest first, with their parents, the branch's head and the pinned ones.
 
     Args:
-        name: of a policy; without it, all of them.
-        all_: show every version, instead of the newest 20 of each branch and those that are pinned or a head.
+        name: name of a policy; default: all policies.
+        all_: list every version; without it, only the newest 20 of each branch, heads and pinned versions.
     """
     from rich.table import Table
 
     from commands.console import plain_console
 
-    found, _ = _look(resolve(config, set_))
+    overview, _ = _read_ledger(resolve(config, set_))
     table = Table("policy", "branch", "version", "status", "from", "return", "kept", "", box=None, pad_edge=False)
     counts: dict[tuple[str, str], int] = {}
     hidden = 0
-    for one in reversed(found.versions):
-        facts, place = one.policy_version, (one.policy_version.policy, one.branch)
+    for version in reversed(overview.versions):
+        facts, place = version.policy_version, (version.policy_version.policy, version.branch)
         if name not in {None, facts.policy}:
             continue
-        notes = _notes(found, one)
+        notes = _notes(overview, version)
         counts[place] = counts.get(place, 0) + 1
         if counts[place] > _SHOWN and not notes and not all_:
             hidden += 1
             continue
-        returns = f"{one.metrics['mean_return']:+.2f}" if "mean_return" in one.metrics else "-"
-        table.add_row(*place, str(one.version), _status(one), _parent(one), returns, "yes" if _kept(one) else "no", ", ".join(notes))
+        returns = f"{version.metrics['mean_return']:+.2f}" if "mean_return" in version.metrics else "-"
+        kept = "yes" if _kept(version) else "no"
+        table.add_row(*place, str(version.version), _status(version), _parent(version), returns, kept, ", ".join(notes))
     if name is not None and not counts:
-        raise LedgerError(f"the ledger knows no policy {name!r}. It knows {', '.join(sorted({one for one, _ in found.heads})) or 'none'}.")
+        known = ", ".join(sorted({policy for policy, _ in overview.heads})) or "none"
+        raise LedgerError(f"the ledger knows no policy {name!r}. It knows {known}.")
     plain_console(_PIPE_WIDTH).print(table)
     if hidden:
         print(f"{hidden} older versions: --all shows them")
@@ -69,26 +71,26 @@ def _list(
 
 @policy.command(name="show")
 def _show(version: Version, /, *, branch: str | None = None, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Print what the ledger holds of one version.
+    """Print everything that the ledger holds of one version.
 
     Args:
-        version: as POLICY@VERSION.
-        branch: where several have begun with it; by default the one that made it.
+        version: policy version, as POLICY@VERSION.
+        branch: branch of the version, if other branches began with it; default: the branch that made it.
     """
-    found, one, ledger = _version(version, branch, resolve(config, set_))
-    facts = one.policy_version
-    made = [other for other in found.versions if other.policy_version.policy == facts.policy and other.policy_version.parent == one.version]
-    children = sorted({other.version for other in made} - {one.version})
+    overview, shown, ledger = _version(version, branch, resolve(config, set_))
+    facts = shown.policy_version
+    of_policy = [other for other in overview.versions if other.policy_version.policy == facts.policy]
+    children = sorted({other.version for other in of_policy if other.policy_version.parent == shown.version} - {shown.version})
     lines = {
-        "version": f"{facts.policy}@{one.version} on branch {one.branch}",
-        "status": ", ".join([_status(one), *_notes(found, one)]),
-        "from": _parent(one),
+        "version": f"{facts.policy}@{shown.version} on branch {shown.branch}",
+        "status": ", ".join([_status(shown), *_notes(overview, shown)]),
+        "from": _parent(shown),
         "next": ", ".join(map(str, children)) or "-",
-        "batch": _batch(one, ledger),
-        "files": f"{facts.path}{'' if _kept(one) else ' (removed)'}" if facts.path else "-",
+        "batch": _batch(shown, ledger),
+        "files": f"{facts.path}{'' if _kept(shown) else ' (removed)'}" if facts.path else "-",
         "checksum": facts.checksum or "-",
-        "tokenizer": one.tokenizer_hash or "-",
-        **{name: f"{value:.6g}" for name, value in sorted(one.metrics.items())},
+        "tokenizer": shown.tokenizer_hash or "-",
+        **{name: f"{value:.6g}" for name, value in sorted(shown.metrics.items())},
     }
     width = max(map(len, lines))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
@@ -96,37 +98,37 @@ def _show(version: Version, /, *, branch: str | None = None, config: ConfigFile 
 
 @policy.command(name="publish")
 def _publish(version: Version, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Have the gateway serve a version; what is trained next stays as it is.
+    """Make the gateway serve a version. The version that is trained next stays the same.
 
-    A trainer that publishes hands the gateway its branch's head again: `rollback` is for going back for good.
+    A trainer that publishes makes the gateway serve its branch's head again. To return to an older version for good, use `rollback`.
 
     Args:
-        version: as POLICY@VERSION.
+        version: policy version, as POLICY@VERSION.
     """
     settings = resolve(config, set_)
-    _, one, _ = _version(version, None, settings)
-    _serve(_verified(one), settings)
+    _, verified, _ = _version(version, None, settings)
+    _serve(_verified(verified), settings)
 
 
 @policy.command(name="rollback")
 def _rollback(
     version: Version, /, *, branch: str | None = None, publish: bool | None = None, config: ConfigFile = None, set_: Overrides = None
 ) -> None:
-    """Go back to an older version: it is served, and the next step trains it.
+    """Return to an older version: the gateway serves it, and the next training step starts from it.
 
-    Later versions stay in the ledger, with their batches, and their numbers stay taken. A step that is under way is given up, and its
-    rollouts are free again. Rolling back to a later version takes it back.
+    Later versions stay in the ledger, with their batches, and their numbers are not used again. A training step in progress is abandoned,
+    and its rollouts can be trained again. To undo a rollback, roll back to the later version.
 
     Args:
-        version: as POLICY@VERSION.
-        branch: that goes back; trainer.branch by default.
-        publish: hand it to the gateway; trainer.publish by default.
+        version: policy version, as POLICY@VERSION.
+        branch: branch that is rolled back; default: trainer.branch.
+        publish: make the gateway serve the version; default: trainer.publish.
     """
     settings = resolve(config, set_, {"trainer.branch": branch, "trainer.publish": publish})
-    _, one, ledger = _version(version, settings.trainer.branch, settings)
-    _verified(one)
+    _, target, ledger = _version(version, settings.trainer.branch, settings)
+    _verified(target)
     holder = ledger.holder()
-    back = ledger.rollback(one.version)
+    back = ledger.rollback(target.version)
     if holder:
         print(f"the step under way ({holder}) is given up")
     print(f"branch {back.branch} of {back.policy_version.policy} is at version {back.version}: the next step trains it")
@@ -136,34 +138,34 @@ def _rollback(
 
 @policy.command(name="pin")
 def _pin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Keep a version's files, whatever trainer.keep_checkpoints says.
+    """Keep a version's checkpoint, even if trainer.keep_checkpoints would remove it.
 
     Args:
-        version: as POLICY@VERSION.
+        version: policy version, as POLICY@VERSION.
     """
-    _, one, ledger = _version(version, None, resolve(config, set_))
-    _verified(one)
-    ledger.pin(one.version)
-    print(f"{version} is pinned: {one.policy_version.path} stays")
+    _, pinned, ledger = _version(version, None, resolve(config, set_))
+    _verified(pinned)
+    ledger.pin(pinned.version)
+    print(f"{version} is pinned: {pinned.policy_version.path} stays")
 
 
 @policy.command(name="unpin")
 def _unpin(version: Version, /, *, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Leave a version's files to trainer.keep_checkpoints again.
+    """Undo `pin`: trainer.keep_checkpoints applies to the version's checkpoint again.
 
     Args:
-        version: as POLICY@VERSION.
+        version: policy version, as POLICY@VERSION.
     """
-    _, one, ledger = _version(version, None, resolve(config, set_))
-    ledger.unpin(one.version)
+    _, unpinned, ledger = _version(version, None, resolve(config, set_))
+    ledger.unpin(unpinned.version)
     print(f"{version} is not pinned: the next step may remove its files")
 
 
-def _look(settings: Settings) -> tuple[Overview, Ledger]:
-    """The ledger, and all that it holds.
+def _read_ledger(settings: Settings) -> tuple[Overview, Ledger]:
+    """Return the content of the ledger, and the ledger itself.
 
     Raises:
-        LedgerError: there is none.
+        LedgerError: there is no ledger.
     """
     from trainer.ledger.policies import overview
     from trainer.ledger.recovery import existing_ledger
@@ -178,7 +180,7 @@ def _look(settings: Settings) -> tuple[Overview, Ledger]:
 
 
 def _version(text: str, branch: str | None, settings: Settings) -> tuple[Overview, LedgerVersion, Ledger]:
-    """The ledger, the version that POLICY@VERSION names, and the ledger of its branch.
+    """Return the content of the ledger, the version that POLICY@VERSION names, and the ledger of its branch.
 
     Raises:
         LedgerError: there is no such version.
@@ -187,65 +189,65 @@ def _version(text: str, branch: str | None, settings: Settings) -> tuple[Overvie
     from trainer.ledger.recovery import open_ledger
 
     name, number = version_name(text)
-    found, _ = _look(settings)
-    one = origin((one for one in found.versions if branch in {None, one.branch}), name, number)
-    if one is None:
+    overview, _ = _read_ledger(settings)
+    version = origin((candidate for candidate in overview.versions if branch in {None, candidate.branch}), name, number)
+    if version is None:
         where = "" if branch is None else f" on branch {branch}"
         raise LedgerError(f"the ledger knows no version {text}{where}. `spangrad policy list` shows those it knows.")
-    own = settings.trainer.model_copy(update={"policy": name, "branch": one.branch})
-    return found, one, open_ledger(settings.model_copy(update={"trainer": own}))
+    own = settings.trainer.model_copy(update={"policy": name, "branch": version.branch})
+    return overview, version, open_ledger(settings.model_copy(update={"trainer": own}))
 
 
-def _verified(one: LedgerVersion) -> LedgerVersion:
-    """A version that can be loaded.
+def _verified(version: LedgerVersion) -> LedgerVersion:
+    """Return the version if its weights can be loaded.
 
     Raises:
-        LedgerError: it was never committed.
-        CheckpointError: its files are gone, or others.
+        LedgerError: the version was never committed.
+        CheckpointError: its files are missing, or differ from its checksum.
     """
     from trainer.publish import checkpoint
 
-    if one.status is not VersionStatus.COMMITTED:
-        raise LedgerError(f"version {one.version} of {one.policy_version.policy} is {_status(one)}: it has no weights.")
-    checkpoint.verify(Path(one.policy_version.path), one.policy_version.checksum)
-    return one
+    if version.status is not VersionStatus.COMMITTED:
+        raise LedgerError(f"version {version.version} of {version.policy_version.policy} is {_status(version)}: it has no weights.")
+    checkpoint.verify(Path(version.policy_version.path), version.policy_version.checksum)
+    return version
 
 
-def _serve(one: LedgerVersion, settings: Settings) -> None:
+def _serve(version: LedgerVersion, settings: Settings) -> None:
     from trainer.publish.publisher import Publisher
 
-    seconds = Publisher(settings.gateway, _UNSERVED).publish(one.policy_version, again=True)
-    print(f"version {one.version} of {one.policy_version.policy} is served ({seconds:.2f} s)")
+    seconds = Publisher(settings.gateway, _UNSERVED).publish(version.policy_version, again=True)
+    print(f"version {version.version} of {version.policy_version.policy} is served ({seconds:.2f} s)")
 
 
-def _batch(one: LedgerVersion, ledger: Ledger) -> str:
+def _batch(version: LedgerVersion, ledger: Ledger) -> str:
     from trainer.ledger.file_batches import tuning_of
 
-    batch = one.policy_version.batch_id
+    batch = version.policy_version.batch_id
     tuning = tuning_of(ledger.database, batch)
     if tuning:
         return f"{batch}: {tuning.method} on {', '.join(file.name for file in tuning.files)}, step {tuning.step} of {tuning.steps}"
-    return f"{batch} of run {one.run_id} ({one.modes})" if batch else "-"
+    return f"{batch} of run {version.run_id} ({version.modes})" if batch else "-"
 
 
-def _status(one: LedgerVersion) -> str:
-    return one.status.value if one.status else "under way"
+def _status(version: LedgerVersion) -> str:
+    return version.status.value if version.status else "under way"
 
 
-def _parent(one: LedgerVersion) -> str:
-    parent = one.policy_version.parent
+def _parent(version: LedgerVersion) -> str:
+    parent = version.policy_version.parent
     if parent is None:
         return "the beginning"
-    return str(parent) if one.parent_branch == one.branch else f"{parent} on branch {one.parent_branch}"
+    return str(parent) if version.parent_branch == version.branch else f"{parent} on branch {version.parent_branch}"
 
 
-def _notes(found: Overview, one: LedgerVersion) -> list[str]:
-    """What is special about a version."""
-    place = one.policy_version.policy, one.branch
-    holder = found.holders.get(place, "") if one.status is None else ""
-    head = "head" if found.heads.get(place) == one.version else ""
-    return [note for note in (head, "pinned" if (place[0], one.version) in found.pinned else "", holder) if note]
+def _notes(overview: Overview, version: LedgerVersion) -> list[str]:
+    """Return labels of a version: head of its branch, pinned, or the process whose training step it is."""
+    place = version.policy_version.policy, version.branch
+    holder = overview.holders.get(place, "") if version.status is None else ""
+    head = "head" if overview.heads.get(place) == version.version else ""
+    return [note for note in (head, "pinned" if (place[0], version.version) in overview.pinned else "", holder) if note]
 
 
-def _kept(one: LedgerVersion) -> bool:
-    return bool(one.policy_version.path) and Path(one.policy_version.path).is_dir()
+def _kept(version: LedgerVersion) -> bool:
+    return bool(version.policy_version.path) and Path(version.policy_version.path).is_dir()

@@ -1,4 +1,4 @@
-"""`spangrad prompt`: prompts that agents fetch, and the search for better ones."""
+"""`spangrad prompt`: versions of agents' prompts, and the search for better ones."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from spangrad.types import Task
 
 _PIPE_WIDTH = 200
-_PATIENCE_SECONDS = 5
-"""People do not wait for a server that is away."""
+_CONNECT_SECONDS = 5
+"""Longest time that a command retries while the queue's server does not answer, in seconds."""
 
-prompt = App(name="prompt", help="Prompts that agents fetch: keep versions of them, look for better ones.")
+prompt = App(name="prompt", help="Keep versions of agents' prompts, search better ones.")
 
 
 @prompt.command(name="list")
 def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """List the prompts, each with the version that is published, else its newest."""
+    """List the prompts, each with its published version, or its newest version if none is published."""
     from rich.table import Table
 
     table = Table("prompt", "version", "published", "characters", "since", box=None, pad_edge=False)
-    for one in _store(resolve(config, set_), _PATIENCE_SECONDS).newest():
-        table.add_row(one.name, str(one.version), "yes" if one.published else "no", str(len(one.text)), _time(one.created_at))
+    for text in _store(resolve(config, set_), _CONNECT_SECONDS).newest():
+        table.add_row(text.name, str(text.version), "yes" if text.published else "no", str(len(text.text)), _time(text.created_at))
     _print(table)
 
 
 @prompt.command(name="show")
 def _show(name: str, /, *, version: int | None = None, history: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Print a prompt's text, or its history.
+    """Print a prompt's text, or the history of its versions.
 
     Args:
-        name: of the prompt.
-        version: this one; by default the one that is published.
-        history: instead of the text, a line a version: what it was edited from, and why.
+        name: name of the prompt.
+        version: number of the version; default: the published version.
+        history: print, instead of the text, one line a version with its parent and the critique that led to it.
     """
-    store = _store(resolve(config, set_), _PATIENCE_SECONDS)
+    store = _store(resolve(config, set_), _CONNECT_SECONDS)
     if not history:
         print(store.get(name, version).text)
         return
@@ -67,10 +67,10 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
         )
     edits = {edit.version: edit for edit in reversed(store.edits(name))}
     table = Table("version", "published", "since", "parent", "round", "search", "critique", box=None, pad_edge=False)
-    for one in versions:
-        edit = edits.get(one.version)
+    for text in versions:
+        edit = edits.get(text.version)
         of = (str(edit.parent), str(edit.round), edit.search, " ".join(edit.critique.split())[:80]) if edit else ("-", "-", "-", "")
-        table.add_row(str(one.version), "yes" if one.published else "", _time(one.created_at), *of)
+        table.add_row(str(text.version), "yes" if text.published else "", _time(text.created_at), *of)
     _print(table)
 
 
@@ -84,12 +84,12 @@ def _put(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Keep a file's text as a version, and publish it. A text that was there before is the version that it was.
+    """Store a file's text as a version of a prompt, and publish it. A text that an earlier version has keeps that version's number.
 
     Args:
-        name: of the prompt: letters, digits, dots, dashes.
-        file: with the text, which is kept as it is; `-`: standard input.
-        publish: whether agents get it from now on.
+        name: name of the prompt, of letters, digits, dots and dashes.
+        file: file of the text in UTF-8, which is stored unchanged; `-` for standard input.
+        publish: publish the version: agents that fetch the prompt get it from now on.
     """
     if file != "-" and not Path(file).is_file():
         raise PromptError(f"{file} is no file. Name one that holds the prompt's text, or `-` for standard input.")
@@ -99,7 +99,7 @@ def _put(
     except UnicodeDecodeError as error:
         where = "standard input" if file == "-" else file
         raise PromptError(f"{where} is not UTF-8 at byte {error.start} ({error.reason}). Give the prompt's text in UTF-8.") from None
-    kept = _store(resolve(config, set_), _PATIENCE_SECONDS).put(name, text, publish=publish)
+    kept = _store(resolve(config, set_), _CONNECT_SECONDS).put(name, text, publish=publish)
     print(f"{kept.name}@{kept.version}{' (published)' if kept.published else ''}")
 
 
@@ -123,25 +123,25 @@ def _optimise(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Search for a better version of a prompt: run the agent with it, have a model criticise and edit it, keep what scores best.
+    """Search for a better version of a prompt: run the agent with it, let a model criticise and edit it, keep the versions that score best.
 
-    The same command, given again, goes on where it was ended. Trials are rollouts of mode `trial`, which are never trained.
+    The same command continues a search that was interrupted. Trials are rollouts of mode `trial`, which are never trained.
 
     Args:
-        name: of the prompt; its published version is where the search begins.
-        command: after `--`: a program, as in `spangrad run`.
-        tasks: file of JSON lines, each {"task_id": ..., "input": ...}.
-        held_out: another such file: the tasks that candidates are measured on. Without it, prompts.held_out of the tasks are.
-        agent: a Python callable, as MODULE:FUNCTION, instead of a command.
-        image: as in `spangrad run`.
-        evaluator: as in `spangrad run`: MODULE:FUNCTION that is given (input, output) and returns the reward, or a service's address.
-        environment: as in `spangrad run`.
-        directory: where the agent's modules, or its program's files, are.
+        name: name of the prompt; the search begins with its published version.
+        command: program of the agent, after `--`, as in `spangrad run`.
+        tasks: file of tasks in JSON lines, each {"task_id": ..., "input": ...}.
+        held_out: file of tasks, in the same format, on which candidates are measured. Default: a share of --tasks (prompts.held_out).
+        agent: Python callable of the agent, as MODULE:FUNCTION, instead of a command.
+        image: container image of the agent, as in `spangrad run`.
+        evaluator: MODULE:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward service.
+        environment: MODULE:FUNCTION that makes the agent's environment, or URL of a service that leases environments.
+        directory: directory of the agent's modules, or of its program's files.
         instrument: start the command under opentelemetry-instrument.
-        out: directory for result.json and curve.png; by default data/prompts/NAME-SEARCH.
-        publish: publish the best version where it is significantly better (prompts.max_p).
-        rounds: prompts.rounds.
-        seed: prompts.seed.
+        out: directory for result.json and curve.png; default: data/prompts/NAME-SEARCH.
+        publish: publish the best version if it is significantly better than the first (prompts.max_p).
+        rounds: number of rounds of critique and editing; default: prompts.rounds.
+        seed: random seed of the split of tasks, the minibatches and the significance test; default: prompts.seed.
     """
     settings = resolve(config, set_, {"prompts.rounds": rounds, "prompts.seed": seed})
     log_to_stderr()
@@ -162,10 +162,10 @@ def _optimise(
 
 
 def _finish(settings: Settings, result: Result, out: Path, *, publish: bool) -> None:
-    """Write what was found, publish it, print it.
+    """Write the result to files, publish the best version if it is better, and print the result, in this order.
 
-    In this order: what has published is written, since the same command then begins a new search; and nothing that is printed can keep
-    the best version from its agents.
+    Files come first because after publishing, the same command begins a new search. Printing comes last so that an error in it cannot
+    prevent publishing.
     """
     from prompts.report import as_object, as_table, plot
 
@@ -214,17 +214,17 @@ async def _search(settings: Settings, spec: AgentSpec, question: Question) -> Re
 
             async def run(tasks: Sequence[Task]) -> list[str]:
                 outcomes = await runner.run(tasks, mode=Mode.TRIAL, group_size=1, progress=ended)
-                return [one.key.rollout_id for one in outcomes]
+                return [outcome.key.rollout_id for outcome in outcomes]
 
-            await runner.finish()  # what a search that was killed has left in the queue
+            await runner.finish()  # rollouts that a killed search left in the queue
             return await Search(question, settings.prompts, _store(settings), trials, run, critic, progress).go()
 
 
 def _split(tasks: Sequence[Task], held_out: Sequence[Task] | None, settings: Settings) -> tuple[list[Task], list[Task]]:
-    """Tasks to learn from, and tasks to measure on.
+    """Return the tasks to learn from, and the held-out tasks to measure candidates on.
 
     Raises:
-        PromptError: two tasks have one name, or there are too few to split.
+        PromptError: two tasks have the same id, or there are too few tasks to split.
     """
     if held_out is None:
         if len(tasks) < 2:
@@ -241,12 +241,12 @@ def _split(tasks: Sequence[Task], held_out: Sequence[Task] | None, settings: Set
     return list(tasks), list(held_out)
 
 
-def _store(settings: Settings, patience_seconds: float = 30) -> PromptStore:
+def _store(settings: Settings, connect_seconds: float = 30) -> PromptStore:
     from runner.queue.client import default_url
 
     runner = settings.runner
     token = runner.queue_token.get_secret_value() if runner.queue_token else None
-    return PromptStore(runner.queue_url or default_url(runner), token, patience_seconds=patience_seconds)
+    return PromptStore(runner.queue_url or default_url(runner), token, patience_seconds=connect_seconds)
 
 
 def _print(table: object) -> None:

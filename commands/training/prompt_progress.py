@@ -1,6 +1,6 @@
-"""Shows where a search stands: a bar on a terminal, lines in a log.
+"""Progress of a prompt search: a bar on a terminal, lines in a log.
 
-In: `Progress`. Out: standard error. Invariant: a log gets a line when something else is done, not one for each rollout.
+In: `Progress`. Out: standard error. Invariant: a log gets a line when a stage of the search begins or ends, not one for each rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def shown(run_id: str, rounds: int) -> Generator[Progress]:
-    """A search's progress, shown while the block runs."""
+    """Yield the progress of a search, which is shown while the block runs."""
     _logger.info("trials are rollouts of run %s; `spangrad worker --run-id %s` helps with them", run_id, run_id)
     if not sys.stderr.isatty():
         yield Progress(_Lines(rounds))
@@ -36,7 +36,7 @@ def shown(run_id: str, rounds: int) -> Generator[Progress]:
 
 
 class _Lines:
-    """A line when a search begins something else, and when it has ended it."""
+    """Progress in a log: a line when a stage of the search begins, and one when it ends."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds

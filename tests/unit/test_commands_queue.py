@@ -117,7 +117,7 @@ def test_what_is_meant_must_be_said() -> None:
 
 
 def test_a_queue_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(command, "_CONNECT_SECONDS", 0)
     (port,) = free_ports(1)
     with pytest.raises(QueueError, match=rf"no queue answers at http://127.0.0.1:{port} .* Start it with `spangrad queue`"):
         command._list(set_=[f"runner.queue_port={port}"])
