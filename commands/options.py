@@ -16,9 +16,12 @@ from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 
-ConfigFile = Annotated[Path | None, Parameter("--config", help="Settings file (TOML); default: SPANGRAD_CONFIG, else ./spangrad.toml.")]
+ConfigFile = Annotated[
+    Path | None, Parameter("--config", help="Settings file (TOML); default: the file that SPANGRAD_CONFIG names, else ./spangrad.toml.")
+]
 Overrides = Annotated[
-    list[str] | None, Parameter("--set", help="Any setting, as SECTION.KEY=VALUE (a JSON value, or plain text).", negative=())
+    list[str] | None,
+    Parameter("--set", help="Value of any setting, as SECTION.KEY=VALUE, with VALUE in JSON or plain text. Can be repeated.", negative=()),
 ]
 
 

@@ -40,8 +40,8 @@ def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     from rich.table import Table
 
     table = Table("prompt", "version", "published", "characters", "since", box=None, pad_edge=False)
-    for text in _store(resolve(config, set_), _CONNECT_SECONDS).newest():
-        table.add_row(text.name, str(text.version), "yes" if text.published else "no", str(len(text.text)), _time(text.created_at))
+    for entry in _store(resolve(config, set_), _CONNECT_SECONDS).newest():
+        table.add_row(entry.name, str(entry.version), "yes" if entry.published else "no", str(len(entry.text)), _time(entry.created_at))
     _print(table)
 
 
@@ -67,10 +67,10 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
         )
     edits = {edit.version: edit for edit in reversed(store.edits(name))}
     table = Table("version", "published", "since", "parent", "round", "search", "critique", box=None, pad_edge=False)
-    for text in versions:
-        edit = edits.get(text.version)
+    for entry in versions:
+        edit = edits.get(entry.version)
         of = (str(edit.parent), str(edit.round), edit.search, " ".join(edit.critique.split())[:80]) if edit else ("-", "-", "-", "")
-        table.add_row(str(text.version), "yes" if text.published else "", _time(text.created_at), *of)
+        table.add_row(str(entry.version), "yes" if entry.published else "", _time(entry.created_at), *of)
     _print(table)
 
 

@@ -1,4 +1,4 @@
-"""`spangrad run`."""
+"""`spangrad run`: rollouts of an agent on tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spangrad.settings import RunnerSettings, Settings
 
 _LINE = 200
-"""Characters of a line that an agent has said."""
+"""Longest line of an agent's output that is printed, in characters."""
 
 
 def run(
@@ -43,26 +43,28 @@ def run(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run an agent on tasks, several rollouts a task.
+    """Run an agent on tasks, with several rollouts per task, and print the mean reward of each task.
 
     Args:
-        command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer. Or FILE.py, in
-            which a function is decorated with @spangrad.rollout.
-        tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] that Dataset.save_to_disk wrote,
-            hf:OWNER/NAME[:SPLIT] on Hugging Face's hub, or queue:NAME, which a client has uploaded. Needed unless --resume.
-        agent: a Python callable, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
-        environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
-        directory: where the agent's modules, or its program's files, are.
+        command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
+            its answer. Or FILE.py with a function that is decorated with @spangrad.rollout.
+        tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] written by Dataset.save_to_disk,
+            hf:OWNER/NAME[:SPLIT] on Hugging Face's hub, or queue:NAME for tasks that a client has uploaded. Required without --resume.
+        agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
+        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
+            service.
+        environment: MODULE:FUNCTION that is called with the input and returns the agent's environment, or URL of a service that leases
+            environments.
+        directory: directory of the agent's modules, or of its program's files.
         instrument: start the command under opentelemetry-instrument.
-        image: a container image that is such a program, instead of a command; what stands after `--` is then given to it.
-        mode: what the rollouts are for.
-        group_size: rollouts a task.
-        run_id: the run that the rollouts belong to.
-        resume: finish what a process that was killed has left of the run, instead of beginning anything.
-        follow_demand: run tasks, in an order of the seed's, as long as trainers want groups of the run: the queue at runner.queue_url
-            tells how many. Ends at SIGTERM, as a worker does.
-        seed: of the order in which --follow-demand takes tasks.
+        image: container image of the agent, instead of a command; the words after `--` are then its arguments.
+        mode: purpose of the rollouts; only rollouts of the modes in trainer.modes are trained.
+        group_size: number of rollouts per task; default: runner.group_size.
+        run_id: id of the run that the rollouts belong to; default: runner.run_id.
+        resume: finish the rollouts that a killed process left of the run, without starting new ones.
+        follow_demand: run as many groups as the trainers of the run request from the queue at runner.queue_url, on tasks in random order.
+            Ends at SIGTERM or Ctrl-C, as a worker does.
+        seed: random seed of the order of tasks with --follow-demand.
     """
     settings = resolve(config, set_, {"runner.group_size": group_size, "runner.run_id": run_id})
     log_to_stderr()
@@ -104,7 +106,7 @@ async def _follow(settings: Settings, spec: AgentSpec, tasks: Sequence[Task], se
 
 
 async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None, mode: Mode) -> list[Outcome]:
-    """Run tasks; None: finish what is left."""
+    """Run rollouts of the tasks, or finish the rollouts that are left of the run if `tasks` is None."""
     from rich.progress import Progress
 
     from commands.console import plain_console
@@ -113,7 +115,7 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
 
     task = asyncio.current_task()
     assert task is not None
-    # As asyncio does on SIGINT: root spans are ended and sent, and agents' processes end.
+    # As asyncio does on SIGINT: root spans are ended and exported, and the agents' processes are stopped.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Runner(settings, spec, resume=tasks is None) as runner:
         size = settings.runner.group_size
@@ -121,12 +123,12 @@ async def _run(settings: Settings, spec: AgentSpec, tasks: Sequence[Task] | None
             total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))
             bar = progress.add_task("rollouts", total=total)
 
-            def one(outcome: Outcome) -> None:
+            def on_end(outcome: Outcome) -> None:
                 progress.update(bar, advance=1)
 
             if tasks is None:
-                return await runner.finish(one)
-            return await runner.run(tasks, mode=mode, group_size=size, progress=one)
+                return await runner.finish(on_end)
+            return await runner.run(tasks, mode=mode, group_size=size, progress=on_end)
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
@@ -141,8 +143,8 @@ def _show(outcomes: Sequence[Outcome]) -> None:
         table.add_row(
             task_id,
             str(len(own)),
-            _mean([one for one in own if one.mode is not Mode.GREEDY]),
-            *([_mean([one for one in own if one.mode is Mode.GREEDY])] if greedy else []),
+            _mean([outcome for outcome in own if outcome.mode is not Mode.GREEDY]),
+            *([_mean([outcome for outcome in own if outcome.mode is Mode.GREEDY])] if greedy else []),
             str(sum(outcome.failure is not None for outcome in own)),
             str(sum(outcome.calls or 0 for outcome in own)),
         )
@@ -150,7 +152,7 @@ def _show(outcomes: Sequence[Outcome]) -> None:
 
 
 def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:
-    """Print why rollouts failed, a line a reason with one rollout as its example; and that agents made no calls, where none did."""
+    """Print the reasons of failures, each with its number and an example; and a hint if no agent called the policy."""
     failed = [outcome for outcome in outcomes if outcome.failure]
     for reason, count in Counter(outcome.failure for outcome in failed).most_common():
         example = next(outcome for outcome in failed if outcome.failure is reason)
@@ -161,14 +163,14 @@ def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:
 
 
 def _what_happened(outcome: Outcome, runner: RunnerSettings) -> str:
-    """The first and the last line of what is known of a failed attempt, what it printed included."""
+    """Return the first and the last line of a failed attempt's detail and log."""
     from runner.workers.attempt_files import AttemptFiles
 
     kept = AttemptFiles(runner.directory, runner.attempts_kept).kept(outcome.key.rollout_id)
-    logs = [one.log for one in kept if one.attempt == outcome.key.attempt and one.log]
+    logs = [attempt.log for attempt in kept if attempt.attempt == outcome.key.attempt and attempt.log]
     lines = [line.strip() for text in (outcome.detail, *(log.read_text(errors="replace") for log in logs)) for line in text.splitlines()]
-    told = [line for line in lines if line]
-    return ": ".join(line[:_LINE] for line in dict.fromkeys((*told[:1], *told[-1:])))
+    nonempty = [line for line in lines if line]
+    return ": ".join(line[:_LINE] for line in dict.fromkeys((*nonempty[:1], *nonempty[-1:])))
 
 
 def _mean(outcomes: Sequence[Outcome]) -> str:

@@ -1,4 +1,4 @@
-"""`spangrad train`, and its subcommands for the groups that training skipped."""
+"""`spangrad train`: training on rollouts, and its subcommands for skipped groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cyclopts import App
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 
 train = App(name="train", help="Train on finished groups of rollouts, once or as they finish.")
-train.command("commands.training.train_skips:skipped", name="skipped", help="List the groups that the trainer skipped, and why.")
-train.command("commands.training.train_skips:restore", name="restore", help="Bring skipped groups back.")
+train.command("commands.training.train_skips:skipped", name="skipped", help="List the groups that the trainer skipped, with the reasons.")
+train.command("commands.training.train_skips:restore", name="restore", help="Make skipped groups trainable again.")
 
 
 @train.default
@@ -30,12 +30,12 @@ def _train(
 
     Args:
         follow: keep training as groups finish, until stopped.
-        once: train on what has finished, then exit (the default).
-        plan: print what --once would train now, group by group, and why not the rest; change nothing.
+        once: train on the groups that have finished, then exit (the default).
+        plan: print, group by group, whether --once would train it now, or why not; train nothing.
         json: print the plan as JSON.
-        model: directory of the weights that training begins with.
-        run_id: the run whose rollouts are trained.
-        max_steps: steps after which --follow ends.
+        model: directory of the weights that training begins with; default: trainer.model.
+        run_id: id of the run whose rollouts are trained; default: trainer.run_id.
+        max_steps: number of training steps after which --follow ends; default: trainer.max_steps.
     """
     from spangrad.errors import SettingsError
 
@@ -50,11 +50,11 @@ def _train(
         from commands.training.train_plan import as_json, show
         from trainer.data.planning import make_plan
 
-        made = make_plan(settings)
+        training_plan = make_plan(settings)
         if json:
-            print(as_json(made))
+            print(as_json(training_plan))
         else:
-            show(made)
+            show(training_plan)
         return
     from trainer.loop import train as run_trainer
 

@@ -1,6 +1,7 @@
-"""A plan of `spangrad train`, for people and for programs.
+"""The plan of `spangrad train --plan`, as a table or as JSON.
 
-In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: what is history (trained before, skipped before) is counted, not listed.
+In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: groups that were trained or skipped before are counted, not
+listed.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ _WORDS = {
 
 
 def show(plan: Plan) -> None:
-    """Print a table and the sentence."""
+    """Print the plan as a table, followed by its sentence and by the demand for groups."""
     from rich.table import Table
 
     from commands.console import plain_console
 
     console = plain_console()
     table = Table("batch", "group", "mode", "rollouts", "what becomes of it", box=None, pad_edge=False)
-    for one in plan.groups:
-        if one.fate != "trained":
-            rollouts = f"{one.rollouts} of {one.size}" if one.size else str(one.rollouts)
-            words = f"{_WORDS[one.fate]}: {one.reason}" if one.reason else _WORDS[one.fate]
-            table.add_row(str(one.batch or "-"), one.group_id or "-", one.mode, rollouts, words)
+    for group in plan.groups:
+        if group.fate != "trained":
+            rollouts = f"{group.rollouts} of {group.size}" if group.size else str(group.rollouts)
+            words = f"{_WORDS[group.fate]}: {group.reason}" if group.reason else _WORDS[group.fate]
+            table.add_row(str(group.batch or "-"), group.group_id or "-", group.mode, rollouts, words)
     champion = f" ({plan.best})" if plan.best else ""
     console.print(f"{plan.policy}/{plan.branch}, run {plan.run_id}, from version {plan.version}{champion}", highlight=False, soft_wrap=True)
     if table.row_count:
@@ -48,8 +49,8 @@ def show(plan: Plan) -> None:
 
 
 def as_json(plan: Plan) -> str:
-    """One JSON object: the plan's fields, `batches`, `sentence`, `wanted` (groups), `counts` by fate; trained groups are only counted."""
+    """Return the plan as JSON: its fields, `batches`, `sentence`, `wanted` (groups) and `counts` by fate. Trained groups are only counted."""
     facts = asdict(plan)
-    facts["groups"] = [asdict(one) for one in plan.groups if one.fate != "trained"]
-    counts = Counter(str(one.fate) for one in plan.groups)
+    facts["groups"] = [asdict(group) for group in plan.groups if group.fate != "trained"]
+    counts = Counter(str(group.fate) for group in plan.groups)
     return json.dumps({**facts, "batches": plan.batches, "sentence": plan.sentence, "wanted": plan.missing_groups, "counts": counts})

@@ -1,6 +1,6 @@
 """`spangrad train skipped` and `spangrad train restore`: the groups that the trainer skipped.
 
-In: the ledger of the trainer's branch. Out: a table or JSON; groups that are ready once more. Invariant: listing changes nothing.
+In: the ledger of the trainer's branch. Out: a table or JSON; groups that can be trained again. Invariant: listing changes nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
     """List the groups that the trainer's branch skipped, oldest first.
 
     Args:
-        reason: list those of this reason alone.
-        json: print them as JSON, with what each reason depends on.
+        reason: list only groups that were skipped for this reason.
+        json: print the groups as JSON, with the policy version and the settings that each reason depends on.
     """
     settings = resolve(config, set_)
     with closing(_ledger(settings)) as ledger:
@@ -64,12 +64,12 @@ def restore(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Bring skipped groups back: the trainer looks at them again, and skips those that still may not be trained.
+    """Make skipped groups trainable again: the trainer checks them again, and skips those that still must not be trained.
 
     Args:
-        group: ids of groups.
-        reason: bring back those of this reason alone.
-        all_: bring back all of them.
+        group: ids of the groups.
+        reason: restore only groups that were skipped for this reason.
+        all_: restore all skipped groups.
     """
     from spangrad.errors import SettingsError
 
@@ -94,10 +94,10 @@ def restore(
 
 
 def _ledger(settings: Settings) -> Ledger:
-    """The ledger of the trainer's branch.
+    """Return the ledger of the trainer's branch.
 
     Raises:
-        LedgerError: nothing was ever trained there.
+        LedgerError: there is no ledger, because nothing was trained yet.
     """
     from spangrad.errors import LedgerError
     from trainer.ledger.recovery import existing_ledger

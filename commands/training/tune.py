@@ -1,4 +1,4 @@
-"""`spangrad tune`: train on files, supervised or on preferences."""
+"""`spangrad tune`: training on files, supervised (SFT) or on preferences (DPO)."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def tune(
 ) -> None:
     """Train the policy on files: on the replies in them (sft), or to prefer one reply to another (dpo).
 
-    The files are those of `spangrad export` (sft, sft-tokens, verl-sft, parquet, huggingface; preferences) or others of the same columns.
-    Token ids are used where a row holds them; else the policy's own tokenizer and chat template make them, and the loss is on the
-    assistant's replies only. Each epoch commits a version; the last one is published. The same command again goes on from where a run was
-    stopped, and does nothing once it is whole.
+    The files are those of `spangrad export` (sft, sft-tokens, verl-sft, parquet, huggingface; preferences for dpo) or others with the same
+    columns. If a row holds token ids, they are used; otherwise the policy's own tokenizer and chat template tokenise its text, and the loss
+    is computed on the assistant's replies only. Each epoch commits a version; the last one is published. The same command continues a run
+    that was interrupted, and does nothing if the run is complete.
 
     Args:
-        method: sft or dpo.
-        files: JSON lines or Parquet files, or directories of them.
-        model: directory of the weights that training begins with, where the branch has none yet.
-        epochs: tuning.epochs.
-        batch_size: tuning.batch_size.
-        learning_rate: tuning.learning_rate.
-        beta: tuning.beta, of dpo.
-        held_out: tuning.held_out.
-        again: also train rows whose rollouts this branch has trained, and a run that is whole once more.
-        publish: hand the last version to the gateway; trainer.publish by default.
+        method: training method: sft (supervised fine-tuning) or dpo (direct preference optimisation).
+        files: JSON Lines or Parquet files, or directories of them.
+        model: directory of the weights that training begins with if the branch has no version yet; default: trainer.model.
+        epochs: number of passes over the rows; default: tuning.epochs.
+        batch_size: number of rows, or pairs for dpo, per optimiser step; default: tuning.batch_size.
+        learning_rate: highest learning rate of the schedule; default: tuning.learning_rate.
+        beta: strength with which dpo keeps the policy close to the reference; default: tuning.beta.
+        held_out: share of the rows, from 0 to below 1, that are measured and not trained; default: tuning.held_out.
+        again: train also rows whose rollouts this branch has trained, and repeat a run that is complete.
+        publish: make the gateway serve the last version; default: trainer.publish.
     """
     from spangrad.errors import SettingsError
 
@@ -85,35 +85,35 @@ def tune(
 
 
 class _Lines:
-    """A line now and then, and one a version, in the log."""
+    """Progress in the log: a line every _LOG_SECONDS, and one for each version."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger("spangrad.tune")
-        self._said = time.monotonic()
+        self._last_logged = time.monotonic()
         self._steps = 0
 
     def planned(self, plan: Plan) -> None:
-        """Say what is about to be trained."""
+        """Log the plan of the training."""
         self._steps = len(plan.steps)
         self._log.info("%s", _planned(plan))
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """Say how far it is, if nothing was said for a while."""
-        if time.monotonic() - self._said >= _LOG_SECONDS:
-            self._said = time.monotonic()
-            self._log.info("step %d of %d: %s", step, self._steps, _told(metrics))
+        """Log the progress, if the last line is at least _LOG_SECONDS old."""
+        if time.monotonic() - self._last_logged >= _LOG_SECONDS:
+            self._last_logged = time.monotonic()
+            self._log.info("step %d of %d: %s", step, self._steps, _metrics_text(metrics))
 
     def committed(self, version: LedgerVersion) -> None:
-        """Say which version was made."""
-        self._said = time.monotonic()
+        """Log the committed version."""
+        self._last_logged = time.monotonic()
         self._log.info("%s", _committed(version))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: a log needs no closing."""
 
 
 class _Bar(_Lines):
-    """A bar on a terminal, below the log."""
+    """Progress as a bar on a terminal, below the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Bar(_Lines):
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def planned(self, plan: Plan) -> None:
-        """Begin to draw."""
+        """Log the plan of the training, and begin to draw the bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from commands.console import plain_console
@@ -130,19 +130,20 @@ class _Bar(_Lines):
         super().planned(plan)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TextColumn("{task.description}"), TimeRemainingColumn())
         self._progress = Progress(*columns, console=plain_console(stderr=True), transient=True)
-        handlers = [one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler) and one.stream is sys.stderr]
+        streams = (handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler))
+        handlers = [handler for handler in streams if handler.stream is sys.stderr]
         self._progress.start()
-        # Started, it has put its own stream in the place of stderr: what is written there stands above the bar.
-        self._streams = [(one, one.setStream(sys.stderr)) for one in handlers]
+        # Once started, rich replaces sys.stderr by a stream of its own, which prints log lines above the bar.
+        self._streams = [(handler, handler.setStream(sys.stderr)) for handler in handlers]
         self._task = self._progress.add_task("", total=len(plan.steps), completed=plan.at)
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, description=_told(metrics))
+            self._progress.update(self._task, completed=step, description=_metrics_text(metrics))
 
     def close(self) -> None:
-        """Take the bar away, and give the log its stream back."""
+        """Remove the bar, and restore the log's stream."""
         if self._progress is not None:
             self._progress.stop()
             for handler, stream in self._streams:
@@ -150,63 +151,64 @@ class _Bar(_Lines):
 
 
 def _planned(plan: Plan) -> str:
-    found, what = plan.examples, "rows" if plan.method == "sft" else "pairs"
+    examples, unit = plan.examples, "rows" if plan.method == "sft" else "pairs"
     where = f"from step {plan.at} " if plan.at else ""
     lengths = len(plan.steps)
     return (
-        f"{plan.method} of {plan.base.policy_version.policy}@{plan.base.version} on {len(found.trained)} {what} "
-        f"({len(found.held_out)} held out): {where}to step {lengths}; {_how(plan)}"
+        f"{plan.method} of {plan.base.policy_version.policy}@{plan.base.version} on {len(examples.trained)} {unit} "
+        f"({len(examples.held_out)} held out): {where}to step {lengths}; {_how(plan)}"
     )
 
 
 def _how(plan: Plan) -> str:
-    """Where the token ids come from, and what the loss is on."""
-    found = plan.examples
-    parts = [f"{found.with_ids} with the token ids that the engine sampled"] if found.with_ids else []
-    if found.rendered:
+    """Return a text on the source of the token ids, and on the tokens with a loss."""
+    examples = plan.examples
+    parts = [f"{examples.with_ids} with the token ids that the engine sampled"] if examples.with_ids else []
+    if examples.rendered:
         parts.append(
-            f"{found.rendered} tokenised by the policy's own tokenizer and chat template, the loss on the assistant's replies only"
+            f"{examples.rendered} tokenised by the policy's own tokenizer and chat template, the loss on the assistant's replies only"
         )
     return ", ".join(parts)
 
 
-def _told(metrics: dict[str, float]) -> str:
+def _metrics_text(metrics: dict[str, float]) -> str:
     return ", ".join(f"{_HEADS[name]} {metrics[name]:.4g}" for name in _SHOWN if name in metrics)
 
 
 def _committed(version: LedgerVersion) -> str:
     held = {name: version.metrics[f"held_out_{name}"] for name in _SHOWN if f"held_out_{name}" in version.metrics}
-    return f"version {version.version}: {_told(version.metrics)}" + (f"; held out: {_told(held)}" if held else "")
+    return f"version {version.version}: {_metrics_text(version.metrics)}" + (f"; held out: {_metrics_text(held)}" if held else "")
 
 
 def _show(done: Tuned) -> None:
-    """Print what became of the rows, and what was made of them."""
+    """Print the numbers of rows trained, held out and left out, and the versions that were committed."""
     from rich.table import Table
 
     from commands.console import plain_console
 
-    plan, found = done.plan, done.plan.examples
+    plan, examples = done.plan, done.plan.examples
     if not done.versions:
         print(f"nothing to do: these files were trained with these settings, up to step {plan.at}. --again trains them once more.")
         return
     table = Table("", "count", box=None, pad_edge=False)
     table.columns[1].justify = "right"
-    what = "rows" if plan.method == "sft" else "pairs"
-    table.add_row(f"{what} trained", str(len(found.trained)))
-    table.add_row(f"{what} held out", str(len(found.held_out)))
-    for reason, count in sorted(found.left_out.items()):
+    unit = "rows" if plan.method == "sft" else "pairs"
+    table.add_row(f"{unit} trained", str(len(examples.trained)))
+    table.add_row(f"{unit} held out", str(len(examples.held_out)))
+    for reason, count in sorted(examples.left_out.items()):
         table.add_row(f"rows left out, {reason}", str(count))
-    table.add_row("rows in all", str(found.rows))
+    table.add_row("rows in all", str(examples.rows))
     console = plain_console(_PIPE_WIDTH)
     console.print(table)
     console.print(_how(plan), highlight=False)
-    if found.unread:
-        console.print(f"columns that were not read: {', '.join(sorted(found.unread))}", highlight=False)
+    if examples.unread:
+        console.print(f"columns that were not read: {', '.join(sorted(examples.unread))}", highlight=False)
     policy = plan.base.policy_version.policy
     for version in done.versions:
         console.print(_committed(version), highlight=False)
     newest = done.versions[-1].version
     print(f"{policy}@{plan.base.version} -> {policy}@{newest}. `spangrad lineage {policy}@{newest}` names what it was trained on.")
-    best = min((one for one in done.versions if "held_out_loss" in one.metrics), key=lambda one: one.metrics["held_out_loss"], default=None)
+    measured = (version for version in done.versions if "held_out_loss" in version.metrics)
+    best = min(measured, key=lambda version: version.metrics["held_out_loss"], default=None)
     if best and best.version != newest:
         print(f"the held-out loss was lowest at version {best.version}: `spangrad policy rollback {policy}@{best.version}` goes back.")

@@ -1,4 +1,4 @@
-"""`spangrad worker`: make attempts of the rollouts that a queue hands out."""
+"""`spangrad worker`: attempts at the rollouts that a queue hands out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from runner.workers.agents import AgentSpec
     from spangrad.settings import Settings
 
-_AGAIN_SECONDS = 2.0
+_RETRY_SECONDS = 2.0
 _logger = logging.getLogger(__name__)
 
 
@@ -32,21 +32,24 @@ def worker(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Run an agent on the rollouts of one run, as the queue at runner.queue_url hands them out, until told to end.
+    """Run an agent on the rollouts of one run that the queue at runner.queue_url hands out, until SIGTERM or Ctrl-C.
 
-    At SIGTERM or Ctrl-C it takes no more, lets attempts go on for runner.drain_seconds, gives back the rest, and exits with 0.
+    After the signal, the worker takes no more rollouts, lets attempts in progress continue for up to runner.drain_seconds, returns the
+    remaining rollouts to the queue, and exits with code 0.
 
     Args:
-        command: after `--`: a program that reads a task's input as JSON on stdin; its last line of output is its answer. Or FILE.py, in
-            which a function is decorated with @spangrad.rollout.
-        agent: a Python callable, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is given (input, output) and returns the reward, or the URL of a reward service.
-        environment: MODULE:FUNCTION that is given the input and makes what the agent works in, or the URL of a service that leases such.
-        directory: where the agent's modules, or its program's files, are.
+        command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
+            its answer. Or FILE.py with a function that is decorated with @spangrad.rollout.
+        agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
+        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
+            service.
+        environment: MODULE:FUNCTION that is called with the input and returns the agent's environment, or URL of a service that leases
+            environments.
+        directory: directory of the agent's modules, or of its program's files.
         instrument: start the command under opentelemetry-instrument.
-        image: a container image that is such a program, instead of a command; what stands after `--` is then given to it.
-        run_id: the run to work for.
-        queue_url: where the queue is; http://127.0.0.1:8190 by default.
+        image: container image of the agent, instead of a command; the words after `--` are then its arguments.
+        run_id: id of the run whose rollouts are taken; default: runner.run_id.
+        queue_url: URL of the queue; default: runner.queue_url, else http://127.0.0.1:8190.
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "runner.queue_url": queue_url})
     log_to_stderr()
@@ -70,11 +73,11 @@ async def _work(settings: Settings, spec: AgentSpec) -> None:
         try:
             await serve(settings, spec, ending, ready)
         except (GatewayError, StoreError) as error:
-            # What it held is given back by now. Services are restarted; workers wait for them.
+            # Its rollouts are back in the queue by now. The worker waits for services that are being restarted.
             if not began and isinstance(error, StoreError):
                 raise
             _logger.warning("%s Trying again.", error)
             try:
-                await asyncio.wait_for(ending.wait(), _AGAIN_SECONDS)
+                await asyncio.wait_for(ending.wait(), _RETRY_SECONDS)
             except TimeoutError:
                 continue
