@@ -17,11 +17,11 @@ from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 
 ConfigFile = Annotated[
-    Path | None, Parameter("--config", help="Settings file (TOML); default: the file that SPANGRAD_CONFIG names, else ./spangrad.toml.")
+    Path | None, Parameter("--config", help="settings file (TOML); default: the file that SPANGRAD_CONFIG names, else ./spangrad.toml.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    Parameter("--set", help="Value of any setting, as SECTION.KEY=VALUE, with VALUE in JSON or plain text. Can be repeated.", negative=()),
+    Parameter("--set", help="value of any setting, as SECTION.KEY=VALUE (VALUE: JSON or plain text). Can be repeated.", negative=()),
 ]
 
 

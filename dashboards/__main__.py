@@ -1,4 +1,4 @@
-"""`python -m dashboards`: writes the dashboards' files; with `--check`, says which of them are not what the code makes."""
+"""`python -m dashboards`: writes the dashboards' files; with `--check`, names the files that differ from the code's output."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dashboards.files import DIRECTORY, differing, write
 
 
 def main() -> int:
-    """Exit code 1: `--check` found a file that differs."""
-    parser = argparse.ArgumentParser(prog="python -m dashboards", description="Write what Grafana is provisioned with.")
-    parser.add_argument("--check", action="store_true", help="write nothing; say which files differ from the code")
+    """Write or check the files; return the exit code, which is 1 if `--check` found a file that differs."""
+    parser = argparse.ArgumentParser(prog="python -m dashboards", description="Write the files that Grafana is provisioned with.")
+    parser.add_argument("--check", action="store_true", help="write nothing; name the files that differ from the code's output")
     if parser.parse_args().check:
         names = differing()
         for name in names:

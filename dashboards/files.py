@@ -1,6 +1,6 @@
-"""The files that Grafana is provisioned with, and whether they are what the code makes.
+"""The dashboards' files that Grafana is provisioned with: writing them, and comparing them with the code's output.
 
-In: the dashboards. Out: one JSON file each in `json/`, written as Grafana exports them. Invariant: the same code makes the same bytes.
+In: the dashboards. Out: one JSON file for each in `json/`, formatted as Grafana exports it. Invariant: the same code makes the same bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ DASHBOARDS: Mapping[str, Callable[[], Dashboard]] = {"training": training.build,
 
 
 def render(name: str) -> str:
-    """A dashboard as the text of its file; its panels are numbered in their order."""
-    made = DASHBOARDS[name]().build()
-    for number, panel in enumerate(made.panels or [], 1):
+    """Return the text of a dashboard's file; the ids of its panels are their positions, from 1."""
+    dashboard = DASHBOARDS[name]().build()
+    for number, panel in enumerate(dashboard.panels or [], 1):
         panel.id_val = number
-    return json.dumps(made, cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(dashboard, cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def differing(directory: Path = DIRECTORY) -> list[str]:
-    """Names of the files that are not what the code makes: changed, missing, or of no dashboard."""
-    wanted = {f"{name}.json": render(name) for name in DASHBOARDS}
-    there = {path.name: path.read_text() for path in directory.glob("*.json")}
-    return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    """Return the names of files that differ from the code's output: changed, missing, or of no dashboard."""
+    expected = {f"{name}.json": render(name) for name in DASHBOARDS}
+    existing = {path.name: path.read_text() for path in directory.glob("*.json")}
+    return sorted(name for name in expected.keys() | existing.keys() if expected.get(name) != existing.get(name))
 
 
 def write(directory: Path = DIRECTORY) -> None:

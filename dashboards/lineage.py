@@ -1,7 +1,7 @@
-"""The dashboard of lineage: from a policy version to the batch, the rollouts and the spans that made it, and back from a rollout.
+"""The lineage dashboard: from a policy version to the batch, rollouts and spans that it was trained on, and back from a rollout.
 
-In: otel.policy_versions, otel.batches, the transitions that were trained, and the spans of one rollout. Out: a dashboard of tables, each of
-which chooses for the next one.
+In: otel.policy_versions, otel.batches, the transitions that were trained, and the spans of one rollout. Out: a dashboard of tables; a click
+in one selects what the next one shows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SPANS = f"""(
             UNION ALL
             SELECT arrayJoin([TraceId, SessionId, ConversationId]) AS Key FROM otel.trace_rollouts WHERE TraceId IN {_TRACES})
     )"""
-"""Spans of the rollout: those that name it, and those of its traces that name none."""
+"""Subquery of the rollout's spans: those with its id, and those of its traces that carry no rollout id."""
 _ROLLOUT = f"(SELECT * FROM otel.batches FINAL WHERE {OF_VERSION} AND {_OF_ROLLOUT})"
 
 
 def build() -> dashboard.Dashboard:
-    """The dashboard."""
-    made = (
+    """Return the lineage dashboard."""
+    page = (
         links.begin("lineage", "from a policy version to the batch, the rollouts and the spans that made it, and back")
         .with_variable(variables.source())
         .with_variable(variables.policy())
@@ -38,10 +38,10 @@ def build() -> dashboard.Dashboard:
         .with_variable(_version())
         .with_variable(_rollout())
     )
-    made = made.with_row(dashboard.Row("Versions of $policy on $branch")).with_panel(_versions())
-    made = made.with_row(dashboard.Row("Version $version: its batch")).with_panel(_batch()).with_panel(_rollouts())
-    made = made.with_row(dashboard.Row("Rollout $rollout")).with_panel(_transitions()).with_panel(_trained())
-    return made.with_panel(_fate()).with_panel(_trace()).with_panel(_spans())
+    page = page.with_row(dashboard.Row("Versions of $policy on $branch")).with_panel(_versions())
+    page = page.with_row(dashboard.Row("Version $version: its batch")).with_panel(_batch()).with_panel(_rollouts())
+    page = page.with_row(dashboard.Row("Rollout $rollout")).with_panel(_transitions()).with_panel(_trained())
+    return page.with_panel(_fate()).with_panel(_trace()).with_panel(_spans())
 
 
 def _version() -> dashboard.QueryVariable:

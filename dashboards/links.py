@@ -1,7 +1,7 @@
-"""How the dashboards begin and lead to each other.
+"""Empty dashboards, the links between them, and the second axis of a panel.
 
-In: names. Out: empty dashboards, and URLs of data links. Invariant: a link carries the store, the chosen time and what was clicked, so that
-the next dashboard shows the same thing.
+In: names. Out: empty dashboards, and URLs of data links. Invariant: a link carries the store, the selected time range and the clicked
+value, so that the next dashboard shows the same data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SAME = "var-datasource=${datasource}&${__url_time_range}"
 
 
 def uid(name: str) -> str:
-    """What Grafana calls the dashboard of that name."""
+    """Return Grafana's unique id of the dashboard of that name."""
     return f"spangrad-{name}"
 
 
@@ -35,7 +35,7 @@ LINEAGE_OF_ROLLOUT_HERE = _lineage(**_BRANCH, version="version", rollout=_ROLLOU
 
 
 def begin(name: str, description: str) -> dashboard.Dashboard:
-    """A dashboard without panels, with links to its siblings."""
+    """Return a dashboard without panels, with links to the other dashboards."""
     siblings = dashboard.DashboardLink("spangrad").type(DashboardLinkType.DASHBOARDS).tags(["spangrad"]).icon("dashboard")
     return (
         dashboard.Dashboard(f"spangrad: {name}")
@@ -54,8 +54,8 @@ def begin(name: str, description: str) -> dashboard.Dashboard:
 _Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
 
 
-def aside(panel: _Curve, name: str, unit: str, *, at_most: float | None = None) -> _Curve:
-    """Give a curve a unit and an axis of its own, on the right."""
+def second_axis(panel: _Curve, name: str, unit: str, *, at_most: float | None = None) -> _Curve:
+    """Give one curve of a panel its own unit and its own axis, on the right; return the panel."""
     properties = [("unit", unit), ("custom.axisPlacement", "right"), ("custom.fillOpacity", 0), ("min", 0)]
     properties += [("max", at_most)] if at_most is not None else [("max", None)]
     panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])

@@ -1,7 +1,7 @@
-"""The kinds of panels that the dashboards have, each with the query that it can draw.
+"""The kinds of panels in the dashboards, each with a query in the format that it draws.
 
-In: a title, SQL, what it means. Out: panels of the foundation SDK. Invariant: every panel has a description and a unit, and asks in the
-format that its kind draws: series by time as time series, everything else as a table, spans as a trace.
+In: a title, SQL, a description. Out: panels of the foundation SDK. Invariant: every panel has a description and a unit, and queries in the
+format that its kind draws: series over time as time series, spans as a trace, everything else as a table.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from grafana_foundation_sdk.models.dashboard import (
 DATA_SOURCE = "grafana-clickhouse-datasource"
 SOURCE = DataSourceRef(type_val=DATA_SOURCE, uid="${datasource}")
 WIDTH = 24
-"""Columns of Grafana's grid."""
+"""Width of Grafana's grid, in grid columns."""
 
 Panel: TypeAlias = builder.Builder[models.Panel]
-"""Of any kind."""
+"""Builder of a panel of any kind."""
 Links: TypeAlias = Mapping[str, tuple[str, str]]
-"""By column: a link's title and where it leads."""
+"""Column name -> title and URL of its link."""
 
 
 class Format(IntEnum):
-    """How the data source shapes an answer, by its own numbers."""
+    """Format of a query's result, with the numbers that the data source uses."""
 
     TIME_SERIES = 0
     TABLE = 1
@@ -46,18 +46,18 @@ _QUERY_TYPE = {Format.TIME_SERIES: "timeseries", Format.TABLE: "table", Format.T
 
 
 class Query(variants.Dataquery, builder.Builder[variants.Dataquery]):
-    """A panel's question, as version 4 of the ClickHouse data source stores it."""
+    """Query of a panel, in the form that version 4 of the ClickHouse data source stores."""
 
     def __init__(self, sql: str, format_: Format) -> None:
         self._sql = sql
         self._format = format_
 
     def build(self) -> variants.Dataquery:
-        """Itself: there is nothing left to choose."""
+        """Return the query itself, as the SDK's builder interface requires."""
         return self
 
     def to_json(self) -> dict[str, object]:
-        """What stands in the dashboard's file."""
+        """Return the JSON object of the query in the dashboard's file."""
         return {
             "datasource": SOURCE,
             "editorType": "sql",
@@ -70,16 +70,16 @@ class Query(variants.Dataquery, builder.Builder[variants.Dataquery]):
 
 
 def steps(base: str, **from_: float) -> dashboard.ThresholdsConfig:
-    """Colours from a value on: `steps("green", red=0.01)`."""
-    found = [Threshold(value=None, color=base), *(Threshold(value=value, color=color) for color, value in from_.items())]
-    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(found)
+    """Return thresholds: a base colour, and further colours from a value upwards, as in `steps("green", red=0.01)`."""
+    thresholds = [Threshold(value=None, color=base), *(Threshold(value=value, color=color) for color, value in from_.items())]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(thresholds)
 
 
 _Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
 
 
 def _curve(panel: _Curve, alarm: float | None) -> _Curve:
-    """What curves over versions and curves over time have in common."""
+    """Set the style that curves over versions and curves over time share, and an optional alarm line; return the panel."""
     panel.draw_style(looks.GraphDrawStyle.LINE).line_width(2).fill_opacity(8).show_points(looks.VisibilityMode.AUTO).point_size(5)
     panel.tooltip(common.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI).sort(looks.SortOrder.DESCENDING))
     panel.legend(
@@ -106,7 +106,7 @@ def over_versions(
     logarithmic: bool = False,
     stacked: bool = False,
 ) -> trend.Panel:
-    """Curves over policy versions: the first column is `version`, the others are numbers."""
+    """Return a panel of curves over policy versions: the query's first column is `version`, the others are numbers."""
     panel = _curve(trend.Panel(), alarm).x_field("version").title(title).unit(unit).description(description).datasource(SOURCE)
     if at_most is not None:
         panel.min(0).max(at_most)
@@ -121,7 +121,7 @@ def over_versions(
 def over_time(
     title: str, sql: str, unit: str, description: str, *, at_most: float | None = None, stacked: bool = False, signed: bool = False
 ) -> timeseries.Panel:
-    """Curves over time: a column `time`, at most one of names, and numbers; below 0 only if they are `signed`."""
+    """Return a panel of curves over time: the query's columns are `time`, at most one of names, and numbers, below 0 only if `signed`."""
     panel = _curve(timeseries.Panel(), None).title(title).unit(unit).description(description).datasource(SOURCE)
     if not signed:
         panel.min(0)
@@ -136,7 +136,7 @@ def over_time(
 def figure(
     title: str, sql: str, unit: str, description: str, *, thresholds: dashboard.ThresholdsConfig | None = None, decimals: int | None = None
 ) -> stat.Panel:
-    """One number."""
+    """Return a panel that shows one number."""
     panel = stat.Panel().title(title).unit(unit).description(description).datasource(SOURCE)
     panel.thresholds(thresholds or steps("blue")).color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
     panel.color_mode(looks.BigValueColorMode.VALUE).graph_mode(looks.BigValueGraphMode.NONE).text_mode(looks.BigValueTextMode.VALUE)
@@ -147,12 +147,12 @@ def figure(
 
 
 def beside(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
-    """Figures in one line, of equal width."""
+    """Return panels of single numbers with equal widths, which fill one row of the grid."""
     return [panel.span(WIDTH // len(figures)) for panel in figures]
 
 
 def bars(title: str, sql: str, unit: str, description: str, *, name: str) -> barchart.Panel:
-    """A bar for each row: the column `name` has the words, the others are numbers."""
+    """Return a bar chart with a bar for each row: the column `name` holds the labels, the others are numbers."""
     panel = barchart.Panel().title(title).unit(unit).description(description).datasource(SOURCE).x_field(name).min(0)
     panel.orientation(looks.VizOrientation.HORIZONTAL).show_value(looks.VisibilityMode.AUTO).bar_width(0.8).fill_opacity(70)
     panel.legend(common.VizLegendOptions().show_legend(False).display_mode(looks.LegendDisplayMode.HIDDEN))
@@ -169,20 +169,20 @@ def rows(
     alarms: Mapping[str, float] | None = None,
     height: int = 9,
 ) -> table.Panel:
-    """A table. `units`, `links`, `alarms` (red from a value on) speak of its columns by name."""
+    """Return a table; `units`, `links` and `alarms` (values from which a cell is red) are by column name."""
     panel = table.Panel().title(title).description(description).datasource(SOURCE).unit("string")
-    found: dict[str, list[tuple[str, Any]]] = {name: [("unit", unit)] for name, unit in units.items()}
+    overrides: dict[str, list[tuple[str, Any]]] = {name: [("unit", unit)] for name, unit in units.items()}
     for name, (text, url) in (links or {}).items():
-        found.setdefault(name, []).append(("links", [{"title": text, "url": url, "targetBlank": False}]))
+        overrides.setdefault(name, []).append(("links", [{"title": text, "url": url, "targetBlank": False}]))
     for name, value in (alarms or {}).items():
-        found.setdefault(name, []).append(("thresholds", steps("text", red=value).build()))
-        found[name].append(("custom.cellOptions", {"type": "color-text"}))
-    for name, properties in found.items():
+        overrides.setdefault(name, []).append(("thresholds", steps("text", red=value).build()))
+        overrides[name].append(("custom.cellOptions", {"type": "color-text"}))
+    for name, properties in overrides.items():
         panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
     return panel.span(WIDTH).height(height).with_target(Query(sql, Format.TABLE))
 
 
 def trace(title: str, sql: str, description: str) -> dashboard.Panel:
-    """The spans of one trace, as Grafana draws traces."""
+    """Return a panel that draws the spans of one trace."""
     panel = dashboard.Panel().type("traces").title(title).description(description).datasource(SOURCE).unit("ms")
     return panel.span(WIDTH).height(16).with_target(Query(sql, Format.TRACE))

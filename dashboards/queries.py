@@ -1,10 +1,10 @@
-"""SQL that several panels have in common.
+"""SQL subqueries that several panels share.
 
 In: the tables of collector/schema, the variables of variables.py. Out: subqueries. Invariants: each counts a span, a call or a conclusion
-once; of a table that grows with the traffic it reads the chosen time or the chosen keys.
+once; of a table that grows with the traffic it reads only the selected time range or the selected keys.
 
-With FINAL the engine filters after it has merged deliveries, unless it is told PREWHERE: all deliveries of a span agree in the columns that
-stand there, so filtering first gives the same answer from less.
+With FINAL the database filters after it has merged deliveries, except by PREWHERE. All deliveries of a span agree in the columns that are
+used in PREWHERE here, so filtering first gives the same result and reads less.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ OF_VERSION = f"{OF_BRANCH} AND Version = toUInt64OrZero(${{version:singlequote}}
 STEPS = (
     f"(SELECT * FROM otel.policy_versions FINAL WHERE {OF_BRANCH} AND Status = 'committed' AND BatchId != '' AND $__timeFilter(IngestedAt))"
 )
-"""Versions that a batch of the chosen time made."""
+"""Subquery of the committed versions of the selected time range that were trained on a batch."""
 
 USED = f"(SELECT * FROM otel.batches FINAL WHERE {OF_BRANCH} AND $__timeFilter(IngestedAt))"
-"""Rollouts that batches of the chosen time used."""
+"""Subquery of the rollouts in batches of the selected time range."""
 
 
 def metric(name: str) -> str:
-    """A metric of a step, or NULL where the step has none of that name."""
+    """Return SQL for a metric of a training step, NULL if the step has none of that name."""
     return f"if(mapContains(Metrics, '{name}'), Metrics['{name}'], NULL)"
 
 
 def trained(used: str, columns: str) -> str:
-    """Transitions of the rollouts in `used`, in the revision that was trained, with the version and the group that they were trained in.
+    """Return a subquery of the transitions of the rollouts in `used`, in the revision that was trained, joined with their batch rows.
 
     Args:
-        used: rows of otel.batches.
-        columns: of `t`, the transitions, and `b`, the batch's row of the rollout.
+        used: subquery of rows of otel.batches.
+        columns: columns to select, of `t`, the transitions, and of `b`, the batch's row of the rollout.
     """
     return f"""(
         SELECT {columns}
@@ -53,16 +53,16 @@ def trained(used: str, columns: str) -> str:
 
 
 CHOSEN = f"{is_('BuildSpec', 'dataset')} AND {chosen('RunId', 'run')} AND {chosen('Mode', 'mode')}"
-"""Rollouts of the chosen dataset, runs and modes."""
+"""Condition for rows of the selected dataset, runs and modes."""
 
 
 def newest(table: str, among: str, time: str | None = None) -> str:
-    """Rows of otel.transitions or otel.drops that count: those of each rollout's newest revision.
+    """Return a subquery of the rows of otel.transitions or otel.drops in each rollout's newest revision.
 
     Args:
-        table: transitions or drops.
-        among: a condition on BuildSpec, RunId, Mode and RolloutId.
-        time: the table's column that the chosen time speaks of; a rollout without a row in it is not read. None: whenever it was.
+        table: name of the table: transitions or drops.
+        among: condition on BuildSpec, RunId, Mode and RolloutId.
+        time: column of the table that must lie in the selected time range. None: rows of any time.
     """
     own = f"{among} AND $__timeFilter({time})" if time else among
     return f"""(
@@ -78,7 +78,7 @@ def newest(table: str, among: str, time: str | None = None) -> str:
 
 
 def roots(columns: str) -> str:
-    """Root spans of the attempts that began in the chosen time."""
+    """Return a subquery of the root spans of attempts that began in the selected time range."""
     return f"""(
         SELECT {columns}
         FROM otel.rollout_spans FINAL
@@ -88,7 +88,7 @@ def roots(columns: str) -> str:
 
 
 def calls(columns: str) -> str:
-    """Policy calls, a choice each, that began in the chosen time."""
+    """Return a subquery of policy calls that began in the selected time range, one row a choice."""
     return f"""(
         SELECT {columns}
         FROM otel.calls FINAL
@@ -102,14 +102,14 @@ IS_TOOL = (
     f"(Attributes['{_KIND}'] = 'TOOL' OR Attributes['{semconv.GEN_AI_OPERATION}'] = 'execute_tool'"
     " OR Attributes['traceloop.span.kind'] = 'tool')"
 )
-"""Of a span: it is a tool's run. The names of the three conventions that most agents speak; docs/conventions.md has the rest."""
+"""Condition for spans of tool runs, in the three conventions that most agents use; docs/conventions.md lists the others."""
 TOOL_NAME = (
     f"coalesce(nullIf(Attributes['{semconv.OPENINFERENCE_TOOL_NAME}'], ''), nullIf(Attributes['{semconv.GEN_AI_TOOL_NAME}'], ''), SpanName)"
 )
 
 
 def tools(columns: str) -> str:
-    """Spans of tools that began in the chosen time."""
+    """Return a subquery of the spans of tool runs that began in the selected time range."""
     return f"""(
         SELECT {columns}
         FROM otel.rollout_spans FINAL

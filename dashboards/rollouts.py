@@ -1,4 +1,4 @@
-"""The dashboard of rollouts: what agents did, how long it took, what it cost and what it earned.
+"""The rollouts dashboard: attempts, model calls, tools, durations, tokens and rewards over time.
 
 In: otel.rollout_spans, otel.calls, otel.rewards, and the transitions of a dataset. Out: a dashboard over time, and a table of rollouts.
 """
@@ -18,8 +18,8 @@ _FAILED_CALL = "(ErrorType != '' OR HttpStatus >= 400 OR Aborted)"
 
 
 def build() -> dashboard.Dashboard:
-    """The dashboard."""
-    made = (
+    """Return the rollouts dashboard."""
+    page = (
         links.begin("rollouts", "what agents did, how long it took, what it cost and what it earned")
         .with_variable(variables.source())
         .with_variable(variables.run())
@@ -28,17 +28,17 @@ def build() -> dashboard.Dashboard:
         .with_variable(variables.dataset())
     )
     for panel in beside(_figures()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Rollouts"))
+        page = page.with_panel(panel)
+    page = page.with_row(dashboard.Row("Rollouts"))
     for panel in (_outcomes(), _durations()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Policy calls"))
+        page = page.with_panel(panel)
+    page = page.with_row(dashboard.Row("Policy calls"))
     for panel in (_tokens(), _latency(), _errors(), _speed()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Rewards beside tools"))
+        page = page.with_panel(panel)
+    page = page.with_row(dashboard.Row("Rewards beside tools"))
     for panel in (_rewards(), _tool_latency(), _tool_errors(), _tool_runs()):
-        made = made.with_panel(panel)
-    return made.with_row(dashboard.Row("Which")).with_panel(_table())
+        page = page.with_panel(panel)
+    return page.with_row(dashboard.Row("Which")).with_panel(_table())
 
 
 def _policies() -> dashboard.QueryVariable:
@@ -156,7 +156,7 @@ def _speed() -> Panel:
     panel = over_time(
         "Tokens and calls a second", sql, "short", "Sampled tokens a second over all engines, and calls a second beside them."
     )
-    return links.aside(panel, "calls", "ops")
+    return links.second_axis(panel, "calls", "ops")
 
 
 def _rewards() -> Panel:

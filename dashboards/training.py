@@ -1,4 +1,4 @@
-"""The dashboard of training: what each policy version learned, on what, and how well that agreed with the engine.
+"""The training dashboard: returns, losses, batches and log-probability gaps by policy version, and the drops.
 
 In: otel.policy_versions, otel.batches, and the transitions and drops of a dataset. Out: a dashboard over policy versions of one branch.
 """
@@ -23,8 +23,8 @@ _RETURNS = f"""(
 
 
 def build() -> dashboard.Dashboard:
-    """The dashboard."""
-    made = (
+    """Return the training dashboard."""
+    page = (
         links.begin("training", "what each policy version learned, on what, and how well that agreed with the engine")
         .with_variable(variables.source())
         .with_variable(variables.policy())
@@ -36,17 +36,17 @@ def build() -> dashboard.Dashboard:
         .with_variable(variables.success())
     )
     for panel in beside(_figures()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Learning"))
+        page = page.with_panel(panel)
+    page = page.with_row(dashboard.Row("Learning"))
     for panel in (_success(), _returns(), _advantage(), _staleness(), _failed()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("The step"))
+        page = page.with_panel(panel)
+    page = page.with_row(dashboard.Row("The step"))
     for panel in (_gap(), _loss(), _change(), _entropy(), _responses(), _tokens(), _speed(), _seconds(), _sizes()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("What was not trained"))
+        page = page.with_panel(panel)
+    page = page.with_row(dashboard.Row("What was not trained"))
     for panel in (_drops(), _reasons()):
-        made = made.with_panel(panel)
-    return made.with_row(dashboard.Row("Versions")).with_panel(_versions())
+        page = page.with_panel(panel)
+    return page.with_row(dashboard.Row("Versions")).with_panel(_versions())
 
 
 def _figures() -> list[stat.Panel]:
@@ -118,7 +118,7 @@ def _success() -> Panel:
         "Share of the chosen modes' rollouts whose reward reached the chosen value. Held-out rollouts: choose the mode validate.",
         at_most=1,
     )
-    return links.aside(panel, "rollouts", "short")
+    return links.second_axis(panel, "rollouts", "short")
 
 
 def _returns() -> Panel:
@@ -148,7 +148,7 @@ def _advantage() -> Panel:
         "advantage: mean of |return - group's mean| / group's standard deviation, as GRPO compares rollouts. flat: share of rollouts in"
         " groups whose returns are all equal; they teach nothing.",
     )
-    return links.aside(panel, "flat", "percentunit", at_most=1)
+    return links.second_axis(panel, "flat", "percentunit", at_most=1)
 
 
 def _failed() -> Panel:
@@ -219,7 +219,7 @@ def _change() -> Panel:
         "low, high: share of tokens whose ratio lies below the lower bound, or above the upper one, and is clipped. kl: PPO's estimate of"
         " the step's change of policy.",
     )
-    return links.aside(panel, "kl", "short")
+    return links.second_axis(panel, "kl", "short")
 
 
 def _entropy() -> Panel:
@@ -235,7 +235,7 @@ def _entropy() -> Panel:
         "entropy: of the policy at the trained tokens, in nats; where it nears 0, nothing is tried any more. advantages, returns: standard"
         " deviations over the batch.",
     )
-    return links.aside(panel, "entropy", "short")
+    return links.second_axis(panel, "entropy", "short")
 
 
 def _responses() -> Panel:
@@ -250,7 +250,7 @@ def _responses() -> Panel:
         "short",
         "Tokens of a call's response. truncated: share of responses that were cut at their limit of tokens (trainer.truncated).",
     )
-    return links.aside(panel, "truncated", "percentunit", at_most=1)
+    return links.second_axis(panel, "truncated", "percentunit", at_most=1)
 
 
 def _speed() -> Panel:
@@ -262,7 +262,7 @@ def _speed() -> Panel:
         "short",
         "tokens: processed a second of training. mfu: share of the GPUs' peak, where verl knows it.",
     )
-    return links.aside(panel, "mfu", "percentunit", at_most=1)
+    return links.second_axis(panel, "mfu", "percentunit", at_most=1)
 
 
 def _tokens() -> Panel:

@@ -1,7 +1,7 @@
-"""What a reader of a dashboard may choose, and the conditions that the choices become.
+"""Template variables that a reader of a dashboard selects, and the SQL conditions for the selected values.
 
 In: names and queries. Out: template variables of the foundation SDK, and SQL fragments. Invariants: a value reaches SQL only through
-`:singlequote`, which quotes and escapes it; the first answer of a query is the sensible default, because Grafana takes the first.
+`:singlequote`, which quotes and escapes it; the first row of a query is a sensible default, because Grafana selects the first.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from dashboards.panels import DATA_SOURCE, SOURCE
 from spangrad import semconv
 
 ALL = "$__all"
-"""What Grafana holds of a variable whose every value is chosen."""
+"""Grafana's value of a variable of which all values are selected."""
 
 
 def chosen(column: str, variable: str) -> str:
-    """A condition on a column for a variable of which several values, or all, may be chosen: all of them is no condition."""
+    """Return a condition on a column for a variable with several selected values; it is always true if all values are selected."""
     return f"$__conditionalAll({column} IN (${{{variable}:singlequote}}), ${variable})"
 
 
 def is_(column: str, variable: str) -> str:
-    """A condition on a column for a variable with one value."""
+    """Return a condition on a column for a variable with one selected value."""
     return f"{column} = ${{{variable}:singlequote}}"
 
 
 def source() -> dashboard.DatasourceVariable:
-    """Which of Grafana's ClickHouse data sources is the span store."""
+    """Return the variable that selects the span store among Grafana's ClickHouse data sources."""
     return dashboard.DatasourceVariable("datasource").label("store").type(DATA_SOURCE)
 
 
 def one_of(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
-    """One value out of a query's answers: the first, to begin with."""
+    """Return a variable with one value of a query's result; initially the first."""
     return _query(name, label, description, sql)
 
 
 def some_of(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
-    """Any of a query's answers: all, to begin with."""
+    """Return a variable with any values of a query's result; initially all."""
     everything = VariableOption(selected=True, text=["All"], value=[ALL])
     return _query(name, label, description, sql).multi(True).include_all(True).current(everything)
 
 
 def number(name: str, label: str, description: str, value: str) -> dashboard.TextBoxVariable:
-    """A number that is typed in."""
+    """Return a variable whose value is a number that the reader types."""
     variable = dashboard.TextBoxVariable(name).label(label).description(description).default_value(value)
     return variable.current(VariableOption(selected=True, text=value, value=value))
 
@@ -57,19 +57,19 @@ def _query(name: str, label: str, description: str, sql: str) -> dashboard.Query
 
 
 def policy() -> dashboard.QueryVariable:
-    """The policy of versions and batches; the one that learned last comes first."""
+    """Return the variable for the policy; the policy with the newest version comes first."""
     sql = "SELECT Policy FROM otel.policy_versions GROUP BY Policy ORDER BY max(IngestedAt) DESC, Policy"
     return one_of("policy", "policy", "The policy that is trained.", sql)
 
 
 def branch() -> dashboard.QueryVariable:
-    """A branch of the policy; the one that learned last comes first."""
+    """Return the variable for a branch of the policy; the branch with the newest version comes first."""
     sql = f"SELECT Branch FROM otel.policy_versions WHERE {is_('Policy', 'policy')} GROUP BY Branch ORDER BY max(IngestedAt) DESC, Branch"
     return one_of("branch", "branch", "The line of versions of that policy.", sql)
 
 
 def dataset() -> dashboard.QueryVariable:
-    """The build specification whose transitions are read: a rollout that was built for two datasets counts once."""
+    """Return the variable for the dataset, whose value is its build specification: a rollout built for two datasets counts once."""
     sql = """
         SELECT BuildSpec, concat(argMax(Name, (IngestedAt, Name)), '@', toString(argMax(Revision, (IngestedAt, Name)))) AS Dataset
         FROM otel.datasets FINAL
@@ -79,23 +79,23 @@ def dataset() -> dashboard.QueryVariable:
 
 
 def run() -> dashboard.QueryVariable:
-    """Training runs and production services."""
+    """Return the variable for the runs: training runs and production services."""
     sql = "SELECT RunId FROM otel.builds GROUP BY RunId ORDER BY max(IngestedAt) DESC, RunId LIMIT 1000"
     return some_of("run", "run", "Training runs or production services that the rollouts belong to.", sql)
 
 
 def mode() -> dashboard.QueryVariable:
-    """What rollouts are for."""
+    """Return the variable for the modes of rollouts."""
     sql = "SELECT DISTINCT Mode FROM otel.builds ORDER BY Mode"
     return some_of("mode", "mode", "What the rollouts are for: train, validate, probe, production.", sql)
 
 
 def reward() -> dashboard.QueryVariable:
-    """The reward that success is read from."""
+    """Return the variable for the reward that decides success."""
     sql = f"SELECT Name FROM otel.rewards GROUP BY Name ORDER BY Name = '{semconv.REWARD_NAME}' DESC, Name"
     return one_of("reward", "reward", "The reward that says whether a rollout succeeded.", sql)
 
 
 def success() -> dashboard.TextBoxVariable:
-    """What of that reward counts as success."""
+    """Return the variable for the smallest sum of that reward that counts as success."""
     return number("success", "success from", "A rollout succeeded when its sum of that reward is at least this.", "1")

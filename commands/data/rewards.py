@@ -74,7 +74,7 @@ def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
 def _backfill(
     *,
     since: str,
-    reward: Annotated[list[str], Parameter(help="Name of a file NAME.sql in builder.rewards_directory. Can be repeated.", negative=())],
+    reward: Annotated[list[str], Parameter(help="name of a file NAME.sql in builder.rewards_directory. Can be repeated.", negative=())],
     dataset: str | None = None,
     run_id: str | None = None,
     config: ConfigFile = None,

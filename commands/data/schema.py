@@ -43,7 +43,7 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
 @schema.command(name="migrate")
 def _migrate(
     *,
-    dry_run: Annotated[bool, Parameter(help="Print the SQL statements without running them.", negative=())] = False,
+    dry_run: Annotated[bool, Parameter(help="print the SQL statements without running them.", negative=())] = False,
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:

@@ -30,7 +30,7 @@ backends = App(name="backends", help="Show, add and remove backends of a running
 @backends.command(name="list")
 def _list(
     *,
-    watch: Annotated[bool, Parameter(help="Keep the tables up to date until Ctrl-C.", negative=())] = False,
+    watch: Annotated[bool, Parameter(help="keep the tables up to date until Ctrl-C.", negative=())] = False,
     interval: float = 1.0,
     config: ConfigFile = None,
     set_: Overrides = None,

@@ -14,7 +14,7 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 def environments(
     *,
     factory: str,
-    instances: Annotated[int, Parameter(help="Number of instances that are served.")] = 1,
+    instances: Annotated[int, Parameter(help="number of instances that are served.")] = 1,
     directory: Path = Path(),
     port: int | None = None,
     config: ConfigFile = None,

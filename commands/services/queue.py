@@ -25,8 +25,8 @@ _CONNECT_SECONDS = 5
 """Longest time that a command retries while the queue does not answer, in seconds."""
 
 queue = App(name="queue", help="Serve the queue of rollouts; show, cancel, retry them.")
-RunId = Annotated[str | None, Parameter(name="--run", help="Id of a run; default: all runs.")]
-OneRun = Annotated[str | None, Parameter(name="--run", help="Id of a run: all its rollouts, or those of --group only.")]
+RunId = Annotated[str | None, Parameter(name="--run", help="id of a run; default: all runs.")]
+OneRun = Annotated[str | None, Parameter(name="--run", help="id of a run: all its rollouts, or those of --group only.")]
 
 
 @queue.default

@@ -1,7 +1,6 @@
 """The plan of `spangrad train --plan`, as a table or as JSON.
 
-In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: groups that were trained or skipped before are counted, not
-listed.
+In: a `Plan`. Out: a table and a sentence, or JSON. Invariant: what was trained or skipped before is counted, not listed.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def show(plan: Plan) -> None:
 
 
 def as_json(plan: Plan) -> str:
-    """Return the plan as JSON: its fields, `batches`, `sentence`, `wanted` (groups) and `counts` by fate. Trained groups are only counted."""
+    """Return the plan as JSON: its fields, `batches`, `sentence`, `wanted` (groups), `counts` by fate. Trained groups are only counted."""
     facts = asdict(plan)
     facts["groups"] = [asdict(group) for group in plan.groups if group.fate != "trained"]
     counts = Counter(str(group.fate) for group in plan.groups)
