@@ -1,4 +1,4 @@
-"""How much a transition costs to make: from the spans of ended rollouts in a store to rows that can be trained on.
+"""Benchmark of the builder: the cost of a transition, from the spans of ended rollouts in a store to rows that can be trained on.
 
 In: how many calls, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check fails. Measured twice, at 8
 and at 32 calls a rollout: the builder's own loop over a real store on disk, in a process of its own, but for its sink, which only takes
@@ -6,7 +6,7 @@ the rows. The rows of 32 calls are merged as the trainer merges them.
 
 `cpu_us` is CPU of the builder from frames in memory to transitions, drops and rewards; `cpu_us_read` is its CPU for finding, reading
 and judging the rollouts, `cpu_us_store` the store's meanwhile, and `cpu_us_all` the three. The peer begins with its own span objects in
-memory. Both `ratio.cpu` (building) and `ratio.cpu_all` (all of ours against the peer's building) are told.
+memory. Both `ratio.cpu` (building) and `ratio.cpu_all` (all of ours against the peer's building) are reported.
 
 Invariant: of every call, prompt ids, response ids, logprobs, reward and agent are compared with what the rollouts hold, and ours with
 the peer's.
@@ -45,7 +45,7 @@ _TEXT = ("gen_ai.prompt", "gen_ai.completion", "logprobs.content")
 """Attributes of the peer's spans that hold messages and logprobs: `peer_lean` goes without."""
 
 Row = list[Any]
-"""Of a call: hashes of its prompt ids, its response ids and its logprobs, its reward, its agent."""
+"""One call: hashes of its prompt ids, its response ids and its logprobs, its reward, its agent."""
 
 ROWS = {
     "calls": "calls",
@@ -84,8 +84,8 @@ def main() -> int:
         workload = Workload(arguments.seed, _rollouts(arguments.calls, calls), calls)
         with tempfile.TemporaryDirectory(prefix="build-") as scratch:
             ours, checked, rows = _ours(Path(scratch), workload)
-            theirs = _peers(Path(scratch), workload, arguments.peer, arguments.peer_calls) if arguments.peer else {}
-        _add(result, calls, ours, checked, {name: compare(rows, one) for name, one in theirs.items()})
+            peers = _peers(Path(scratch), workload, arguments.peer, arguments.peer_calls) if arguments.peer else {}
+        _add(result, calls, ours, checked, {name: compare(rows, peer) for name, peer in peers.items()})
     for name in ("ours", *(name for name in result if name.startswith("peer"))):
         _print_table(name, result[name])
     print(json.dumps(result))
@@ -97,7 +97,7 @@ def _rollouts(calls: int, length: int) -> int:
 
 
 def _ours(directory: Path, workload: Workload) -> tuple[dict[str, Any], dict[str, int], dict[str, list[Row]]]:
-    """Figures, checks, and what was built of each rollout."""
+    """Measure our builder; return its figures, its checks, and the rows that were built, by rollout."""
     grpc, http, sql = free_ports(3)
     ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]
     (directory / "spangrad.toml").touch()
@@ -112,18 +112,18 @@ def _ours(directory: Path, workload: Workload) -> tuple[dict[str, Any], dict[str
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"POLARS_MAX_THREADS": "1"})
     finally:
         child.stop()
-    said = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
     transitions = pl.read_ipc(directory / "transitions")
     dropped = pl.read_ipc(directory / "drops").height
     rows = rows_of(transitions)
     checked = check(transitions, rows, workload) | {"drops": dropped}
     merged, truth = merge_figures(merge(transitions, pl.Series(np.ones(transitions.height))), workload)
-    figures = {"calls": workload.total, "spans": spans, **_figures(said, workload.total), **merged}
+    figures = {"calls": workload.total, "spans": spans, **_figures(report, workload.total), **merged}
     return figures, checked | truth, rows
 
 
 def _fill(url: str, workload: Workload) -> int:
-    """Put the rollouts into the store; how many spans they have."""
+    """Insert the rollouts into the store; return the number of their spans."""
     client = connect(StoreSettings(url=url))
     rows = list[list[Any]]()
     for rollout in workload:
@@ -135,24 +135,24 @@ def _fill(url: str, workload: Workload) -> int:
     return workload.rollouts * (OTHER_SPANS + workload.calls * SPANS_A_TURN)
 
 
-def _figures(said: Mapping[str, Any], calls: int) -> dict[str, float]:
-    """Medians over the rounds, a call each."""
-    rounds: Sequence[Mapping[str, float]] = said["rounds"]
-    cost = {name: median(one[name] for one in rounds) / calls * 1e6 for name in ("build", "read", "store", "wall")}
+def _figures(report: Mapping[str, Any], calls: int) -> dict[str, float]:
+    """Return medians over the rounds, per call; CPU in microseconds."""
+    rounds: Sequence[Mapping[str, float]] = report["rounds"]
+    cost = {name: median(item[name] for item in rounds) / calls * 1e6 for name in ("build", "read", "store", "wall")}
     return {
         "cpu_us": round(cost["build"], 1),
         "cpu_us_read": round(cost["read"], 1),
         "cpu_us_store": round(cost["store"], 1),
-        "cpu_us_all": round(median(one["build"] + one["read"] + one["store"] for one in rounds) / calls * 1e6, 1),
+        "cpu_us_all": round(median(item["build"] + item["read"] + item["store"] for item in rounds) / calls * 1e6, 1),
         "per_s": round(1e6 / cost["wall"]),
-        "rss_mb_before": said["rss_mb_before"],
-        "rss_mb_peak": said["rss_mb_peak"],
-        "other_cores": round(median(one["others"] / one["wall"] for one in rounds), 2),
+        "rss_mb_before": report["rss_mb_before"],
+        "rss_mb_peak": report["rss_mb_peak"],
+        "other_cores": round(median(item["others"] / item["wall"] for item in rounds), 2),
     }
 
 
 def rows_of(transitions: pl.DataFrame) -> dict[str, list[Row]]:
-    """What was built of each rollout, in the order of its turns; a call without rewards has None."""
+    """Return the rows that were built, by rollout, in the order of turns; the reward of a call without rewards is None."""
     columns = ("RolloutId", "Turn", "PromptIds", "ResponseIds", "Logprobs", "Rewards.Value", "AgentName")
     rows: dict[str, list[Row]] = {}
     for rollout, _, prompt, response, logprobs, rewards, agent in transitions.sort("RolloutId", "Turn").select(columns).iter_rows():
@@ -162,7 +162,7 @@ def rows_of(transitions: pl.DataFrame) -> dict[str, list[Row]]:
 
 
 def truth_of(rollout: Rollout) -> list[Row]:
-    """What must be built of a rollout."""
+    """Return the rows that must be built of a rollout."""
     rewards = [None if one is None else round(one, 6) for one in rollout.rewards()]
     return [
         [*hashes(turn.prompt, turn.reply, turn.logprobs), reward, "researcher"] for turn, reward in zip(rollout.turns, rewards, strict=True)
@@ -170,13 +170,13 @@ def truth_of(rollout: Rollout) -> list[Row]:
 
 
 def hashes(prompt: Iterable[int], response: Iterable[int], logprobs: Iterable[float]) -> list[str]:
-    """Of a call's ids and logprobs, as little-endian numbers of four bytes."""
+    """Return hashes of a call's prompt ids, response ids and logprobs, as little-endian numbers of four bytes."""
     arrays = (np.asarray(prompt, "<u4"), np.asarray(response, "<u4"), np.asarray(logprobs, "<f4"))
     return [hashlib.sha256(one.tobytes()).hexdigest()[:16] for one in arrays]
 
 
 def check(transitions: pl.DataFrame, rows: Mapping[str, list[Row]], workload: Workload) -> dict[str, int]:
-    """What must be 0: calls without a transition, with several, of nobody, and calls of which something else was built than they hold."""
+    """Return counts that must be 0: calls without a transition or with several, transitions of unknown calls, and wrong rows."""
     expected, wrong = set[str](), 0
     for rollout in workload:
         places = range(OTHER_SPANS + 3, OTHER_SPANS + workload.calls * SPANS_A_TURN, SPANS_A_TURN)
@@ -191,13 +191,13 @@ def check(transitions: pl.DataFrame, rows: Mapping[str, list[Row]], workload: Wo
     }
 
 
-def differing(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """In how many places two lists of rows differ."""
-    return sum(left != right for left, right in zip(one, other, strict=False)) + abs(len(one) - len(other))
+def differing(left_rows: Sequence[Row], right_rows: Sequence[Row]) -> int:
+    """Return the number of positions at which two lists of rows differ."""
+    return sum(left != right for left, right in zip(left_rows, right_rows, strict=False)) + abs(len(left_rows) - len(right_rows))
 
 
 def merge_figures(sequences: Sequences, workload: Workload) -> tuple[dict[str, float], dict[str, int]]:
-    """What merging saves, and what must be 0: any difference from what the breaks in the rollouts say.
+    """Return figures of merging, and counts that must be 0: differences from what the breaks in the rollouts imply.
 
     `trained_tokens` counts sampled tokens that are trained less or more than once, or with another id or logprob than they were sampled
     with.
@@ -227,37 +227,37 @@ def merge_figures(sequences: Sequences, workload: Workload) -> tuple[dict[str, f
 
 
 def _pairs(ids: NDArray[np.uint32], logprobs: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """Each token's id and the bits of its logprob as one number, sorted."""
+    """Return each token's id and the bits of its logprob as one number, sorted."""
     return np.sort((ids.astype(np.uint64) << np.uint64(32)) | logprobs.view(np.uint32))
 
 
 def _peers(directory: Path, workload: Workload, peer: str, calls: int) -> dict[str, dict[str, Any]]:
-    """Figures and results of the peer: with spans as its tracer writes them, and `lean`, without messages and logprobs."""
-    some = Workload(workload.seed, min(workload.rollouts, _rollouts(calls, workload.calls)), workload.calls)
-    found: dict[str, dict[str, Any]] = {}
+    """Measure the peer twice; return figures and results: with spans as its tracer writes them, and without messages and logprobs."""
+    subset = Workload(workload.seed, min(workload.rollouts, _rollouts(calls, workload.calls)), workload.calls)
+    results: dict[str, dict[str, Any]] = {}
     for name, without in (("peer", ()), ("peer_lean", _TEXT)):
         file = directory / name
         with file.open("w") as out:
-            for rollout in some:
+            for rollout in subset:
                 spans = rollout.peer_spans()
                 for span in spans:
                     span["attributes"] = {key: value for key, value in span["attributes"].items() if not key.startswith(tuple(without))}
                 print(json.dumps({"rollout": rollout.name, "spans": spans}), file=out)
-        said = PEERS[peer](file)
-        cpu, wall = (median(one[place] for one in said["rounds"]) for place in range(2))
-        found[name] = {
-            "calls": some.total,
-            "cpu_us": round(cpu / some.total * 1e6, 1),
-            "per_s": round(some.total / wall),
-            "rss_mb_before": said["rss_mb_before"],
-            "rss_mb_peak": said["rss_mb_peak"],
-            "results": said["results"],
+        report = PEERS[peer](file)
+        cpu, wall = (median(item[place] for item in report["rounds"]) for place in range(2))
+        results[name] = {
+            "calls": subset.total,
+            "cpu_us": round(cpu / subset.total * 1e6, 1),
+            "per_s": round(subset.total / wall),
+            "rss_mb_before": report["rss_mb_before"],
+            "rss_mb_peak": report["rss_mb_peak"],
+            "results": report["results"],
         }
-    return found
+    return results
 
 
 def compare(ours: Mapping[str, list[Row]], peer: dict[str, Any]) -> dict[str, Any]:
-    """The peer's figures, and `different`: calls of which ours and the peer do not give the same.
+    """Return the peer's figures, and `different`: the number of calls for which our rows and the peer's differ.
 
     Where the peer gives no logprobs, those are not compared.
     """
@@ -265,17 +265,17 @@ def compare(ours: Mapping[str, list[Row]], peer: dict[str, Any]) -> dict[str, An
     different = 0
     for rollout, triplets in peer.pop("results").items():
         own = ours.get(rollout, [])
-        theirs = [
+        peer_rows = [
             [prompt, response, logprobs, reward and round(reward, 6), agent] for prompt, response, logprobs, reward, _, agent in triplets
         ]
-        if all(row[2] == nothing for row in theirs):
-            own, theirs = ([[*row[:2], *row[3:]] for row in rows] for rows in (own, theirs))
-        different += differing(own, theirs)
+        if all(row[2] == nothing for row in peer_rows):
+            own, peer_rows = ([[*row[:2], *row[3:]] for row in rows] for rows in (own, peer_rows))
+        different += differing(own, peer_rows)
     return {**peer, "different": different}
 
 
 def _add(result: dict[str, Any], calls: int, ours: dict[str, Any], checked: dict[str, int], peers: dict[str, dict[str, Any]]) -> None:
-    """Add one length's figures; those of the first stand at the top, the others' names end in their length."""
+    """Add the figures of one rollout length; those of the first length are at the top level, the names of the others end in it."""
     first = calls == CALLS_A_ROLLOUT[0]
     suffix = "" if first else f"_{calls}"
     checks: dict[str, int] = dict.fromkeys(("different", "trained_tokens"), 0) | result["checked"]
@@ -291,7 +291,7 @@ def _add(result: dict[str, Any], calls: int, ours: dict[str, Any], checked: dict
             result[name] = figures
         else:
             result[name][f"calls_{calls}"] = figures
-    # What merging saves is told at the top of the longest rollouts.
+    # The merge ratio at the top level is that of the longest rollouts.
     result["ours"] |= {f"merge_ratio_{calls}": ours["merge_ratio"], "merge_ratio": ours["merge_ratio"]}
     result["checked"] = checks
 

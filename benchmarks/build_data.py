@@ -1,7 +1,7 @@
 """Rollouts of an agent that asks, calls a tool, and asks again: as our store's rows, and as the peer's own tracer writes them.
 
 In: a seed, how many rollouts, how many calls each has. Out: `Rollout`s, rows of otel.otel_traces, spans for the peer, and what must come of
-them. Invariant: a rollout is decided by the seed and its number alone, and both sides hear of the same calls, ids and rewards.
+them. Invariant: a rollout is decided by the seed and its number alone, and both sides get the same calls, ids and rewards.
 
 A prompt is a system message and a question (200 tokens), then for each turn before it the reply (40 tokens) and the tool's observation
 (60). One turn in twenty breaks the prefix: a token of the reply before it has changed, as by a template or a tokeniser that does not
@@ -49,7 +49,7 @@ COLUMNS = (
     "Events.Name",
     "Events.Attributes",
 )
-"""Of otel.otel_traces, as `Rollout.rows` fills them."""
+"""Columns of otel.otel_traces, in the order of the values in `Rollout.rows`."""
 _BEGIN_NS = 1_767_225_600 * 10**9
 """2026-01-01."""
 _STEP_NS = 10**9
@@ -71,11 +71,11 @@ class Turn:
     grade: float | None
     """Its own reward, beside the rollout's."""
     messages: list[dict[str, str]]
-    """Whose texts the prompt holds."""
+    """Messages whose texts the prompt holds."""
     text: str
     observation: str
     breaks: bool
-    """Whether its prompt does not begin with the prompt and the reply before it."""
+    """True if the prompt does not begin with the previous turn's prompt and reply."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Rollout:
     reward: float
 
     def rewards(self) -> list[float | None]:
-        """What each call earned, the rollout's own reward added to the last one's."""
+        """Return the reward of each call; the rollout's own reward is added to that of the last call."""
         grades = [turn.grade for turn in self.turns]
         return [*grades[:-1], self.reward + (grades[-1] or 0.0)]
 
@@ -109,13 +109,13 @@ class Rollout:
             "spangrad.rollout.attempt": "0",
         }
 
-        def row(place: int, parent: int | None, name: str, kind: str, scope: str, at: int, lasts: int, said: dict[str, str], **facts: Any):
+        def row(place: int, parent: int | None, name: str, kind: str, scope: str, at: int, lasts: int, own: dict[str, str], **facts: Any):
             service = facts.get("service", "agent")
             process = {"spangrad.process.id": f"{service}-{self.number % 16}", "spangrad.seq": str(facts.get("seq") or next(seq))}
             resource = {"service.name": service, "telemetry.sdk.language": "python"}
             events = facts.get("events", [])
             above = "" if parent is None else self.span(parent)
-            span = [at, self.trace, self.span(place), above, name, kind, service, resource, scope, named | process | said, lasts]
+            span = [at, self.trace, self.span(place), above, name, kind, service, resource, scope, named | process | own, lasts]
             return [*span, facts.get("status", "Ok"), "", [at + lasts for _ in events], ["gen_ai.evaluation.result"] * len(events), events]
 
         root = {
@@ -161,7 +161,7 @@ class Rollout:
         return f"chatcmpl-{self.number:08x}{number:08x}"
 
     def _client(self, turn: Turn) -> dict[str, str]:
-        """What OpenInference's instrumentation of OpenAI's client writes."""
+        """Return the attributes that OpenInference's instrumentation of OpenAI's client writes."""
         flat = {f"llm.input_messages.{at}.message.{key}": text for at, one in enumerate(turn.messages) for key, text in one.items()}
         asked = {"model": MODEL, "temperature": 1.0, "max_tokens": 256}
         return {
@@ -181,7 +181,7 @@ class Rollout:
         }
 
     def _call(self, turn: Turn, number: int) -> dict[str, str]:
-        """What the gateway's recorder writes, without the bodies."""
+        """Return the attributes that the gateway's recorder writes, without the bodies."""
         return {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "vllm",
@@ -227,8 +227,8 @@ class Rollout:
             add(first + 1, 1, "openai.chat.completion", at, at + 1, self._peer_call(turn, number))
             if turn.grade is not None:
                 add(first + 2, 1, "agentlightning.annotation", at + 1.1, at + 1.1, _peer_score(turn.grade))
-            said = {"agentops.span.kind": "tool", "operation.name": "search", "agentops.entity.output": turn.observation}
-            add(first + 4, 1, "search.tool", at + 1.2, at + 1.8, said)
+            tool_attributes = {"agentops.span.kind": "tool", "operation.name": "search", "agentops.entity.output": turn.observation}
+            add(first + 4, 1, "search.tool", at + 1.2, at + 1.8, tool_attributes)
         add(first + 3, 1, "agentlightning.annotation", at + 1.85, at + 1.85, _peer_score(self.reward))
         return spans
 
@@ -265,7 +265,7 @@ class Workload:
     rollouts: int
     """A multiple of GROUP_SIZE."""
     calls: int
-    """Of each rollout."""
+    """Number of calls of each rollout."""
 
     @property
     def total(self) -> int:

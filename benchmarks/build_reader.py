@@ -1,4 +1,4 @@
-"""The builder at work on a full store, in a process of its own: what building costs, what reading costs, and what came of it.
+"""The builder on a full store, in a process of its own: the cost of building and of reading, and the rows.
 
 In: a store that holds a workload. Out: `Round`s and the last one's transitions. Invariant: it is the builder's own loop that works,
 from roots that it finds itself; only its sink is another, that keeps the rows instead of writing them.
@@ -27,7 +27,7 @@ _UNTOUCHED = 10**6
 
 @dataclass(slots=True)
 class Round:
-    """Seconds that everything took once."""
+    """Seconds of one round over all rollouts."""
 
     build: float = 0.0
     """CPU of the builder in `build`, from frames to rows."""
@@ -41,14 +41,14 @@ class Round:
 
 
 class _Keep:
-    """Takes what is built, and may keep it."""
+    """Sink that keeps the rows, or drops them, instead of writing them."""
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
         self.built: list[Built] = []
 
     def write(self, built: Built, rollouts: pl.DataFrame) -> Written:
-        """Instead of writing it."""
+        """Keep the rows if asked to; write nothing."""
         if self._keeps:
             self.built.append(built)
         return Written(built, empty(BUILDS).join(rollouts, on="RolloutId", how="semi"))
@@ -85,11 +85,11 @@ def _round(store: StoreSettings, number: int, store_process: int, sink: _Keep) -
     try:
         builder = loop.Builder(settings)
         builder._sink = sink  # type: ignore[assignment]  # the loop as it is, but for what it writes
-        machine, wall, theirs, own = machine_cpu(), time.perf_counter(), time.clock_gettime(clock), time.process_time()
+        machine, wall, store_cpu, own_cpu = machine_cpu(), time.perf_counter(), time.clock_gettime(clock), time.process_time()
         builder.look()
-        own, theirs = time.process_time() - own, time.clock_gettime(clock) - theirs
-        cost.wall, cost.read, cost.store = time.perf_counter() - wall, own - cost.build, theirs
-        cost.others = max(0.0, machine_cpu() - machine - own - theirs)
+        own_cpu, store_cpu = time.process_time() - own_cpu, time.clock_gettime(clock) - store_cpu
+        cost.wall, cost.read, cost.store = time.perf_counter() - wall, own_cpu - cost.build, store_cpu
+        cost.others = max(0.0, machine_cpu() - machine - own_cpu - store_cpu)
     finally:
         loop.build = original
     return cost

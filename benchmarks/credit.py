@@ -1,4 +1,4 @@
-"""What credit is worth: two small tasks, learned through our own store, builder, credit and trainer.
+"""Benchmark of credit assignment: two small tasks, learned through our own store, builder, credit and trainer.
 
 In: tasks, arms, seeds, how many steps. Out: a table, a picture, a line a run in a file, and as the last line one JSON object; exit code 1
 when a check fails. `ours` is the credit that docs/credit.md advises: on `flow` (one reward at the end) a rule that pays for tools that went
@@ -28,9 +28,9 @@ STEPS = 60
 LEARNED = 0.95
 """Success, of fresh rollouts, that ours must end at in every seed."""
 CONTRAST_STEP, CONTRAST = 40, 0.2
-"""On flow, success at this step must lie so far above the peer's, on the mean over seeds."""
+"""Step, and least difference of mean success over seeds from the peer's at this step, on flow."""
 HIT, SPEED = 0.8, 2 / 3
-"""On inbox, ours must reach this success in at most this part of the peer's steps, in the median."""
+"""Success to reach on inbox, and largest share of the peer's median number of steps in which ours must reach it."""
 ARMS = ("air", "own", "identical", "gamed", "named", "retokenized")
 OF_ONE_SEED = ("gamed", "named", "retokenized")
 OURS = {"flow": "air", "inbox": "own"}
@@ -41,7 +41,7 @@ Runs = Mapping[tuple[str, str], Sequence["Result"]]
 
 
 def main() -> int:
-    """Run what is asked for and not there yet; tell of all of it."""
+    """Run what was requested and is not in the file yet; report all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=OURS, default=list(OURS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -61,15 +61,15 @@ def main() -> int:
     ]
     results = list(_results(asked, arguments.steps, arguments.out / RUNS))
     draw(arguments.out / PICTURE, results)
-    told = conclude(results, whole=arguments.steps >= STEPS and arguments.group is None)
+    summary = conclude(results, whole=arguments.steps >= STEPS and arguments.group is None)
     _print_table(results)
     print(f"picture: {arguments.out / PICTURE}")
-    print(json.dumps(told))
-    return 1 if any(told["checked"].values()) else 0
+    print(json.dumps(summary))
+    return 1 if any(summary["checked"].values()) else 0
 
 
 def arms(group: int | None = None) -> list[Arm]:
-    """All of them; a group of so many rollouts in place of the task's own."""
+    """Return all arms, with `group` rollouts a group in place of the task's own number."""
     from benchmarks.credit_run import Arm
     from benchmarks.credit_tasks import TOOLS, Flow, Inbox
     from spangrad.settings import AirRule
@@ -89,7 +89,7 @@ def arms(group: int | None = None) -> list[Arm]:
 
 
 def _results(asked: Iterable[tuple[Arm, int]], steps: int, file: Path) -> Iterable[Result]:
-    """Each run's result: from the file, or run and put there."""
+    """Yield each run's result: from the file, or from a new run, which is added to the file."""
     from benchmarks.credit_run import Result, run
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -118,20 +118,20 @@ def _say(result: Result, what: str) -> None:
 
 
 def steps_to(success: Sequence[float], least: float = HIT) -> int | None:
-    """The first step at which the mean over three steps reaches so much. None: never."""
+    """Return the first step at which the mean success over three steps is at least `least`. None: no step."""
     return next((step for step in range(2, len(success)) if mean(success[step - 2 : step + 1]) >= least), None)
 
 
 def conclude(results: Sequence[Result], *, whole: bool) -> dict[str, Any]:
-    """The last line.
+    """Return the JSON object of the last line.
 
     Args:
-        results: what was run.
-        whole: whether the runs were as long and as large as what is claimed of them.
+        results: results of all runs.
+        whole: True if the runs are as long and as large as those that the claims are about.
     """
     runs: dict[tuple[str, str], list[Result]] = {}
-    for one in sorted(results, key=lambda one: one.seed):
-        runs.setdefault((one.task, one.arm), []).append(one)
+    for result in sorted(results, key=lambda result: result.seed):
+        runs.setdefault((result.task, result.arm), []).append(result)
     ours, peer = ({task: _figures(runs.get((task, name or ours), [])) for task, ours in OURS.items()} for name in ("", "identical"))
     return {
         "benchmark": "credit",
@@ -139,8 +139,8 @@ def conclude(results: Sequence[Result], *, whole: bool) -> dict[str, Any]:
         "peer": peer,
         "ratio": _ratios(ours, peer),
         "others": {
-            arm: _figures(found) | {"alarms": found[0].alarms, "refused": bool(found[0].refused)}
-            for (_, arm), found in runs.items()
+            arm: _figures(of_arm) | {"alarms": of_arm[0].alarms, "refused": bool(of_arm[0].refused)}
+            for (_, arm), of_arm in runs.items()
             if arm in OF_ONE_SEED
         },
         "checked": _checked(results, runs) | (_claims(ours, peer, runs) if whole else {}),
@@ -148,7 +148,7 @@ def conclude(results: Sequence[Result], *, whole: bool) -> dict[str, Any]:
 
 
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
-    """Of the seeds of one arm; empty where it was not run."""
+    """Return the figures of one arm over its seeds; empty if it was not run."""
     if not results:
         return {}
     hits = [steps_to(one.success) for one in results]
@@ -166,17 +166,17 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _ratios(ours: Mapping[str, dict[str, Any]], peer: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for task in OURS:
         for name in ("final_mean", f"at_{CONTRAST_STEP}_mean", "steps_to_hit_median"):
-            one, other = ours[task].get(name), peer[task].get(name)
-            if one and other:
-                found[f"{task}_{name}"] = round(other / one if name.startswith("steps") else one / other, 2)
-    return found
+            own, peer_value = ours[task].get(name), peer[task].get(name)
+            if own and peer_value:
+                ratios[f"{task}_{name}"] = round(peer_value / own if name.startswith("steps") else own / peer_value, 2)
+    return ratios
 
 
 def _checked(results: Sequence[Result], runs: Runs) -> dict[str, int]:
-    """Counts that must be 0 in any run."""
+    """Return counts that must be 0 in any run."""
     trained = [one for one in results if not one.refused]
     return {
         "untrained": sum(abs(one.sampled - one.trained) for one in trained),
@@ -189,32 +189,32 @@ def _checked(results: Sequence[Result], runs: Runs) -> dict[str, int]:
 
 
 def _claims(ours: Mapping[str, dict[str, Any]], peer: Mapping[str, dict[str, Any]], runs: Runs) -> dict[str, int]:
-    """What was promised of whole runs and does not hold: counts of seeds, or 1."""
-    found = {f"{task}_not_learned": sum(one < LEARNED for one in ours[task].get("final", [])) for task in OURS}
-    found["unseen_gaming"] = sum(not one.alarms for one in runs.get(("flow", "gamed"), []))
+    """Return the claims on whole runs that do not hold: counts of seeds, or 1."""
+    failures = {f"{task}_not_learned": sum(one < LEARNED for one in ours[task].get("final", [])) for task in OURS}
+    failures["unseen_gaming"] = sum(not one.alarms for one in runs.get(("flow", "gamed"), []))
     at, hit = f"at_{CONTRAST_STEP}_mean", "steps_to_hit_median"
     if ours["flow"] and peer["flow"]:
-        found["flow_no_contrast"] = int(ours["flow"][at] - peer["flow"][at] < CONTRAST)
+        failures["flow_no_contrast"] = int(ours["flow"][at] - peer["flow"][at] < CONTRAST)
     if ours["inbox"] and peer["inbox"]:
-        found["inbox_not_faster"] = int(ours["inbox"][hit] > SPEED * peer["inbox"][hit])
-    return found
+        failures["inbox_not_faster"] = int(ours["inbox"][hit] > SPEED * peer["inbox"][hit])
+    return failures
 
 
 def _print_table(results: Sequence[Result]) -> None:
     heads = ("final", f"at {CONTRAST_STEP}", f"to {HIT}", "return", "alarm", "gap", "s/step")
     print(f"{'task':8}{'arm':14}{'seed':>5}" + "".join(f"{head:>10}" for head in heads))
-    for one in results:
-        hit = steps_to(one.success)
+    for result in results:
+        hit = steps_to(result.success)
         cells = [
-            "refused" if one.refused else f"{one.final:.3f}",
-            f"{one.success[CONTRAST_STEP]:.3f}" if len(one.success) > CONTRAST_STEP else "",
+            "refused" if result.refused else f"{result.final:.3f}",
+            f"{result.success[CONTRAST_STEP]:.3f}" if len(result.success) > CONTRAST_STEP else "",
             "" if hit is None else str(hit),
-            f"{one.mean_return[-1]:.3f}" if one.mean_return else "",
-            str(one.alarms[0]) if one.alarms else "",
-            f"{one.gap:.0e}",
-            f"{sum(one.seconds.values()) / len(one.success):.2f}",
+            f"{result.mean_return[-1]:.3f}" if result.mean_return else "",
+            str(result.alarms[0]) if result.alarms else "",
+            f"{result.gap:.0e}",
+            f"{sum(result.seconds.values()) / len(result.success):.2f}",
         ]
-        print(f"{one.task:8}{one.arm:14}{one.seed:5}" + "".join(f"{cell:>10}" for cell in cells))
+        print(f"{result.task:8}{result.arm:14}{result.seed:5}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 if __name__ == "__main__":

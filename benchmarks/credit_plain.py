@@ -1,8 +1,8 @@
 """The inbox of the credit benchmark in plain PyTorch: the same models, tickets and samples, and a step from the textbook.
 
 In: an arm's credit, seeds, how many kinds of tickets. Out: a line a seed, and as the last line one JSON object. Invariant: no store, no
-builder, no trainer and no verl, so that a run takes seconds. Seed by seed it follows the benchmark's own run to within rounding, which is
-what a test holds: so it tells how often a seed falls short without hours of machine time.
+builder, no trainer and no verl, so that a run takes seconds. Seed by seed it follows the benchmark's own run to within rounding, as a test
+checks: so it shows how often a seed falls short without hours of machine time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=int, default=len(KINDS), help="of tickets")
     parser.add_argument("--entropy", type=float, default=Inbox.entropy, help="bonus; that of the benchmark otherwise")
     arguments = parser.parse_args()
-    told: dict[str, object] = {"benchmark": "credit_plain", "kinds": arguments.kinds, "entropy": arguments.entropy}
+    summary: dict[str, object] = {"benchmark": "credit_plain", "kinds": arguments.kinds, "entropy": arguments.entropy}
     for credit in arguments.credits:
         results: list[Result] = []
         for seed in arguments.seeds:
@@ -44,7 +44,7 @@ def main() -> None:
                 results.append(run(Inbox(kinds=arguments.kinds, entropy=arguments.entropy), credit, seed, arguments.steps, Path(scratch)))
             print(f"{credit:12}seed {seed:3}  final {results[-1].final:.3f}  to 0.8: {steps_to(results[-1].success)}", flush=True)
         hits = [steps_to(one.success) for one in results]
-        told[credit] = {
+        summary[credit] = {
             "seeds": len(results),
             "learned": sum(one.final >= LEARNED for one in results),
             "final": [round(one.final, 3) for one in results],
@@ -52,11 +52,11 @@ def main() -> None:
             "steps_to_hit": hits,
             "steps_to_hit_median": median(arguments.steps if hit is None else hit for hit in hits),
         }
-    print(json.dumps(told))
+    print(json.dumps(summary))
 
 
 def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Result:
-    """As `credit_run.run`, with GRPO's advantages and PPO's loss written out."""
+    """Train like `credit_run.run`, with GRPO's advantages and PPO's loss written out."""
     write_model(directory / "model", task, seed)
     result = Result(task.name, credit, seed, task.group, steps)
     sampler, dice = Sampler(directory / "model", seed + 77), random.Random(seed + 1000)
@@ -84,7 +84,7 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
 
 
 def _advantages(rollouts: Sequence[Sampled], credit: str) -> NDArray[np.float64]:
-    """An advantage a call, in order: of its grade among those of its group's calls at the same turn, or of its rollout's sum."""
+    """Return the advantage of each call: of its grade among its group's calls at the same turn, or of its rollout's sum of grades."""
     if credit == "own":
         graded = [(call.turn.grade or 0.0, (one.group, turn)) for one in rollouts for turn, call in enumerate(one.calls)]
         return _among([value for value, _ in graded], [place for _, place in graded])
@@ -93,12 +93,12 @@ def _advantages(rollouts: Sequence[Sampled], credit: str) -> NDArray[np.float64]
 
 
 def _among(values: Sequence[float], places: Sequence[object]) -> NDArray[np.float64]:
-    """Each value above the mean of those of the same place, in their standard deviations; alone it is 0."""
+    """Return each value's distance from the mean of its place, in standard deviations; 0 for the only value of a place."""
     given, result = np.asarray(values), np.zeros(len(values))
-    found: dict[object, list[int]] = {}
+    by_place: dict[object, list[int]] = {}
     for index, place in enumerate(places):
-        found.setdefault(place, []).append(index)
-    for here in found.values():
+        by_place.setdefault(place, []).append(index)
+    for here in by_place.values():
         if len(here) > 1:
             result[here] = (given[here] - given[here].mean()) / (given[here].std(ddof=1) + 1e-6)
     return result

@@ -1,4 +1,4 @@
-"""How success grew in the runs of the credit benchmark, as a picture.
+"""Plot of success by step in the runs of the credit benchmark.
 
 In: results. Out: a PNG, a panel each task and one for the reward that was gamed. Invariant: a line is the mean over seeds, and its shade
 reaches from the least to the greatest.
@@ -23,24 +23,24 @@ _TITLES = {
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Draw what there is."""
+    """Plot the success of all results, and save the picture."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     panels: dict[str, dict[str, list[Result]]] = {}
-    for one in results:
-        if one.success and not one.refused:
-            panels.setdefault(GAMED if one.arm in _WITH_LOOK else one.task, {}).setdefault(one.arm, []).append(one)
+    for result in results:
+        if result.success and not result.refused:
+            panels.setdefault(GAMED if result.arm in _WITH_LOOK else result.task, {}).setdefault(result.arm, []).append(result)
     figure, all_axes = plt.subplots(1, max(len(panels), 1), figsize=(6 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False)
     for axes, (panel, arms) in zip(all_axes[0], panels.items(), strict=False):
         for arm, runs in arms.items():
-            shaded(axes, [one.success for one in runs], f"{arm}, {len(runs)} seed{'s' if len(runs) > 1 else ''}")
+            shaded(axes, [result.success for result in runs], f"{arm}, {len(runs)} seed{'s' if len(runs) > 1 else ''}")
             if arm == GAMED:
-                shaded(axes, [one.mean_return for one in runs], f"{arm}: mean return")
-                for one in runs:
-                    axes.axvline(one.alarms[0], color="black", linestyle="--", label="alarm") if one.alarms else None
+                shaded(axes, [result.mean_return for result in runs], f"{arm}: mean return")
+                for result in runs:
+                    axes.axvline(result.alarms[0], color="black", linestyle="--", label="alarm") if result.alarms else None
         axes.set(title=_TITLES[panel], xlabel="step", ylabel="success of the batch", ylim=(-0.02, 1.02))
         axes.grid(alpha=0.3)
         axes.legend(loc="best")

@@ -29,9 +29,9 @@ from trainer.loop import Trainer
 from transition_builder.loop import Builder
 
 GROUPS = 4
-"""A step."""
+"""Groups of rollouts in a training step."""
 FRESH_ROLLOUTS = 1024
-"""With which a trained policy is measured."""
+"""Number of new rollouts on which a trained policy is measured."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Arm:
     baseline: str = "rollout"
     rules: tuple[AirRule, ...] = ()
     retokenized: bool = False
-    """Whether the spans hold ids that were made from the text again."""
+    """True if the spans hold token ids that were made by tokenising the text again."""
 
 
 @dataclass
 class Result:
-    """What came of a run, a value a step in each list."""
+    """Result of one run; lists have one value a step."""
 
     task: str
     arm: str
@@ -57,41 +57,41 @@ class Result:
     group: int
     steps: int
     success: list[float] = field(default_factory=list[float])
-    """Of the rollouts that the step trains."""
+    """Success of the rollouts that each step trains."""
     mean_return: list[float] = field(default_factory=list[float])
     alarms: list[int] = field(default_factory=list[int])
     """Versions at which the alarm of a gamed reward rang."""
     gap: float = 0.0
     """The largest |rollout logprob - trainer logprob| of all steps, in nats."""
     refused: str = ""
-    """What the trainer said when it refused a step; the run ends there."""
+    """Error with which the trainer refused a step, which ends the run; empty if it refused none."""
     final: float = 0.0
     """Success of fresh rollouts by the last version."""
     sampled: int = 0
     trained: int = 0
-    """Rollouts, as the store's otel.batches counts them."""
+    """Number of rollouts in the store's otel.batches."""
     calls: int = 0
     transitions: int = 0
     drops: int = 0
     unaccounted: int = 0
-    """Calls that are neither, or both."""
+    """Calls that are neither transition nor drop, or both."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """By stage, over all steps."""
+    """Seconds by stage, summed over all steps."""
 
     def json(self) -> dict[str, Any]:
-        """As a line of a file."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
 
-def run(arm: Arm, seed: int, steps: int, directory: Path, said: Callable[[Result], None] = lambda _: None) -> Result:
+def run(arm: Arm, seed: int, steps: int, directory: Path, on_step: Callable[[Result], None] = lambda _: None) -> Result:
     """Train from a fresh model, in a fresh store.
 
     Args:
-        arm: what is trained how.
-        seed: of the model, of sampling and of the tasks.
-        steps: optimiser steps.
-        directory: for everything that the run writes.
-        said: told of the result as it grows, after each step.
+        arm: task, credit and rules of the run.
+        seed: random seed of the model, of sampling and of the tasks.
+        steps: number of optimiser steps.
+        directory: directory for everything that the run writes.
+        on_step: called with the result so far, after each step.
     """
     write_model(directory / "model", arm.task, seed)
     result = Result(arm.task.name, arm.name, seed, arm.task.group, steps)
@@ -100,7 +100,7 @@ def run(arm: Arm, seed: int, steps: int, directory: Path, said: Callable[[Result
         sampler = Sampler(directory / "model", seed + 77)
         with closing(connect(store)) as client:
             with training(settings, client, sampler) as trainer:
-                _Loop(arm, settings, trainer, sampler, Builder(settings), result).run(seed, steps, said)
+                _Loop(arm, settings, trainer, sampler, Builder(settings), result).run(seed, steps, on_step)
             goals = arm.task.goals(random.Random(seed + 5), FRESH_ROLLOUTS // arm.task.group)
             result.final = success(arm.task, sampler.rollouts(arm.task, goals))
             _account(result, client, settings.trainer.run_id)
@@ -118,7 +118,7 @@ class _Loop:
     builder: Builder
     result: Result
 
-    def run(self, seed: int, steps: int, said: Callable[[Result], None]) -> None:
+    def run(self, seed: int, steps: int, on_step: Callable[[Result], None]) -> None:
         dice = random.Random(seed + 1000)
         author = Author(self.settings.trainer.run_id, self.arm.task, seed)
         poster = Poster(f"{self.settings.store.otlp_endpoint}/v1/traces", {}, None)
@@ -135,15 +135,15 @@ class _Loop:
             self.result.calls += sum(len(one.calls) for one in rollouts)
             try:
                 with clocked(clock, "train"):
-                    made = train_step(self.trainer)
+                    version = train_step(self.trainer)
             except TrainerError as error:
                 self.result.refused = str(error)
                 return
-            self.result.mean_return.append(round(made.metrics["mean_return"], 4))
-            self.result.gap = max(self.result.gap, made.metrics["logprob_gap_max"])
-            if made.metrics.get("gaming_alarm"):
-                self.result.alarms.append(made.version)
-            said(self.result)
+            self.result.mean_return.append(round(version.metrics["mean_return"], 4))
+            self.result.gap = max(self.result.gap, version.metrics["logprob_gap_max"])
+            if version.metrics.get("gaming_alarm"):
+                self.result.alarms.append(version.version)
+            on_step(self.result)
 
     def _served(self) -> Served:
         newest = newest_version(self.trainer.ledger)
@@ -151,7 +151,7 @@ class _Loop:
 
 
 def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> Settings:
-    """As docs/credit.md tells."""
+    """Return the settings that docs/credit.md advises."""
     return Settings(
         store=store,
         gateway=GatewaySettings(),
@@ -161,7 +161,7 @@ def _settings(arm: Arm, store: StoreSettings, directory: Path, run_id: str) -> S
             model=directory / "model",
             directory=directory / "policies",
             groups_per_batch=GROUPS,
-            credit=arm.credit,  # type: ignore[arg-type]  # pydantic says what is wrong with it
+            credit=arm.credit,  # type: ignore[arg-type]  # pydantic validates it
             baseline=arm.baseline,  # type: ignore[arg-type]
             learning_rate=1e-3,
             entropy_coef=arm.task.entropy,
@@ -180,12 +180,12 @@ SELECT
 
 
 def _account(result: Result, client: Client, run_id: str) -> None:
-    """What the store holds of the run."""
+    """Set the numbers of trained rollouts, transitions and drops that the store holds of the run."""
     trained, transitions, drops = client.query(_COUNTS, parameters={"run": run_id}).result_rows[0]
     result.trained, result.transitions, result.drops = trained, len(transitions), len(drops)
     result.unaccounted = abs(result.calls - len(set(transitions) | set(drops))) + len(set(transitions) & set(drops))
 
 
 def success(task: Task, rollouts: Sequence[Sampled]) -> float:
-    """Mean over rollouts."""
+    """Return the mean success of the rollouts."""
     return mean(task.success(one.goal, one.turns()) for one in rollouts)

@@ -28,14 +28,14 @@ _ID = {word: i for i, word in enumerate(WORDS)}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, as the engine answered it, and what came of it."""
+    """One call, with the engine's response and the turn that follows."""
 
     prompt: list[int]
     reply: list[int]
     logprobs: list[float]
     turn: Turn
     agent: str = AGENT
-    """Who asked."""
+    """Name of the agent that made the call."""
 
 
 @dataclass(slots=True)
@@ -49,16 +49,16 @@ class Sampled:
 
     @property
     def state(self) -> State:
-        """Where it is."""
+        """State of the rollout after its last call."""
         return self.calls[-1].turn.state if self.calls else State(0)
 
     @property
     def done(self) -> bool:
-        """Whether its last call ended it."""
+        """True if the last call ended the rollout."""
         return bool(self.calls) and self.calls[-1].turn.done
 
     def turns(self) -> list[Turn]:
-        """What came of its calls."""
+        """Return the turns of all calls."""
         return [call.turn for call in self.calls]
 
 
@@ -86,16 +86,16 @@ class Sampler:
         self.model.load_state_dict(load_file(model / "model.safetensors"))
 
     def rollouts(self, task: Task, goals: Sequence[tuple[str, ...]]) -> list[Sampled]:
-        """A group of each goal, from begin to end."""
+        """Sample a group of whole rollouts for each goal."""
         everything = [Sampled(goal, place) for place, goal in enumerate(goals) for _ in range(task.group)]
         for _ in range(task.limit):
-            going = [one for one in everything if not one.done]
+            going = [rollout for rollout in everything if not rollout.done]
             if not going:
                 break
-            prompts = [_ids(task.prompt(one.goal, one.state)) for one in going]
-            for one, prompt, reply, logprobs in zip(going, prompts, *self.sample(prompts), strict=True):
-                turn = task.step(one.goal, one.state, [WORDS[token] for token in reply])
-                one.calls.append(Call(prompt, reply, logprobs, turn))
+            prompts = [_ids(task.prompt(rollout.goal, rollout.state)) for rollout in going]
+            for rollout, prompt, reply, logprobs in zip(going, prompts, *self.sample(prompts), strict=True):
+                turn = task.step(rollout.goal, rollout.state, [WORDS[token] for token in reply])
+                rollout.calls.append(Call(prompt, reply, logprobs, turn))
         return everything
 
     @torch.inference_mode()

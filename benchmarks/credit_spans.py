@@ -1,7 +1,7 @@
 """Rollouts as the spans that runner, agent and gateway would send of them.
 
-In: sampled rollouts. Out: bodies of OTLP requests. Invariant: nothing is said that those three would not say, and nothing of what a
-rollout is worth but its evaluations: credit is the trainer's to find.
+In: sampled rollouts. Out: bodies of OTLP requests. Invariant: the spans hold nothing that those three would not write; of a rollout's worth
+they hold only its evaluations, since credit is assigned by the trainer.
 
 A rollout is the runner's root, a span of each agent, and three spans a call: the client's, the gateway's below it, and the tool's. A graded
 call's evaluation stands on the client's span, a rollout's reward on the root. Requests and responses as JSON are left out.
@@ -37,7 +37,7 @@ _CANONICAL = {i: WORDS.index(word.removeprefix(RESPELLED)) for i, word in enumer
 
 
 class Graded(Protocol):
-    """What is written of a task."""
+    """Properties of a task that spans depend on."""
 
     @property
     def group(self) -> int:
@@ -46,23 +46,23 @@ class Graded(Protocol):
 
     @property
     def final(self) -> bool:
-        """Whether a rollout has a reward at its end: its success."""
+        """True if a rollout has a reward at its end: its success."""
         ...
 
     def success(self, goal: Sequence[str], turns: Sequence[Turn]) -> float:
-        """How much of a rollout's task was done, between 0 and 1."""
+        """Return the share of a rollout's task that was done, from 0 to 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What answered an agent."""
+    """Policy version that answers an agent."""
 
     policy: str
     version: int
     tokenizer_hash: str
     retokenized: bool = False
-    """Whether the spans hold, in place of the ids that were sampled, those that the reply's text has."""
+    """True if the spans hold the ids of the reply's text in place of the sampled ids."""
 
 
 class Author:
@@ -75,7 +75,7 @@ class Author:
         self._seq = count()
 
     def bodies(self, rollouts: Sequence[Sampled], step: int, served: Mapping[str, Served]) -> Iterator[bytes]:
-        """A step's rollouts, some whole ones a body; `served`: what answered each agent."""
+        """Yield bodies of a step's rollouts, several whole ones in each; `served` is the policy version of each agent."""
         for first in range(0, len(rollouts), _ROLLOUTS_A_BODY):
             scopes = {name: ScopeSpans(scope=InstrumentationScope(name=name)) for name in _SERVICES}
             for place in range(first, min(first + _ROLLOUTS_A_BODY, len(rollouts))):
@@ -90,7 +90,7 @@ class Author:
 
 @dataclass(slots=True)
 class _Rollout:
-    """One rollout, as it is written."""
+    """Writer of one rollout's spans."""
 
     run: str
     task: Graded
@@ -112,8 +112,8 @@ class _Rollout:
         ]
         calls, ticks = self.sampled.calls, 4 * len(self.sampled.calls) + 2
 
-        def span(scope: str, title: str, parent: bytes, at: int, lasts: int, said: Iterable[KeyValue], kind: Any = Span.SPAN_KIND_INTERNAL):
-            made = self.scopes[scope].spans.add(
+        def span(scope: str, title: str, parent: bytes, at: int, lasts: int, own: Iterable[KeyValue], kind: Any = Span.SPAN_KIND_INTERNAL):
+            added = self.scopes[scope].spans.add(
                 trace_id=trace,
                 span_id=self.random.randbytes(8),
                 parent_span_id=parent,
@@ -124,9 +124,9 @@ class _Rollout:
                 attributes=named,
             )
             # One process of each kind writes everything of a run, and counts.
-            made.attributes.append(attribute(semconv.SEQ, next(self.seq)))
-            made.attributes.extend([_constant(semconv.PROCESS_ID, f"{_SERVICES[scope]}-{self.run}"), *said])
-            return made
+            added.attributes.append(attribute(semconv.SEQ, next(self.seq)))
+            added.attributes.extend([_constant(semconv.PROCESS_ID, f"{_SERVICES[scope]}-{self.run}"), *own])
+            return added
 
         root = span(_RUNNER, semconv.ROOT_SPAN_NAME, b"", 0, ticks, self._root(len(calls)))
         if self.task.final:
@@ -150,29 +150,29 @@ class _Rollout:
             )
             if turn.tool is not None:
                 facts = {kind: "TOOL", semconv.OPENINFERENCE_TOOL_NAME: turn.tool, semconv.OPENINFERENCE_OUTPUT: turn.state.status}
-                said = [_constant(key, value) for key, value in facts.items()]
-                tool = span(_FRAMEWORK, turn.tool, agent.span_id, at + 3, 1, said)
+                of_tool = [_constant(key, value) for key, value in facts.items()]
+                tool = span(_FRAMEWORK, turn.tool, agent.span_id, at + 3, 1, of_tool)
                 failed = turn.state.status == ERROR
                 tool.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR if failed else Status.STATUS_CODE_OK))
 
     def _root(self, calls: int) -> list[KeyValue]:
-        said = {
+        attributes = {
             semconv.TASK_ID: " ".join(self.sampled.goal),
             semconv.GROUP_ID: f"{self.step}-{self.sampled.group}",
             semconv.GROUP_SIZE: self.task.group,
             semconv.ROLLOUT_CALLS: calls,
             semconv.ROLLOUT_FINAL: True,
         }
-        return [attribute(key, value) for key, value in said.items()]
+        return [attribute(key, value) for key, value in attributes.items()]
 
 
 def _evaluate(span: Span, name: str, value: float) -> None:
-    said = [attribute(semconv.EVALUATION_NAME, name), attribute(semconv.EVALUATION_SCORE, float(value))]
-    span.events.add(name=semconv.EVALUATION_EVENT, time_unix_nano=span.end_time_unix_nano, attributes=said)
+    attributes = [attribute(semconv.EVALUATION_NAME, name), attribute(semconv.EVALUATION_SCORE, float(value))]
+    span.events.add(name=semconv.EVALUATION_EVENT, time_unix_nano=span.end_time_unix_nano, attributes=attributes)
 
 
 def _answer(call: Call, served: Served) -> list[KeyValue]:
-    """What the gateway writes of an answered call."""
+    """Return the attributes that the gateway writes of an answered call."""
     reply = [_CANONICAL[token] for token in call.reply] if served.retokenized else call.reply
     own = {
         semconv.GEN_AI_INPUT_TOKENS: len(call.prompt),
@@ -186,7 +186,7 @@ def _answer(call: Call, served: Served) -> list[KeyValue]:
 
 @lru_cache(maxsize=8)
 def _every_answer(served: Served) -> list[KeyValue]:
-    said = {
+    attributes = {
         semconv.GEN_AI_OPERATION: "chat",
         semconv.GEN_AI_PROVIDER: PROVIDER,
         semconv.GEN_AI_REQUEST_MODEL: served.policy,
@@ -199,7 +199,7 @@ def _every_answer(served: Served) -> list[KeyValue]:
         semconv.TOKENIZER_HASH: served.tokenizer_hash,
         semconv.HTTP_STATUS: 200,
     }
-    return [attribute(key, value) for key, value in said.items()]
+    return [attribute(key, value) for key, value in attributes.items()]
 
 
 @lru_cache(maxsize=1024)

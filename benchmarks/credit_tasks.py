@@ -1,6 +1,6 @@
-"""Two small tasks in which it matters which call is credited with what.
+"""Two small tasks in which it matters to which call a reward is credited.
 
-In: what the model says. Out: what the agent sees and what it earns. Invariant: a prompt is the whole state, so that nothing but the policy
+In: the model's replies. Out: the agent's observations and rewards. Invariant: a prompt is the whole state, so that nothing but the policy
 decides what a call is worth.
 
 `Flow`: a goal is reached over four pages; on each one of five tools works, which one depends on goal and page. A right tool leads to the
@@ -20,11 +20,12 @@ TOOLS = ("login", "search", "open", "edit", "save")
 GOALS = ("refund", "cancel", "order", "invoice")
 PAGES = ("home", "list", "item", "form")
 KINDS = (*PAGES, "cart", "bill", "gate", "desk")
-"""As many for each of four tools: with seven, the tool that is right for one kind alone is lost for good in one seed of six or so."""
+"""Kinds of tickets, equally many for each of four tools: with seven kinds, the tool that is right for only one is never learned in
+about one seed of six."""
 LOOK = "look"
 """A tool that only reads: it never fails, and leads nowhere."""
 RESPELLED = "_"
-"""Before a tool's name: another token of the same text, as many tokenizers have one for a word after a space and one without."""
+"""Prefix of a tool's name in another token of the same text, as many tokenizers have one for a word after a space and one without."""
 OK, ERROR = "ok", "error"
 WORDS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "user", "assistant", "tool", "inbox", OK, ERROR, LOOK),
@@ -34,29 +35,29 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a rollout is."""
+    """State of a rollout."""
 
     page: int
-    """Pages, or tickets, behind it."""
+    """Number of pages, or tickets, that are done."""
     status: str = OK
-    """What came of the call before."""
+    """Result of the previous call: ok or error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What came of one call."""
+    """Result of one call."""
 
     state: State
-    """After it."""
+    """State after the call."""
     tool: str | None
-    """That ran. None: the reply was none's name."""
+    """Tool that ran. None: the reply was not the name of a tool."""
     grade: float | None
-    """The call's own reward. None: it has none."""
+    """Reward of the call itself. None: it has none."""
     done: bool
 
 
 class Task(Protocol):
-    """One of the two."""
+    """Interface of the two tasks."""
 
     name: str
     group: int
@@ -64,28 +65,28 @@ class Task(Protocol):
     limit: int
     """Calls a rollout, at most."""
     final: bool
-    """Whether a rollout's only reward comes at its end: 1 for success, else 0."""
+    """True if a rollout's only reward comes at its end: 1 for success, else 0."""
     entropy: float
     """Weight of the entropy that the loss rewards."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
-        """What so many groups, or the next multiple of what there is, are asked to do."""
+        """Return the goals of `count` groups, or of the next multiple of the number of goals."""
         ...
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
-        """What the model reads; as long in every state."""
+        """Return the words of the prompt; their number is the same in every state."""
         ...
 
     def step(self, goal: Sequence[str], state: State, reply: Sequence[str]) -> Turn:
-        """What comes of a reply of two words."""
+        """Return the result of a reply of two words."""
         ...
 
     def success(self, goal: Sequence[str], turns: Sequence[Turn]) -> float:
-        """How much of a rollout's task was done, between 0 and 1."""
+        """Return the share of a rollout's task that was done, from 0 to 1."""
         ...
 
     def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
-        """A prompt of any state, and a well-formed reply that knows nothing of it."""
+        """Return a prompt of a random state, and a well-formed reply that is independent of it."""
         ...
 
 
@@ -99,20 +100,20 @@ class Flow:
     final: bool = True
     entropy: float = 0.0
     look: bool = False
-    """Whether there is the tool that only reads."""
+    """True if the task has the tool that only reads."""
     respelled: bool = False
-    """Whether the model may say a tool's name with either of two tokens."""
+    """True if the model may write a tool's name with either of two tokens."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
-        """Each of the four as often."""
+        """Return each of the four goals equally often."""
         return [(goal,) for goal in GOALS] * -(-count // len(GOALS))
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
-        """Goal, page and what came of the call before."""
+        """Return the goal, the page and the result of the previous call."""
         return _chat(goal[0], PAGES[state.page], state.status)
 
     def step(self, goal: Sequence[str], state: State, reply: Sequence[str]) -> Turn:
-        """Only on page j, for goal i, tool i + j (modulo five) leads on."""
+        """Return the result of a call: on page j, for goal i, tool i + j (modulo five) leads to the next page."""
         tool = _tool(reply, TOOLS if not self.look else (*TOOLS, LOOK))
         if tool is None:
             return Turn(state, None, None, done=True)
@@ -121,11 +122,11 @@ class Flow:
         return Turn(State(state.page, OK if tool == LOOK else ERROR), tool, None, done=False)
 
     def success(self, goal: Sequence[str], turns: Sequence[Turn]) -> float:
-        """Whether the last page is behind it."""
+        """Return 1 if the last page is done, else 0."""
         return float(turns[-1].state.page == len(PAGES))
 
     def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
-        """Any page, any status, any tool."""
+        """Return a prompt of a random page and status, with a random tool."""
         prompt = self.prompt([dice.choice(GOALS)], State(dice.randrange(len(PAGES)), dice.choice((OK, ERROR))))
         tool = dice.choice(TOOLS if not self.look else (*TOOLS, LOOK))
         return prompt, [RESPELLED + tool if self.respelled and dice.random() < 0.5 else tool, WORDS[2]]
@@ -141,20 +142,20 @@ class Inbox:
     final: bool = False
     tools: tuple[str, ...] = TOOLS[:4]
     kinds: int = len(KINDS)
-    """Of tickets: the first so many of `KINDS`."""
+    """Number of kinds of tickets: the first ones of `KINDS`."""
     entropy: float = 0.003
     """trainer.entropy_coef, of every arm: with none, a tool that is given up early comes back late or never, in a seed of twenty or so."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
-        """A queue for each group."""
+        """Return a queue of tickets for each group."""
         return [tuple(dice.choices(KINDS[: self.kinds], k=self.limit)) for _ in range(count)]
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
-        """The ticket's kind."""
+        """Return the prompt with the ticket's kind."""
         return _chat("inbox", goal[state.page])
 
     def step(self, goal: Sequence[str], state: State, reply: Sequence[str]) -> Turn:
-        """Kind i needs tool i modulo four."""
+        """Return the result of a call: a ticket of kind i needs tool i modulo four."""
         tool = _tool(reply, self.tools)
         if tool is None:
             return Turn(state, None, 0.0, done=True)
@@ -162,16 +163,16 @@ class Inbox:
         return Turn(State(state.page + 1), tool, float(right), done=state.page + 1 == self.limit)
 
     def success(self, goal: Sequence[str], turns: Sequence[Turn]) -> float:
-        """The share of tickets that were done rightly."""
+        """Return the share of tickets that were done with the right tool."""
         return sum(turn.grade or 0.0 for turn in turns) / len(goal)
 
     def demonstration(self, dice: random.Random) -> tuple[list[str], list[str]]:
-        """Any kind, any tool."""
+        """Return a prompt of a random kind, with a random tool."""
         return self.prompt([dice.choice(KINDS[: self.kinds])], State(0)), [dice.choice(self.tools), WORDS[2]]
 
 
 def spoken(word: str) -> str:
-    """The text of a word's token: two spellings are one text."""
+    """Return the text of a word's token; two spellings have the same text."""
     return word.removeprefix(RESPELLED)
 
 
@@ -181,5 +182,5 @@ def _chat(asked: str, *seen: str) -> list[str]:
 
 
 def _tool(reply: Sequence[str], tools: Sequence[str]) -> str | None:
-    said = spoken(reply[0])
-    return said if said in tools and reply[1] == WORDS[2] else None
+    name = spoken(reply[0])
+    return name if name in tools and reply[1] == WORDS[2] else None

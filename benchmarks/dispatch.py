@@ -1,9 +1,9 @@
-"""How many rollouts a second are handed out: enqueued, leased, run by an agent that answers at once, completed; ours against a peer.
+"""Benchmark of the queue: rollouts a second that are enqueued, leased, run by an agent that answers at once, and completed; with a peer.
 
 In: how many, how many others wait in the queue, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check
 fails. Invariant: server, enqueuer and workers are processes of their own and speak HTTP; the time runs from the first enqueue to the last
-acknowledged completion, and workers begin when all are enqueued; every id that was enqueued must be handled, once, by what the workers
-say and by what the server says.
+acknowledged completion, and workers begin when all are enqueued; every id that was enqueued must be handled, once, as the workers
+and the server report.
 
 Ours, twice: workers that take a hundred at once, and workers that take one at a time. SQLite, each answer after its commit is on the
 disk; a hundred thousand other rollouts of the run wait behind those that are measured. The peer keeps all in memory, with an empty queue,
@@ -62,7 +62,7 @@ class Measured:
 
 
 class Process:
-    """An enqueuer or a worker, ready."""
+    """Process of an enqueuer or a worker."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
@@ -71,38 +71,38 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Process id."""
         return self._process.pid
 
     def ready(self) -> None:
-        """Wait until it is."""
+        """Wait until the process is ready."""
         self._read("ready")
 
     def go(self) -> None:
-        """Let it begin."""
+        """Start its work."""
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
     def done(self) -> dict[str, Any]:
-        """What it has done."""
+        """Wait for the end of its work, and return its report."""
         return self._read("handled")
 
     def end(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
-    def _read(self, wanted: str) -> dict[str, Any]:
+    def _read(self, key: str) -> dict[str, Any]:
         for line in self._process.stdout:
-            if line.startswith("{") and wanted in (said := json.loads(line)):
-                return said
-        raise RuntimeError(f"a process ended with exit code {self._process.wait()} before it said {wanted!r}")
+            if line.startswith("{") and key in (message := json.loads(line)):
+                return message
+        raise RuntimeError(f"a process ended with exit code {self._process.wait()} before it reported {key!r}")
 
 
 def measure(
     enqueuer: Process, workers: Sequence[Process], pids: Sequence[int], count: int
 ) -> tuple[dict[str, Any], list[str], list[str], int]:
-    """Let the enqueuer go, then the workers, and wait for the last; figures, ids enqueued, ids handled, refusals."""
+    """Run the enqueuer, then the workers; return figures, ids that were enqueued, ids that were handled, and the number of refusals."""
     processes = [enqueuer, *workers]
     try:
         for process in processes:
@@ -134,13 +134,13 @@ def measure(
 
 
 def check(enqueued: Sequence[str], handled: Sequence[str], succeeded: Sequence[str], refused: int) -> dict[str, int]:
-    """What must be 0, or nothing was measured.
+    """Return counts that must be 0 for the measurement to be valid.
 
     Args:
-        enqueued: ids that the enqueuer was acknowledged.
-        handled: ids that workers were acknowledged.
-        succeeded: ids of which the server says so.
-        refused: completions that the server did not take.
+        enqueued: ids that the server acknowledged to the enqueuer.
+        handled: ids that the server acknowledged to the workers.
+        succeeded: ids of rollouts in state succeeded on the server.
+        refused: number of completions that the server refused.
     """
     times = Counter(handled)
     return {
@@ -152,7 +152,7 @@ def check(enqueued: Sequence[str], handled: Sequence[str], succeeded: Sequence[s
 
 
 def ours(directory: Path, count: int, waiting: int, workers: int, *, batch: int, streams: int) -> Measured:
-    """Our server, on SQLite in the directory, with so many others waiting."""
+    """Measure our server on SQLite in the directory, with `waiting` other rollouts in the queue."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     words = [f"runner.queue_port={port}", f"runner.queue_url={url}", f"runner.queue_db=sqlite:///{directory}/queue.db"]
@@ -178,9 +178,9 @@ def ours(directory: Path, count: int, waiting: int, workers: int, *, batch: int,
         with PlainQueue(QueueClient(url)) as queue:
             succeeded: list[str] = []
             cursor = 0
-            while (found := queue.wait(queue.client.ended(RUN, after=cursor, limit=1000))).rollouts:
-                succeeded += [one.rollout_id for one in found.rollouts if one.state is State.SUCCEEDED]
-                cursor = found.cursor
+            while (page := queue.wait(queue.client.ended(RUN, after=cursor, limit=1000))).rollouts:
+                succeeded += [one.rollout_id for one in page.rollouts if one.state is State.SUCCEEDED]
+                cursor = page.cursor
             states = queue.wait(queue.client.run(RUN)).states
     finally:
         child.stop()

@@ -36,18 +36,18 @@ async def enqueue(client: QueueClient, run: str, count: int, priority: int) -> d
 
 
 async def work(client: QueueClient, run: str, name: str, count: int, batch: int, streams: int) -> dict[str, object]:
-    """Lease, run and complete so many, over several connections at once."""
+    """Lease, run and complete `count` rollouts, over several connections at once."""
     handled: list[str] = []
     refused, left = 0, count
 
     async def stream(number: int) -> None:
         nonlocal left, refused
         while left:
-            wanted = min(batch, left)
-            left -= wanted
-            while wanted:
-                leases = await client.lease(run, f"{name} {number}", wanted, wait_seconds=30)
-                wanted -= len(leases)
+            missing = min(batch, left)
+            left -= missing
+            while missing:
+                leases = await client.lease(run, f"{name} {number}", missing, wait_seconds=30)
+                missing -= len(leases)
                 for result in await client.complete([completion(one) for one in leases]):
                     if result.refused:
                         refused += 1
@@ -59,13 +59,13 @@ async def work(client: QueueClient, run: str, name: str, count: int, batch: int,
 
 
 def completion(lease: Lease) -> Completion:
-    """What the agent's answer is worth."""
+    """Run the agent, and return the completion with its reward."""
     reward = agent(lease.task_input())
     return Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": reward}, calls=0, seconds=0.0)
 
 
 async def main() -> None:
-    """Do what the command line says, once told to."""
+    """Run the role that the command line names, after a line on standard input."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=["enqueue", "work"])
     parser.add_argument("--url", required=True)

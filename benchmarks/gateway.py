@@ -1,4 +1,4 @@
-"""What the gateway costs a call: CPU, time added, calls a second; with every span looked for; ours against a peer.
+"""Benchmark of the gateway: CPU and time added per call, calls a second, with a check of every span; ours against a peer.
 
 In: how many calls, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check fails.
 Invariant: upstream, client and roads are processes of their own, and only the road's CPU counts; all roads get the same requests for the
@@ -36,10 +36,10 @@ PATH = "/v1/chat/completions"
 CONNECTIONS = 16
 WARM_UP = 2 * CONNECTIONS
 STEP_SECONDS = 0.005
-"""Between two tokens of a stream: an engine under load."""
+"""Seconds between two tokens of a stream, as of an engine under load."""
 RECORD_SECONDS = 120
 QUIET_SECONDS = 0.3
-"""A record that is complete may still be tidied up after by who wrote it."""
+"""Seconds to wait after a record is complete, for the work that its writer still does."""
 
 Open = Callable[[Path, str], AbstractContextManager[Mapping[str, Road]]]
 PEERS: Mapping[str, Open] = {"agent_lightning": agent_lightning_proxy.running}
@@ -60,40 +60,40 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked, of every road, in each turn."""
+    """Numbers of requests to each road in each turn."""
 
     calls: int
     streams: int
     alone: int
-    """Calls one at a time."""
+    """Number of calls that are sent one at a time."""
 
     def share(self, part: float) -> Sizes:
-        """So much of each, and no less than all connections can have in flight."""
+        """Return this share of each number, but at least the number of connections."""
         return Sizes(*(max(CONNECTIONS, round(count * part)) for count in (self.calls, self.streams, self.alone)))
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was seen of one road."""
+    """Measurements of one road."""
 
     cpu: dict[Kind, float] = field(default_factory=dict[Kind, float])
-    """Seconds."""
+    """CPU seconds by kind."""
     turns: list[float] = field(default_factory=list[float])
-    """CPU us a whole answer, a turn."""
+    """CPU of a whole answer in microseconds, one value a turn."""
     loaded: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """Under load."""
+    """Parts that were measured under load."""
     straight: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """The same load without the road, just before."""
+    """Parts of the same load without the road, just before."""
     alone: list[tuple[Part, Part]] = field(default_factory=list[tuple[Part, Part]])
-    """One call at a time, straight and by the road, call by call in turns."""
+    """Parts of one call at a time, directly and by the road, alternating."""
     ids: list[str] = field(default_factory=list[str])
-    """Of all answers, the first ones included."""
+    """Ids of all answers, the first ones included."""
     answers: dict[Kind, set[str]] = field(default_factory=lambda: {kind: set() for kind in Kind})
     refused: int = 0
     rss: int = 0
 
     def keep(self, kind: Kind, part: Part) -> Part:
-        """Remember what the checks need."""
+        """Record what the checks need, and return the part."""
         self.ids += part.ids
         self.answers[kind] |= set(part.answers)
         self.refused += len(part.refused)
@@ -144,31 +144,31 @@ def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int
     """Figures of all, how many times ours is better than the peer, and what must be 0.
 
     Args:
-        tallies: by road; `ours` is one.
-        recorded: what each road's record lacks or has too much of.
-        bodies: what was asked and answered.
+        tallies: measurements by road; one road is `ours`.
+        recorded: counts of missing and surplus entries in each road's record.
+        bodies: requests and responses of the benchmark.
     """
     figures = {name: _figures(tally) for name, tally in tallies.items()}
     own = figures["ours"]
     checked: dict[str, int] = {}
     for name, tally in tallies.items():
-        found = {**recorded[name], "refused": tally.refused, "wrong_texts": _wrong_texts(tally, bodies)}
+        counts = {**recorded[name], "refused": tally.refused, "wrong_texts": _wrong_texts(tally, bodies)}
         if name == "ours":
-            found["wrong_answers"] = _wrong_answers(tally, bodies)
-        checked |= {what if name == "ours" else f"{name}_{what}": count for what, count in found.items()}
+            counts["wrong_answers"] = _wrong_answers(tally, bodies)
+        checked |= {what if name == "ours" else f"{name}_{what}": count for what, count in counts.items()}
     ratio: dict[str, float] = {}
-    for name, theirs in figures.items():
+    for name, of_road in figures.items():
         suffix = name.removeprefix("peer")
         for key, short in {"cpu_us": "cpu", "cpu_us_stream": "cpu_stream", "p50_added_ms": "p50_added"}.items():
-            if name != "ours" and key in theirs:
-                ratio[short + suffix] = round(theirs[key] / own[key], 2)
-        if name != "ours" and "per_s" in theirs:
-            ratio["throughput" + suffix] = round(own["per_s"] / theirs["per_s"], 2)
+            if name != "ours" and key in of_road:
+                ratio[short + suffix] = round(of_road[key] / own[key], 2)
+        if name != "ours" and "per_s" in of_road:
+            ratio["throughput" + suffix] = round(own["per_s"] / of_road["per_s"], 2)
     return {**figures, "ratio": ratio, "checked": checked}
 
 
 def _turn(road: Road, tally: Tally, client: _Client, upstream: str, sizes: Sizes, *, first: bool) -> None:
-    """Load one road with what it has to carry; a first turn only warms it up."""
+    """Send one turn of load over one road; a first turn only warms it up."""
     for kind in Kind:
         if kind not in road.kinds:
             continue
@@ -231,21 +231,21 @@ def _added(by_road: Sequence[Part], straight: Sequence[Part], percent: int, *, f
 
 
 def _wrong_texts(tally: Tally, bodies: Bodies) -> int:
-    """Answers, of those that differ, that say something else than the engine said."""
-    said = [json.loads(one)["choices"][0]["message"]["content"] for one in tally.answers[Kind.WHOLE]]
-    said += [text_of(one.encode()) for one in tally.answers[Kind.STREAM]]
-    return sum(text != bodies.text for text in said)
+    """Return the number of different answers whose text is not the engine's."""
+    texts = [json.loads(answer)["choices"][0]["message"]["content"] for answer in tally.answers[Kind.WHOLE]]
+    texts += [text_of(answer.encode()) for answer in tally.answers[Kind.STREAM]]
+    return sum(text != bodies.text for text in texts)
 
 
 def _wrong_answers(tally: Tally, bodies: Bodies) -> int:
-    """Answers that are not, field by field, what the engine would have given straight."""
-    wanted = {
+    """Return the number of different answers that do not equal, field by field, those of the engine itself."""
+    expected = {
         Kind.WHOLE: [json.loads(bodies.whole(ids=False, logprobs=False))],
         Kind.STREAM: _events(b"".join(bodies.events(ids=False, logprobs=False))),
     }
-    given = [(Kind.WHOLE, [json.loads(one)]) for one in tally.answers[Kind.WHOLE]]
-    given += [(Kind.STREAM, _events(one.encode())) for one in tally.answers[Kind.STREAM]]
-    return sum([{**one, "id": ""} for one in answer] != [{**one, "id": ""} for one in wanted[kind]] for kind, answer in given)
+    given = [(Kind.WHOLE, [json.loads(event)]) for event in tally.answers[Kind.WHOLE]]
+    given += [(Kind.STREAM, _events(event.encode())) for event in tally.answers[Kind.STREAM]]
+    return sum([{**event, "id": ""} for event in answer] != [{**event, "id": ""} for event in expected[kind]] for kind, answer in given)
 
 
 def _events(stream: bytes) -> list[dict[str, Any]]:
@@ -266,7 +266,7 @@ def _cpu(road: Road) -> float:
 
 
 def _own_cpu() -> float:
-    """Of this process and all that it has started."""
+    """Return the CPU seconds of this process and all its descendants."""
     return sum(sum(process.cpu_times()[:4]) for process in tree([psutil.Process(os.getpid())]))
 
 

@@ -1,4 +1,4 @@
-"""What an agent asks and vLLM answers, as bytes: the same for every road, but for each answer's id.
+"""Requests of an agent and responses of vLLM, as bytes: the same for every road, except for the response ids.
 
 In: a seed. Out: `Bodies`. Invariant: an answer without what was not asked for is byte by byte the answer with it, less those fields' values
 (null, as vLLM writes them), so that what a client gets through the gateway can be compared with what it gets straight from the upstream.
@@ -53,41 +53,41 @@ class Bodies:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The answer's tokens as text."""
+        """Texts of the answer's tokens."""
         draw = random.Random(f"{self.seed} tokens")
         return ["".join(draw.choices(" etaoinshrdlu", k=draw.choice((2, 3, 4, 5, 6)))) for _ in range(ANSWER_TOKENS)]
 
     @cached_property
     def prompt_ids(self) -> list[int]:
-        """What the engine read."""
+        """Token ids of the prompt."""
         return random.Random(f"{self.seed} prompt").choices(range(150_000), k=PROMPT_TOKENS)
 
     @cached_property
     def response_ids(self) -> list[int]:
-        """What it sampled."""
+        """Token ids of the answer."""
         return random.Random(f"{self.seed} response").choices(range(150_000), k=ANSWER_TOKENS)
 
     @cached_property
     def logprobs(self) -> list[float]:
-        """And how likely that was."""
+        """Logprobs of the answer's tokens."""
         draw = random.Random(f"{self.seed} logprobs")
         return [-draw.expovariate(2) for _ in range(ANSWER_TOKENS)]
 
     @property
     def text(self) -> str:
-        """The whole answer."""
+        """Text of the whole answer."""
         return "".join(self.tokens)
 
     def request(self, *, stream: bool) -> bytes:
-        """What the agent asks: a few turns of a conversation, and a tool."""
+        """Return the agent's request: a few turns of a conversation, and a tool."""
         draw = random.Random(f"{self.seed} request")
-        said = [" ".join("".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(185)) for _ in range(TURNS)]
+        texts = [" ".join("".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(185)) for _ in range(TURNS)]
         roles = ["system", *(("user", "assistant") * TURNS)[: TURNS - 1]]
         parameters = {"type": "object", "properties": {"query": {"type": "string", "description": "what to look for"}}}
         function = {"name": "search", "description": "Searches the shop's catalogue.", "parameters": parameters}
         asked: dict[str, Any] = {
             "model": POLICY,
-            "messages": [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)],
+            "messages": [{"role": role, "content": content} for role, content in zip(roles, texts, strict=True)],
             "temperature": 0.8,
             "max_tokens": ANSWER_TOKENS,
             "tools": [{"type": "function", "function": function}],
@@ -95,7 +95,7 @@ class Bodies:
         return _json(asked | {"stream": True} if stream else asked)
 
     def whole(self, *, ids: bool, logprobs: bool) -> bytes:
-        """A whole answer."""
+        """Return a response that is not streamed."""
         choice = {
             "index": 0,
             "message": {

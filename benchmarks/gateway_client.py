@@ -2,7 +2,7 @@
 
 In: the seed; on standard input a JSON line for each part of the load, an `Order`. Out: JSON lines on standard output: {"ready"}, then for
 each order its `Part`s by address. Invariant: a connection has one request at a time; the addresses of an order take turns on it, so that
-what is compared is measured under the same weather.
+what is compared is measured under the same conditions.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class Order(msgspec.Struct):
-    """What to ask."""
+    """Requests to send."""
 
     urls: list[str]
     stream: bool
     connections: int
     count: int
-    """Requests, of all addresses together."""
+    """Number of requests to all addresses together."""
 
 
 class Part(msgspec.Struct):
-    """What one address answered."""
+    """Answers of one address."""
 
     seconds: float = 0.0
-    """Of the whole order."""
+    """Duration of the whole order, in seconds."""
     milliseconds: list[float] = []
-    """From the first byte sent to the last one read, a request."""
+    """Milliseconds from the first byte sent to the last byte read, one value a request."""
     first_milliseconds: list[float] = []
-    """To the first byte of the body."""
+    """Milliseconds from the first byte sent to the first byte of the body, one value a request."""
     ids: list[str] = []
-    """The answers' own."""
+    """Response ids of the answers."""
     answers: list[str] = []
-    """Every different answer, without its id and how it came: one, if the road adds nothing of its own."""
+    """Different answers, without their ids and headers: only one if the road adds nothing of its own."""
     refused: list[str] = []
-    """What was no answer."""
+    """Descriptions of failed requests."""
 
 
 class _Exchange(asyncio.Protocol):
@@ -66,11 +66,11 @@ class _Exchange(asyncio.Protocol):
         self.first_byte = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Keep the transport."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Keep it, and see whether that was all."""
+        """Append the data, and check whether the answer is complete."""
         self._read += data
         if not self._body:
             end = self._read.find(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Roads from an agent to the engine, each with its record: our gateway with our store, and what a peer has to look like.
+"""Roads from an agent to the engine, each with its record: our gateway with our store, and the interface of a peer's.
 
 In: an empty directory, the upstream's address. Out: a `Road` that answers. Invariant: its processes end with the `with` block; only the
 processes that carry the answers count as its cost, not those that keep the record.
@@ -24,35 +24,35 @@ ROLLOUT = "/rollout/bench/attempt/0"
 
 
 class Kind(StrEnum):
-    """How an answer comes."""
+    """Form of a response."""
 
     WHOLE = "whole"
-    """In one piece."""
+    """One JSON response."""
     STREAM = "stream"
-    """Token by token."""
+    """A stream of one event a token."""
 
 
 class Road(Protocol):
-    """What the benchmark asks of whoever carries the answers."""
+    """Interface of a road that is measured: a proxy between agent and engine, with its record of calls."""
 
     url: str
-    """Where agents ask, without /v1."""
+    """URL for agents, without /v1."""
     kinds: frozenset[Kind]
-    """What is measured of it."""
+    """Forms of responses that are measured."""
     children: Sequence[Child]
-    """The processes whose cost counts."""
+    """Processes whose CPU and memory count."""
 
     def recorded(self) -> int:
-        """How many calls stand in the record."""
+        """Return the number of calls in the record."""
         ...
 
     def check(self, ids: Sequence[str], bodies: Bodies) -> Mapping[str, int]:
-        """What must be 0, when calls with these ids have been answered and the record is complete."""
+        """Return counts that must be 0 once calls with these ids have been answered and the record is complete."""
         ...
 
 
 class Gateway:
-    """Ours: `spangrad gateway`, which hands its spans to a `spangrad store`."""
+    """Our road: `spangrad gateway`, which exports its spans to a `spangrad store`."""
 
     def __init__(self, gateway: Child, port: int, store: StoreSettings) -> None:
         self.kinds = frozenset(Kind)
@@ -61,21 +61,21 @@ class Gateway:
         self._store = connect(store)
 
     def recorded(self) -> int:
-        """Rows of the table that every reader's view of calls is made of."""
+        """Return the number of rows of the table below the view of calls."""
         return int(self._store.query("SELECT count() FROM otel.calls").result_rows[0][0])
 
     def check(self, ids: Sequence[str], bodies: Bodies) -> Mapping[str, int]:
-        """Every answer's id once, in what readers see and in what was delivered; and in each call what the engine read and sampled."""
-        found = Counter(str(row[0]) for row in self._store.query("SELECT ResponseId FROM otel.v_calls").result_rows)
+        """Count response ids that do not occur once in view and delivered spans, and calls without the engine's ids and logprobs."""
+        occurrences = Counter(str(row[0]) for row in self._store.query("SELECT ResponseId FROM otel.v_calls").result_rows)
         delivered, spans = self._store.query("SELECT count(), uniqExact(SpanId) FROM otel.otel_traces").result_rows[0]
         right = "PromptIds = {prompt:Array(UInt32)} AND ResponseIds = {response:Array(UInt32)} AND Logprobs = {logprobs:Array(Float32)}"
         arrays = {"prompt": bodies.prompt_ids, "response": bodies.response_ids, "logprobs": bodies.logprobs}
         query = f"SELECT countIf(NOT ({right})), countIf(empty(`Versions.Version`) OR ErrorType != '') FROM otel.v_calls"
         wrong_ids, incomplete = self._store.query(query, parameters=arrays).result_rows[0]
         return {
-            "lost": sum(one not in found for one in ids),
-            "double": sum(count - 1 for count in found.values()) + int(delivered) - int(spans),
-            "foreign": len(found.keys() - set(ids)),
+            "lost": sum(one not in occurrences for one in ids),
+            "double": sum(count - 1 for count in occurrences.values()) + int(delivered) - int(spans),
+            "foreign": len(occurrences.keys() - set(ids)),
             "repeated_answers": len(ids) - len(set(ids)),
             "wrong_ids": int(wrong_ids),
             "incomplete": int(incomplete),
@@ -84,7 +84,7 @@ class Gateway:
 
 @contextmanager
 def ours(directory: Path, upstream: str) -> Generator[Mapping[str, Road]]:
-    """Store and gateway, each in a process of its own."""
+    """Run store and gateway, each in a process of its own."""
     with embedded(directory) as store:
         gateway, port = _gateway(directory, upstream, store)
         try:

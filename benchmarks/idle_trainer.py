@@ -53,7 +53,7 @@ FROM numbers({begin}, {end} - {begin})
 
 
 class _EnoughError(Exception):
-    """As many looks were taken as were wanted."""
+    """Raised to end the loop when the requested number of looks is reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ def look_at_all_history(ledger: Ledger, client: Client, settings: Settings, spec
             for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS, SKIPPED)
         ]
         finished = {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken))}
-        made = sa.select(VERSIONS.c.batch_id).where(*own(VERSIONS), VERSIONS.c.status == "committed", VERSIONS.c.batch_id.is_not(None))
+        batches = sa.select(VERSIONS.c.batch_id).where(*own(VERSIONS), VERSIONS.c.status == "committed", VERSIONS.c.batch_id.is_not(None))
         groups = sa.union(
-            *(sa.select(table.c.group_id).where(*own(table), table.c.batch_id.in_(made)) for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS))
+            *(sa.select(table.c.group_id).where(*own(table), table.c.batch_id.in_(batches)) for table in (BATCH_ROLLOUTS, TUNED_ROLLOUTS))
         )
         transaction.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one()
     builds = builds_sql(None, f"RunId = '{trainer.run_id}' AND BuildSpec = '{spec}'")

@@ -32,11 +32,11 @@ from trainer.shutdown import Shutdown
 from transition_builder.loop import Builder
 
 _LOOKS = 100
-"""How often the builder looks for a step's rollouts."""
+"""Largest number of looks that the builder makes for a step's rollouts."""
 
 
 class _Served(Publisher):
-    """In the gateway's place: takes each committed version into the sampler."""
+    """Publisher that loads each committed version into the sampler, in place of the gateway."""
 
     def __init__(self, sampler: Sampler, version: int) -> None:
         self._sampler = sampler
@@ -54,7 +54,7 @@ class _Served(Publisher):
 
 @contextmanager
 def own_store(directory: Path) -> Iterator[StoreSettings]:
-    """A `spangrad store` of the run's own, with its data in the directory."""
+    """Run a `spangrad store` for the run alone, with its data in the directory."""
     grpc, http, sql = free_ports(3)
     (directory / "spangrad.toml").touch()
     ports = ["--otlp-grpc-port", str(grpc), "--otlp-http-port", str(http), "--clickhouse-port", str(sql)]

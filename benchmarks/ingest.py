@@ -1,9 +1,9 @@
-"""How much a span costs to take in: CPU, memory, time to acknowledgement; ours, on disk, against a peer.
+"""Benchmark of ingestion: CPU, memory and time to acknowledgement per span; our store, on disk, against a peer.
 
 In: how many spans, which, the road, the peer. Out: a table, a plot, and as the last line one JSON object; exit code 1 when a check fails.
 Invariant: client and receivers are processes of their own; ours and the peer get the same calls, and every span id is looked for where it
 is read. Token ids are written as each one's own tracer writes them (`peer`); the peer is measured a second time with the very bytes that
-ours gets (`peer_same_bytes`), which it keeps as text without reading them. Both ratios are told.
+ours gets (`peer_same_bytes`), which it keeps as text without reading them. Both ratios are reported.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def main() -> int:
     ours = _measured(ROADS[arguments.road], same, arguments.spans)
     peers: dict[str, Measured] = {}
     if arguments.peer:
-        theirs = Workload(arguments.seed, arguments.mix, Ids.ARRAYS)
-        workloads = {"peer": theirs, "peer_same_bytes": same}
-        peers = {name: _measured(PEERS[arguments.peer], one, arguments.peer_spans) for name, one in workloads.items()}
+        peer_workload = Workload(arguments.seed, arguments.mix, Ids.ARRAYS)
+        workloads = {"peer": peer_workload, "peer_same_bytes": same}
+        peers = {name: _measured(PEERS[arguments.peer], workload, arguments.peer_spans) for name, workload in workloads.items()}
     result = report(ours, peers)
     _print_table({f"spangrad, {arguments.road}": ours, **peers})
     draw(arguments.plot, {f"spangrad, {arguments.road}": ours.samples} | {name: peer.samples for name, peer in peers.items()})
@@ -83,18 +83,18 @@ def main() -> int:
 
 
 def report(ours: Measured, peers: Mapping[str, Measured]) -> dict[str, Any]:
-    """Figures of all, how many times ours is better than each peer, and what must be 0."""
+    """Return all figures, the ratios of each peer's to ours, and the counts that must be 0."""
     ratio: dict[str, float] = {}
     checked = dict(ours.checked)
     for name, peer in peers.items():
         suffix = name.removeprefix("peer")
-        for measure_name, (theirs, own) in {
+        for measure_name, (numerator, denominator) in {
             "cpu": (peer.figures["cpu_us_settled"], ours.figures["cpu_us_settled"]),
             "throughput": (ours.figures["spans_per_s"], peer.figures["spans_per_s"]),
             "p50": (peer.figures["p50_ms"], ours.figures["p50_ms"]),
             "p99": (peer.figures["p99_ms"], ours.figures["p99_ms"]),
         }.items():
-            ratio[measure_name + suffix] = round(theirs / own, 2)
+            ratio[measure_name + suffix] = round(numerator / denominator, 2)
         checked |= {f"{name}_{what}": count for what, count in peer.checked.items()}
     return {"ours": ours.figures, **{name: peer.figures for name, peer in peers.items()}, "ratio": ratio, "checked": checked}
 

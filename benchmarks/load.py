@@ -26,28 +26,28 @@ from benchmarks.workload import read_bodies
 HEADERS = {"Content-Type": "application/x-protobuf"}
 REPORT_SECONDS = 0.2
 TIMEOUT_SECONDS = 300
-_AGAIN = (429, 502, 503, 504)
+_RETRIABLE = (429, 502, 503, 504)
 
 
 @dataclass(slots=True)
 class Part:
-    """What became of one part of the bodies."""
+    """Result of sending one part of the bodies."""
 
     seconds: float = 0.0
     bodies: int = 0
-    """Acknowledged."""
+    """Number of acknowledged bodies."""
     bytes: int = 0
-    """Of the acknowledged bodies."""
+    """Bytes of the acknowledged bodies."""
     waits: int = 0
-    """Answers that asked to come again later."""
+    """Number of responses that asked to retry later."""
     resends: int = 0
-    """Bodies sent again because a connection broke: the receiver may have had them already."""
+    """Bodies sent again because a connection broke: the receiver may have received them already."""
     refused: list[str] = field(default_factory=list)
-    """Why, of each body that was refused for good or in part."""
+    """Error of each body that was refused permanently or in part."""
     milliseconds: list[float] = field(default_factory=list)
-    """From the first byte sent to acknowledgement, a body."""
+    """Milliseconds from the first byte sent to the acknowledgement, one value a body."""
     cpu_seconds: float = 0.0
-    """Of this process."""
+    """CPU seconds of this process."""
 
 
 class Sender:
@@ -108,7 +108,7 @@ class Sender:
                     self._part.resends += 1
                 time.sleep(0.1)
                 continue
-            if response.status in _AGAIN:
+            if response.status in _RETRIABLE:
                 with self._lock:
                     self._part.waits += 1
                 time.sleep(float(response.headers.get("Retry-After", "0.1")))
@@ -120,7 +120,7 @@ class Sender:
 
 
 def say(value: object) -> None:
-    """One line for whoever measures."""
+    """Print a value as one JSON line for the process that measures."""
     print(json.dumps(value), flush=True)
 
 

@@ -181,10 +181,10 @@ def main(arguments: list[str]) -> int:
                 for trainer in ("fp32", "bf16"):
                     if head == "model" and trainer == "fp32":
                         continue  # a float32 trainer has a float32 head
-                    found = compare(models[model], batch, trainer, head)
-                    figures[f"{model}, engine {dtype}, trainer {trainer}, head {head}"] = found
-                    beyond += excess(dtype, trainer, found) if head == "float32" else 0
-                    print(f"{model:12} {dtype:9} {trainer:7} {head:8}" + "".join(f"{found[name]:18.7f}" for name in STATISTICS), flush=True)
+                    gaps = compare(models[model], batch, trainer, head)
+                    figures[f"{model}, engine {dtype}, trainer {trainer}, head {head}"] = gaps
+                    beyond += excess(dtype, trainer, gaps) if head == "float32" else 0
+                    print(f"{model:12} {dtype:9} {trainer:7} {head:8}" + "".join(f"{gaps[name]:18.7f}" for name in STATISTICS), flush=True)
     print(json.dumps({"benchmark": "logprob_gap", "ours": figures, "checked": {"beyond_the_default_limits": beyond}}))
     return 1 if beyond else 0
 

@@ -30,29 +30,29 @@ _ROLLOUTS_AN_INSERT = 2500
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Which rollouts there are."""
+    """Rollouts in the store."""
 
     rollouts: int
     """A multiple of RUNS * STEP."""
     months: int = 3
     seed: int = 0
     ordered: bool = False
-    """Whether rollout ids begin with the time of the rollout, as UUIDs of version 7 do, or are random, as those of version 4."""
+    """True if rollout ids begin with the time of the rollout, like UUIDs of version 7. False: they are random, like version 4."""
 
     @property
     def seconds_a_rollout(self) -> float:
-        """Between the starts of two rollouts."""
+        """Seconds between the starts of two rollouts."""
         return self.months * 30 * 86_400 / self.rollouts
 
     def statements(self) -> Iterator[str]:
-        """INSERTs that fill the store."""
+        """Yield INSERT statements that fill the store."""
         for first in range(0, self.rollouts, _ROLLOUTS_AN_INSERT):
             count = min(_ROLLOUTS_AN_INSERT, self.rollouts - first)
             yield self.traces_sql(first, count)
             yield self.logs_sql(first, count)
 
     def run_of(self, rollout: int) -> int:
-        """A run's rollouts follow one another."""
+        """Return the run of a rollout; the rollouts of a run are consecutive."""
         return rollout * RUNS // self.rollouts
 
     def steps(self, run: int) -> list[range]:

@@ -29,7 +29,7 @@ _SORT = ["RolloutKey", "TraceId", "SpanId", "Choice", "RowKind"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one batch."""
+    """Cost of reading one batch, in milliseconds."""
 
     store_cpu_ms: float
     reader_cpu_ms: float
@@ -37,12 +37,12 @@ class Cost:
 
     @property
     def cpu_ms(self) -> float:
-        """Of both."""
+        """CPU of store and reader, in milliseconds."""
         return self.store_cpu_ms + self.reader_cpu_ms
 
 
 def summary(costs: list[Cost]) -> dict[str, float]:
-    """Medians, and the extremes of the sum."""
+    """Return the medians, and the least total CPU."""
     figures = {name: median(asdict(cost)[name] for cost in costs) for name in ("store_cpu_ms", "reader_cpu_ms", "wall_ms")}
     total = [cost.cpu_ms for cost in costs]
     return {name: round(value, 2) for name, value in {"cpu_ms": median(total), "cpu_ms_least": min(total), **figures}.items()}
@@ -56,7 +56,7 @@ class Meter:
         self._clock = (~store_process << 3) | 2
 
     def measure(self, work: Callable[[], _Result]) -> tuple[_Result, Cost]:
-        """Do it, and say what it cost."""
+        """Run a function; return its result and its cost."""
         store, own, begin = time.clock_gettime(self._clock), time.process_time(), time.perf_counter()
         result = work()
         wall = time.perf_counter() - begin
@@ -121,9 +121,9 @@ class Reader:
 
 
 def differing_rows(left: pl.DataFrame, right: pl.DataFrame) -> int:
-    """How many rows of either are not, value by value, in the other."""
-    one, other = (set(_rows(frame)) for frame in (left, right))
-    return len(one ^ other) + abs(left.height - right.height)
+    """Return the number of rows that are in only one of two frames."""
+    left_rows, right_rows = (set(_rows(frame)) for frame in (left, right))
+    return len(left_rows ^ right_rows) + abs(left.height - right.height)
 
 
 def _rows(frame: pl.DataFrame) -> Iterable[str]:

@@ -31,17 +31,17 @@ START_SETTLE_SECONDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One receiver's figures, checks and course."""
+    """Figures, checks and samples of one receiver."""
 
     figures: dict[str, Any]
     checked: dict[str, int]
-    """All of them must be 0."""
+    """Counts that must be 0."""
     samples: Sequence[Sample]
-    """From the first body sent to rest."""
+    """Samples of the processes, from the first body sent until the receiver is idle."""
 
 
 def measure(receiver: Receiver, directory: Path, workload: Workload, spans: int) -> Measured:
-    """Load a receiver with so many spans, wait until it rests, then count what it has."""
+    """Send `spans` spans to a receiver, wait until it is idle, then count what it stores."""
     loaded = -(-spans // SPANS_A_BODY)
     ends = [loaded, loaded + LATENCY_BODIES, loaded + 2 * LATENCY_BODIES]
     rollouts = receiver.rollouts(workload, ends[-1] * ROLLOUTS_A_BODY)
@@ -89,12 +89,12 @@ def measure(receiver: Receiver, directory: Path, workload: Workload, spans: int)
 
 
 def check(tables: Sequence[Stored], sent: int, parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What must be 0, or nothing was measured.
+    """Return counts that must be 0 for the measurement to be valid.
 
     Args:
-        tables: what the receiver holds.
-        sent: spans that were to be sent.
-        parts: what the client says of them (load.Part).
+        tables: content of the receiver's tables.
+        sent: number of spans to send.
+        parts: the client's reports on the parts (load.Part).
     """
     return {
         "lost": sum(table.lost for table in tables),
@@ -151,7 +151,7 @@ class _Client:
         self._process.communicate()
 
     def send(self, connections: int, first: int, end: int) -> dict[str, Any]:
-        """Send the bodies [first, end), and wait for what became of them."""
+        """Send the bodies [first, end), and return the client's report."""
         assert self._process.stdin
         self.acknowledged = 0
         print(connections, first, end, file=self._process.stdin, flush=True)
@@ -159,14 +159,14 @@ class _Client:
         self.acknowledged = part["bodies"]
         return part
 
-    def _read(self, wanted: str) -> dict[str, Any]:
+    def _read(self, key: str) -> dict[str, Any]:
         assert self._process.stdout
         for line in self._process.stdout:
-            said = json.loads(line)
-            if wanted in said:
-                return said
-            self.acknowledged = said["acknowledged"]
-        raise RuntimeError(f"the client ended with exit code {self._process.wait()} before it said {wanted!r}")
+            message = json.loads(line)
+            if key in message:
+                return message
+            self.acknowledged = message["acknowledged"]
+        raise RuntimeError(f"the client ended with exit code {self._process.wait()} before it reported {key!r}")
 
 
 def _threads(receiver: Receiver) -> dict[str, float]:

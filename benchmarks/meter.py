@@ -1,4 +1,4 @@
-"""What a process tree costs while it is loaded: CPU, memory, and how much of the machine others took.
+"""CPU and memory of process trees under load, and the CPU that other processes of the machine used.
 
 In: the leaders' process ids. Out: `Sample`s, and CPU by thread. Invariant: the CPU of a child that ended still counts.
 """
@@ -16,37 +16,37 @@ import psutil
 
 SAMPLE_SECONDS = 0.25
 QUIET_CORES = 0.03
-"""What an idle store may still burn."""
+"""CPU, in cores, below which a store counts as idle."""
 QUIET_SECONDS = 3.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a process tree."""
+    """Measurement of process trees at one time."""
 
     at: float
-    """Seconds, monotonic."""
+    """Time in seconds, of the monotonic clock."""
     cpu: float
-    """Seconds since the processes began, user and system."""
+    """CPU seconds since the processes began, user and system."""
     rss: int
-    """Bytes resident, of all processes."""
+    """Resident bytes of all processes."""
     mapped: int
-    """Of these, pages of mapped files: the page cache's, that the kernel takes back when it needs room."""
+    """Resident bytes of mapped files: page cache, which the kernel reclaims when memory is short."""
     spans: int
-    """Acknowledged so far."""
+    """Number of spans acknowledged so far."""
 
     @property
     def anonymous(self) -> int:
-        """Bytes resident that are in no file."""
+        """Resident bytes that belong to no file."""
         return self.rss - self.mapped
 
 
 class Meter:
-    """Looks at process trees at intervals, in a thread, until closed."""
+    """Thread that samples process trees at intervals, until closed."""
 
     def __init__(self, leaders: Sequence[int], spans: Callable[[], int]) -> None:
-        """Begin to look; `spans` tells how many are acknowledged."""
+        """Start sampling; `spans` returns the number of acknowledged spans."""
         self._leaders = [psutil.Process(pid) for pid in leaders]
         self._spans = spans
         self._closed = threading.Event()

@@ -1,13 +1,13 @@
-"""How long it takes from the end of an optimiser step to the first token from the new weights: ours, by stage, against a peer.
+"""Benchmark of publishing: seconds from the end of an optimiser step to the first token from the new weights, by stage, with a peer.
 
 In: how many versions, and by which road they come into the engine. Out: a table, and as the last line one JSON object; exit code 1 when
 a check fails. Invariant: the demo's whole loop runs as it does in `spangrad demo` (store, vLLM, gateway, builder, trainer, agent: each a
-process of its own); clients that know nothing of versions ask the gateway for one token after the other, and the store says afterwards
-which weights gave each.
+process of its own); clients that know nothing of versions ask the gateway for one token after the other, and the store shows afterwards
+which weights sampled each.
 
-Ours: the trainer's own spans say when the optimiser step ended and how long each stage took, the gateway's answer says it of the stages in
-the engine, a client's clock when its first token came. The peers, with the same engine and the same weights on the same disk: stopping vLLM
-and starting it with them (`restart`), and vLLM's own endpoints pause, reload, resume, by hand, without a checksum, a version or a probe
+Ours: the trainer's own spans give the end of the optimiser step and the duration of each stage, the gateway's response those of the
+stages in the engine, a client's clock the time of its first token. The peers, with the same engine and the same weights on the
+same disk: starting vLLM with them (`restart`), and vLLM's own endpoints pause, reload, resume, without a checksum, a version or a probe
 (`reload`), each until the first token. An adapter's peers are the same around vLLM's own endpoint for adapters.
 """
 
@@ -43,7 +43,7 @@ EXAMPLE = CHECKOUT / "examples/two_tools"
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}], "max_tokens": 1, "temperature": 0}
 ROADS = {"disk": "reload", "adapter": "adapter", "transfer": "transfer"}
-"""What the stage is called in which the engine takes the weights."""
+"""Weight sync method (`trainer.road`) -> name of the stage in which the engine loads the weights."""
 LORA_RANK = 8
 STAGES = (
     "checkpoint",
@@ -59,9 +59,9 @@ STAGES = (
     "announce",
     "first_token",
 )
-"""`commit`: the ledger, and its copy in the store. `files`: the gateway's checksum of the files. `check`: of an adapter's base, while
-calls go on. `take`: the road's own. `announce`: the HTTP around the gateway's work. `first_token`: from the gateway's word that the version
-is served to a client's first token from it."""
+"""Stages of a publication. `commit`: write to the ledger, and to its copy in the store. `files`: the gateway's checksum of the files.
+`check`: check of an adapter's base, while calls go on. `take`: loading by the weight sync method. `announce`: the HTTP around the gateway's
+work. `first_token`: from the gateway's response that the version is served to a client's first token from it."""
 STEP_SECONDS = 120
 _SPANS = """
 SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']) AS version, child.SpanName,
@@ -76,15 +76,15 @@ _CALLS = "SELECT ResponseId, `Versions.Version`[1], `Versions.Version`[-1] FROM 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A client's first token of a call."""
+    """First token of a call, as a client receives it."""
 
     response_id: str
     came: int
-    """Nanoseconds since 1970."""
+    """Time at which the token arrived, in nanoseconds since 1970."""
 
 
 class Client(threading.Thread):
-    """Asks for one token after the other."""
+    """Client thread that requests one token after the other."""
 
     def __init__(self, host: str) -> None:
         super().__init__(daemon=True)
@@ -94,7 +94,7 @@ class Client(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Ask until it is over."""
+        """Send requests until `end` is called."""
         body = json.dumps({**QUESTION, "stream": True})
         connection = http.client.HTTPConnection(self._host, timeout=60)
         while not self._over.wait(0.002):
@@ -110,7 +110,7 @@ class Client(threading.Thread):
         connection.close()
 
     def end(self) -> None:
-        """Ask no more."""
+        """End the requests, and wait for the thread."""
         self._over.set()
         self.join()
 
@@ -126,8 +126,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
         result = measure(Path(scratch) / "run", arguments.versions, arguments.group_size, arguments.seed, arguments.road)
     print(f"{'seconds':24}{'median':>10}{'largest':>10}")
-    for name, one in {"optimiser to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
-        print(f"{name:24}{median(one):>10.3f}{max(one):>10.3f}")
+    for name, samples in {"optimiser to first token": result["ours"]["each"], **result["ours"]["each_stage"]}.items():
+        print(f"{name:24}{median(samples):>10.3f}{max(samples):>10.3f}")
     for name, seconds in result["peer"]["seconds"].items():
         print(f"peer: {name:18}{seconds:>10.3f}")
     del result["ours"]["each"], result["ours"]["each_stage"]
@@ -136,7 +136,7 @@ def main() -> int:
 
 
 def road_settings(road: str) -> dict[str, object]:
-    """What the demo's settings lack for a road."""
+    """Return the settings that a weight sync method needs beside the demo's."""
     chosen: dict[str, object] = {"trainer.road": road}
     if road == "adapter":
         chosen |= {"trainer.lora_rank": LORA_RANK, "trainer.learning_rate": 1e-2, "engine.lora_rank": LORA_RANK}
@@ -157,18 +157,18 @@ def measure(directory: Path, versions: int, group_size: int, seed: int, road: st
         asyncio.run(_train(settings, services, versions))
         client.end()
         served = Publisher(settings.gateway).served("policy")
-        held = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
+        checksums = json.loads(_post(settings.gateway.engine_url + "/collective_rpc", {"method": "spangrad_checksum"}))["results"]
         services.stop("train")  # it sends its last spans before it ends
-        found = read(settings, client.tokens, served, held, client.failed, ROADS[road])
-        newest = found.pop("path")
+        figures = read(settings, client.tokens, served, checksums, client.failed, ROADS[road])
+        newest = figures.pop("path")
         reload = peer_reload(settings, newest)
         services.stop("gateway")
         services.stop("engine")
         restart = peer_restart(settings, directory, newest)
-    handed_over = found.pop("handed_over")
+    handed_over = figures.pop("handed_over")
     peers = {"restart": restart, "reload": reload}
     return {
-        **found,
+        **figures,
         "peer": {"seconds": peers, "from": "a checkpoint on disk"},
         "ratio": {name: round(seconds / handed_over, 2) for name, seconds in peers.items()},
     }
@@ -191,7 +191,7 @@ async def _train(settings: Settings, services: Services, versions: int) -> None:
 
 
 def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: Sequence[str], failed: int, taking: str) -> dict[str, Any]:
-    """What the store knows of it; `taking` is the name of the road's stage."""
+    """Read the figures from the store; `taking` is the name of the stage in which the engine loads the weights."""
     client = connect(settings.store)
     names = {"ids": tuple(one.response_id for one in tokens)}
     wait_until(lambda: len(client.query(_CALLS, parameters=names).result_rows) >= len(tokens), 30, "the calls' rows")
@@ -202,20 +202,20 @@ def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: 
     rows = client.query(_METRICS).result_rows
     client.close()
     by_version = {int(version): dict(metrics) for version, _, _, metrics in rows}
-    made = [stages_of(spans[one], by_version[one], first_token(tokens, weights, one), taking) for one in sorted(spans)]
-    each = [sum(one.values()) for one in made]
-    handed_over = [sum(value for name, value in one.items() if name not in {"checkpoint", "commit"}) for one in made]
+    by_step = [stages_of(spans[step], by_version[step], first_token(tokens, weights, step), taking) for step in sorted(spans)]
+    each = [sum(stages.values()) for stages in by_step]
+    handed_over = [sum(value for name, value in stages.items() if name not in {"checkpoint", "commit"}) for stages in by_step]
     newest, checksum, path, _ = rows[-1]
     return {
         "ours": {
             "seconds": round(median(each), 4),
             "seconds_max": round(max(each), 4),
-            "stages": {name: round(median(one[name] for one in made), 4) for name in STAGES},
-            "versions": len(made),
+            "stages": {name: round(median(stages[name] for stages in by_step), 4) for name in STAGES},
+            "versions": len(by_step),
             "tokens": len(tokens),
             "tokens_across_a_reload": sum(begun != ended for begun, ended in weights.values()),
             "each": each,
-            "each_stage": {name: [one[name] for one in made] for name in STAGES},
+            "each_stage": {name: [stages[name] for stages in by_step] for name in STAGES},
         },
         "checked": {
             "not_served": int(served != newest),
@@ -230,15 +230,15 @@ def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: 
 
 
 def first_token(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]], version: int) -> int:
-    """When the first token of a version came, or of a newer one."""
-    return min(one.came for one in tokens if weights[one.response_id][0] >= version)
+    """Return the time of the first token of a version or a newer one, in nanoseconds since 1970."""
+    return min(token.came for token in tokens if weights[token.response_id][0] >= version)
 
 
 def went_back(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]]) -> int:
-    """How many tokens were older than one that had come before; one client asks, one call after the other."""
+    """Return the number of tokens from an older version than a previous token; the client sends one call after the other."""
     newest = wrong = 0
-    for one in tokens:
-        version = weights[one.response_id][0]
+    for token in tokens:
+        version = weights[token.response_id][0]
         wrong += version < newest
         newest = max(newest, version)
     return wrong
@@ -248,14 +248,14 @@ def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float]
     """Seconds of each of STAGES; their sum is the time from the end of the optimiser step to the first token.
 
     Args:
-        spans: begin and end of the step's stages.
-        metrics: the trainer's, of the version.
-        came: when the first token came.
-        taking: what the trainer calls the stage `take`.
+        spans: begin and end of the step's stages, in nanoseconds since 1970.
+        metrics: the trainer's metrics of the version.
+        came: time of the first token, in nanoseconds since 1970.
+        taking: the trainer's name of the stage `take`.
     """
     trained, checkpoint, publish = spans["train"][1], spans["checkpoint"], spans["publish"]
     engine = {name: metrics[f"seconds_publish_{taking if name == 'take' else name}"] for name in STAGES[2:10]}
-    # A client may have its first token while the gateway is still at its last words.
+    # A client may receive its first token before the gateway has finished its response.
     announced = min(publish[1], came)
     return {
         "checkpoint": (checkpoint[1] - trained) / 1e9,
@@ -267,19 +267,19 @@ def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float]
 
 
 def peer_reload(settings: Settings, path: Path) -> float:
-    """By hand, with nothing checked: until the first token."""
+    """Reload the weights with vLLM's endpoints, without checks; return the seconds until the first token."""
     url = settings.gateway.engine_url
     began = time.monotonic()
     _post(url + "/pause?mode=keep", {})
     _post(url + "/reset_prefix_cache?reset_running_requests=true", {})
-    _take(settings, path)
+    _load_weights(settings, path)
     _post(url + "/resume", {})
     _post(url + CHAT, QUESTION)
     return round(time.monotonic() - began, 4)
 
 
-def _take(settings: Settings, path: Path) -> None:
-    """By vLLM's own endpoints."""
+def _load_weights(settings: Settings, path: Path) -> None:
+    """Load the weights with vLLM's own endpoints."""
     url = settings.gateway.engine_url
     if settings.engine.lora_rank:
         _post(url + "/v1/load_lora_adapter", {"lora_name": settings.gateway.policy, "lora_path": str(path), "load_inplace": True})
@@ -288,7 +288,7 @@ def _take(settings: Settings, path: Path) -> None:
 
 
 def peer_restart(settings: Settings, directory: Path, path: Path) -> float:
-    """The engine starts anew with the weights; stopping it is not counted."""
+    """Start a new engine with the weights; return the seconds until the first token. Stopping the old engine is not counted."""
     adapter = bool(settings.engine.lora_rank)
     model = str(settings.engine.model if adapter else path)
     config = ["--config", str(directory / "spangrad.toml"), "--model", model, "--set", "engine.warmup_requests=1"]
@@ -298,7 +298,7 @@ def peer_restart(settings: Settings, directory: Path, path: Path) -> float:
         url = settings.gateway.engine_url
         wait_until(lambda: answers(f"{url}/health"), settings.engine.start_timeout_seconds, "the engine", [engine], poll_seconds=0.05)
         if adapter:
-            _take(settings, path)
+            _load_weights(settings, path)
         _post(url + CHAT, QUESTION)
         return round(time.monotonic() - began, 4)
     finally:

@@ -1,4 +1,4 @@
-"""Whoever takes the spans: our store in a process of its own, alone or behind the real collector; a peer looks the same.
+"""Receivers of spans: our store in a process of its own, alone or behind the real collector; a peer has the same interface.
 
 In: an empty directory. Out: a `Receiver` that answers. Invariant: its processes end with the `with` block; its data stay.
 """
@@ -28,52 +28,52 @@ DRAIN_SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What one table holds, against what it should hold."""
+    """Span ids in one table, compared with those that it should hold."""
 
     table: str
-    found: NDArray[np.uint64]
+    present: NDArray[np.uint64]
     """The span id of every row."""
     sent: NDArray[np.uint64]
     """Every span id that was sent and belongs there."""
 
     @property
     def lost(self) -> int:
-        """Ids that were sent and are not there."""
-        return len(np.setdiff1d(self.sent, self.found))
+        """Number of ids that were sent and are not in the table."""
+        return len(np.setdiff1d(self.sent, self.present))
 
     @property
     def double(self) -> int:
-        """Rows beyond one an id."""
-        return len(self.found) - len(np.unique(self.found))
+        """Number of rows beyond one for each id."""
+        return len(self.present) - len(np.unique(self.present))
 
     @property
     def foreign(self) -> int:
-        """Ids that nobody sent."""
-        return len(np.setdiff1d(self.found, self.sent))
+        """Number of ids that were never sent."""
+        return len(np.setdiff1d(self.present, self.sent))
 
 
 class Receiver(Protocol):
-    """What the benchmark asks of whoever takes the spans."""
+    """Interface of a receiver of spans that is measured."""
 
     children: Sequence[Child]
-    """The processes whose cost counts."""
+    """Processes whose CPU and memory count."""
     traces_url: str
-    """Where bodies are posted."""
+    """URL to which bodies are posted."""
 
     def rollouts(self, workload: Workload, count: int) -> list[RolloutName]:
-        """Names of rollouts that it takes spans of."""
+        """Return names of rollouts whose spans the receiver accepts."""
         ...
 
     def drained(self, spans: int) -> bool:
-        """Whether everything that was acknowledged is where it is read from."""
+        """Return whether all `spans` acknowledged spans can be read."""
         ...
 
     def stored(self, workload: Workload, rollouts: Sequence[RolloutName]) -> list[Stored]:
-        """What can be read of these rollouts; asked when the measurement is over."""
+        """Return the tables' content of these rollouts; called after the measurement."""
         ...
 
     def facts(self, workload: Workload, rollouts: int) -> Mapping[str, int | float]:
-        """What else is worth telling; names that begin with `bad_` must be 0."""
+        """Return further figures; those whose names begin with `bad_` must be 0."""
         ...
 
 
@@ -87,15 +87,15 @@ class SpanStore:
         self._client = connect(settings)
 
     def rollouts(self, workload: Workload, count: int) -> list[RolloutName]:
-        """Any name will do."""
+        """Return names of the workload; the store accepts any name."""
         return workload.names(count)
 
     def drained(self, spans: int) -> bool:
-        """Whether so many rows are there."""
+        """Return whether the table of spans has at least `spans` rows."""
         return self._one("SELECT count() FROM otel.otel_traces") >= spans
 
     def stored(self, workload: Workload, rollouts: Sequence[RolloutName]) -> list[Stored]:
-        """In the table, and in the views that everybody reads."""
+        """Return the content of the table of spans, and of the views that are read."""
         spans, calls = workload.span_ids(len(rollouts)), workload.call_ids(len(rollouts))
         return [
             Stored("otel_traces", self._ids("otel_traces"), spans),
@@ -104,7 +104,7 @@ class SpanStore:
         ]
 
     def facts(self, workload: Workload, rollouts: int) -> Mapping[str, int | float]:
-        """Whether the calls' ids are all there, and what the data take on disk."""
+        """Return the numbers of missing token ids and logprobs, and the size of the data on disk."""
         prompts, responses = workload.tokens(rollouts)
         total = "SELECT sum(length({})) FROM otel.v_calls"
         compressed, plain = self._client.query(
@@ -128,7 +128,7 @@ class SpanStore:
 
 @contextmanager
 def embedded(directory: Path) -> Generator[SpanStore]:
-    """The store alone: bodies go to its own OTLP receiver."""
+    """Run the store alone: bodies go to its own OTLP receiver."""
     settings, child = _store(directory)
     try:
         wait_until(lambda: answers(f"{settings.url}/ping"), START_SECONDS, "the store", [child])
@@ -139,7 +139,7 @@ def embedded(directory: Path) -> Generator[SpanStore]:
 
 @contextmanager
 def through_otelcol(directory: Path) -> Generator[SpanStore]:
-    """The real collector before it: what is acknowledged is in the collector's file queue."""
+    """Run the store behind the real collector: acknowledged bodies are in the collector's file queue."""
     settings, store = _store(directory)
     children = [store]
     try:
@@ -154,7 +154,7 @@ def through_otelcol(directory: Path) -> Generator[SpanStore]:
 
 
 def _collector(directory: Path, store: StoreSettings) -> tuple[Child, str, str]:
-    """The collector, where it takes spans, and where it tells its health."""
+    """Return the collector, the URL at which it receives spans, and the URL of its health check."""
     grpc, http, health, zpages = free_ports(4)
     values = {
         "collector.otlp_grpc_port": grpc,
@@ -165,7 +165,7 @@ def _collector(directory: Path, store: StoreSettings) -> tuple[Child, str, str]:
         "store.url": store.url,
     }
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-    # Which binary is no setting, so that it must be handed on by name.
+    # The binary is not a setting, so its variable is passed on.
     binary = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
     child = Child("otelcol", own_command("collector", *settings), directory / "otelcol.log", binary, inherit_settings=False)
     return child, f"http://127.0.0.1:{http}", f"http://127.0.0.1:{health}"

@@ -23,9 +23,9 @@ TURNS = 6
 SPANS_A_TURN = 3
 SPANS_A_ROLLOUT = 2 + TURNS * SPANS_A_TURN
 SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, OBSERVATION_TOKENS, ARGUMENT_TOKENS = 80, 30, 40, 28, 8
-"""Of Mix.ROLLOUTS."""
+"""Numbers of tokens in texts of Mix.ROLLOUTS."""
 LONE_PROMPT_TOKENS, LONE_ANSWER_TOKENS = 200, 100
-"""Of Mix.LLM and Mix.CALLS."""
+"""Numbers of tokens in calls of Mix.LLM and Mix.CALLS."""
 _LEAN = frozenset(
     {
         *(semconv.RUN_ID, semconv.ROLLOUT_ID, semconv.ROLLOUT_ATTEMPT, semconv.ROLLOUT_MODE, semconv.POLICY_NAME),
@@ -54,7 +54,7 @@ _Value = str | bool | int | float | bytes | list[str] | list[int]
 
 
 class Mix(StrEnum):
-    """Which spans a rollout has."""
+    """Kinds of spans in a rollout."""
 
     ROLLOUTS = "rollouts"
     """A root, an agent, and turns of an LLM call as the agent sees it, the same call as the gateway sees it, and a tool."""
@@ -65,13 +65,13 @@ class Mix(StrEnum):
 
 
 class Ids(StrEnum):
-    """How a call's token ids are written."""
+    """Format of a call's token ids."""
 
     BYTES = "bytes"
-    """As this project's gateway does: little-endian uint32 and float32."""
+    """Format of this project's gateway: little-endian uint32 and float32."""
     ARRAYS = "arrays"
-    """As Agent Lightning's tracer does: `prompt_token_ids` and `response_token_ids` as arrays of integers, and no logprobs (it writes
-    them, as JSON text, where the agent asked for them)."""
+    """Format of Agent Lightning's tracer: `prompt_token_ids` and `response_token_ids` as arrays of integers, and no logprobs (it writes
+    them, as JSON text, if the agent requested them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One call: what was asked, what was answered."""
+    """One call: request and response."""
 
     messages: Sequence[Mapping[str, str]]
     prompt_ids: bytes
@@ -120,7 +120,7 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the spans of one rollout belong."""
+    """Ids, time and context that the spans of one rollout share."""
 
     index: int
     trace: bytes
@@ -215,7 +215,7 @@ class Author:
         return _span(place, 0, None, semconv.ROOT_SPAN_NAME, (place.started, ended), attributes, events=[reward])
 
     def _call(self, place: _Place, own: int, parent: int | None, at: int, seq: int, exchange: _Exchange) -> Span:
-        """What the gateway's recorder writes of a call (gateway/recorder/record.py)."""
+        """Return the span that the gateway's recorder writes of a call (gateway/recorder/record.py)."""
         attributes: dict[str, _Value] = {
             semconv.GEN_AI_OPERATION: "chat",
             semconv.GEN_AI_PROVIDER: "vllm",
@@ -274,7 +274,7 @@ class Author:
 
 
 def _llm(exchange: _Exchange) -> dict[str, _Value]:
-    """What OpenInference's instrumentor of openai writes of a call."""
+    """Return the attributes that OpenInference's instrumentor of openai writes of a call."""
     flat: dict[str, _Value] = {}
     for number, message in enumerate(exchange.messages):
         flat[f"llm.input_messages.{number}.message.role"] = message["role"]

@@ -20,7 +20,7 @@ from spangrad.store.clickhouse import connect
 
 COMPETITORS = ("ours", "peer")
 TEXT = "x" * 3000
-"""As long as a short conversation."""
+"""Attribute of each span, as long as a short conversation."""
 
 
 def emit(competitor: str, endpoint: str, spans: int) -> None:
@@ -91,11 +91,11 @@ def main() -> int:
         child = Child("store", own_command("store", "--path", str(store.path), *ports), Path(scratch) / "log")
         try:
             wait_until(lambda: answers(f"{store.url}/ping"), 60, "the store", [child])
-            found = {competitor: measure(store, competitor, arguments.spans) for competitor in COMPETITORS}
+            figures_by_competitor = {competitor: measure(store, competitor, arguments.spans) for competitor in COMPETITORS}
         finally:
             child.stop()
-    ours, peer = (found[competitor] for competitor in COMPETITORS)
-    for competitor, figures in found.items():
+    ours, peer = (figures_by_competitor[competitor] for competitor in COMPETITORS)
+    for competitor, figures in figures_by_competitor.items():
         print(f"{competitor:5} " + "  ".join(f"{name} {value:,}" for name, value in figures.items()))
     ratio = {
         "arrived": round(ours["arrived"] / max(peer["arrived"], 1), 2),

@@ -2,7 +2,7 @@
 
 In: seeds, how many steps. Out: a table, a picture, a line a run in a file, and as the last line one JSON object; exit code 1 when a check
 fails. A planner and a writer work off tickets together (`two_policies_task`); each has a model, a trainer, a selection and versions of its
-own. Nothing tells the trainers of each other: both read the rollouts that one builder made of one stream of spans.
+own. The trainers do not know of each other: both read the rollouts that one builder made of one stream of spans.
 
 Invariant: a run that the file has is not run again, so that a killed benchmark goes on; several processes may share the file.
 """
@@ -28,7 +28,7 @@ RUNS, PICTURE = "runs.jsonl", "two_policies.png"
 
 
 def main() -> int:
-    """Run what is asked for and not there yet; tell of all of it."""
+    """Run what was requested and is not in the file yet; report all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="0 to 2 otherwise")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each policy")
@@ -38,15 +38,15 @@ def main() -> int:
 
     results = list(_results(arguments.seeds, arguments.steps, arguments.group, arguments.out / RUNS))
     draw(arguments.out / PICTURE, results)
-    told = conclude(results, whole=arguments.steps >= STEPS)
+    summary = conclude(results, whole=arguments.steps >= STEPS)
     _print_table(results)
     print(f"picture: {arguments.out / PICTURE}")
-    print(json.dumps(told))
-    return 1 if any(told["checked"].values()) else 0
+    print(json.dumps(summary))
+    return 1 if any(summary["checked"].values()) else 0
 
 
 def _results(seeds: Iterable[int], steps: int, group: int, file: Path) -> Iterable[Result]:
-    """Each run's result: from the file, or run and put there."""
+    """Yield each run's result: from the file, or from a new run, which is added to the file."""
     from benchmarks.two_policies_run import Result, run
     from benchmarks.two_policies_task import Desk
 
@@ -72,11 +72,11 @@ def _progress(result: Result) -> None:
 
 
 def conclude(results: Sequence[Result], *, whole: bool) -> dict[str, Any]:
-    """The last line.
+    """Return the JSON object of the last line.
 
     Args:
-        results: what was run.
-        whole: whether the runs were as long as what is claimed of them.
+        results: results of all runs.
+        whole: True if the runs are as long as those that the claims are about.
     """
     names = list(results[0].success)
     before = {name: [round(one.begun[name], 3) for one in results] for name in names}
@@ -101,7 +101,7 @@ def conclude(results: Sequence[Result], *, whole: bool) -> dict[str, Any]:
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """How success grew: a line the mean over seeds, its shade from the least to the greatest."""
+    """Plot success by step: a line is the mean over seeds, its shade reaches from the least to the greatest."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -124,12 +124,12 @@ def draw(path: Path, results: Sequence[Result]) -> None:
 def _print_table(results: Sequence[Result]) -> None:
     names = list(results[0].success)
     print(f"{'seed':>4}" + "".join(f"{name:>18}" for name in names) + f"{'rollouts':>10}{'calls':>16}{'spans':>8}{'gap':>8}{'s/step':>8}")
-    for one in results:
-        led = one.lineage.values()
-        shares = "".join(f"{f'{one.begun[name]:.3f} -> {one.final[name]:.3f}':>18}" for name in names)
+    for result in results:
+        led = result.lineage.values()
+        shares = "".join(f"{f'{result.begun[name]:.3f} -> {result.final[name]:.3f}':>18}" for name in names)
         counts = (" ".join(str(of["rollouts"]) for of in led), " ".join(str(of["calls"]) for of in led), max(of["spans"] for of in led))
-        pace = sum(one.seconds.values()) / max(len(one.success[names[0]]), 1)
-        print(f"{one.seed:>4}{shares}{counts[0]:>10}{counts[1]:>16}{counts[2]:>8}{one.gap:>8.0e}{pace:>8.2f}")
+        pace = sum(result.seconds.values()) / max(len(result.success[names[0]]), 1)
+        print(f"{result.seed:>4}{shares}{counts[0]:>10}{counts[1]:>16}{counts[2]:>8}{result.gap:>8.0e}{pace:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,16 @@ from trainer.loop import Trainer
 from transition_builder.loop import Builder
 
 GROUPS = 4
-"""A step."""
+"""Groups of rollouts in a training step."""
 FRESH_ROLLOUTS = 1024
-"""With which the policies are measured before the first step and after the last: none of them is trained."""
+"""Number of rollouts on which the policies are measured before the first step and after the last; none of them is trained."""
 BOTH = "both"
-"""Beside the agents: the share of tickets in which both were right."""
+"""Name of a success beside those of the agents: the share of tickets in which both were right."""
 
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """Result of one run."""
 
     seed: int
     group: int
@@ -45,34 +45,34 @@ class Result:
     begun: dict[str, float] = field(default_factory=dict[str, float])
     """Success of fresh rollouts by the models that training began with: of each agent, and of both."""
     final: dict[str, float] = field(default_factory=dict[str, float])
-    """The same by the last versions."""
+    """Success of the same rollouts by the last versions."""
     success: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """The same, of the rollouts that each step trains."""
+    """Success of the rollouts that each step trains."""
     gap: float = 0.0
     """The largest |rollout logprob - trainer logprob| of all steps, in nats."""
     sampled: int = 0
     calls: int = 0
     checked: dict[str, int] = field(default_factory=dict[str, int])
-    """Counts that must be 0, out of the store."""
+    """Counts from the store that must be 0."""
     lineage: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    """Of each policy: versions that were made, rollouts and calls that they lead to, and spans of those rollouts."""
+    """Policy -> numbers of versions, of rollouts and calls that lineage leads to from them, and of spans of those rollouts."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """By stage, over all steps."""
+    """Seconds by stage, summed over all steps."""
 
     def json(self) -> dict[str, Any]:
-        """As a line of a file."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
 
-def run(desk: Desk, seed: int, steps: int, directory: Path, said: Callable[[Result], None] = lambda _: None) -> Result:
-    """Train both from fresh models, in a fresh store.
+def run(desk: Desk, seed: int, steps: int, directory: Path, on_step: Callable[[Result], None] = lambda _: None) -> Result:
+    """Train both policies from fresh models, in a fresh store.
 
     Args:
         desk: the task.
-        seed: of the models, of sampling and of the tickets.
-        steps: optimiser steps of each policy.
-        directory: for everything that the run writes.
-        said: told of the result as it grows, after each step.
+        seed: random seed of the models, of sampling and of the tickets.
+        steps: number of optimiser steps of each policy.
+        directory: directory for everything that the run writes.
+        on_step: called with the result so far, after each step.
     """
     result = Result(seed, desk.group, steps, success={name: [] for name in (*AGENTS, BOTH)})
     samplers: dict[str, Sampler] = {}
@@ -86,7 +86,7 @@ def run(desk: Desk, seed: int, steps: int, directory: Path, said: Callable[[Resu
         settings = {agent: _settings(agent, store, directory, run_id) for agent in AGENTS}
         trainers = {agent: stack.enter_context(training(settings[agent], client, samplers[agent])) for agent in AGENTS}
         # What is built does not depend on who trains: one builder serves both.
-        _steps(desk, seed, trainers, samplers, Builder(settings[AGENTS[0]]), result, said)
+        _steps(desk, seed, trainers, samplers, Builder(settings[AGENTS[0]]), result, on_step)
         account(result, client, run_id)
     result.final = successes(desk, work(desk, fresh, samplers))
     return result
@@ -99,7 +99,7 @@ def _steps(
     samplers: Mapping[str, Sampler],
     builder: Builder,
     result: Result,
-    said: Callable[[Result], None],
+    on_step: Callable[[Result], None],
 ) -> None:
     settings, clock = trainers[AGENTS[0]].settings, result.seconds
     dice, author = random.Random(seed + 1000), Author(settings.trainer.run_id, desk, seed)
@@ -117,9 +117,9 @@ def _steps(
         result.calls += sum(len(one.calls) for one in rollouts)
         for trainer in trainers.values():
             with clocked(clock, "train"):
-                made = train_step(trainer)
-            result.gap = max(result.gap, made.metrics["logprob_gap_max"])
-        said(result)
+                version = train_step(trainer)
+            result.gap = max(result.gap, version.metrics["logprob_gap_max"])
+        on_step(result)
 
 
 def _served(trainer: Trainer) -> Served:
@@ -128,13 +128,13 @@ def _served(trainer: Trainer) -> Served:
 
 
 def successes(desk: Desk, rollouts: Sequence[Sampled]) -> dict[str, float]:
-    """Means over rollouts: of each agent's own success, and of both."""
-    found = {agent: mean(desk.own_success(agent, one.turns()) for one in rollouts) for agent in AGENTS}
-    return found | {BOTH: mean(desk.success(one.goal, one.turns()) for one in rollouts)}
+    """Return means over rollouts: of each agent's own success, and of both."""
+    own_shares = {agent: mean(desk.own_success(agent, one.turns()) for one in rollouts) for agent in AGENTS}
+    return own_shares | {BOTH: mean(desk.success(one.goal, one.turns()) for one in rollouts)}
 
 
 def _settings(agent: str, store: StoreSettings, directory: Path, run_id: str) -> Settings:
-    """A policy of the agent's name, trained on the calls that its model answered and its agent made."""
+    """Return settings of a policy of the agent's name, trained on the calls that the agent made and its model answered."""
     return Settings(
         store=store,
         gateway=GatewaySettings(),
@@ -209,27 +209,27 @@ SELECT
 
 
 def account(result: Result, client: Client, run_id: str) -> None:
-    """What the store holds of the run, asked in SQL."""
+    """Set the lineage and the checks of the result from SQL queries on the store."""
 
     def rows(query: str, **more: str) -> Sequence[Sequence[Any]]:
         return client.query(query, parameters={"run": run_id, **more}).result_rows
 
-    made = {policy: (versions, set(rollouts)) for policy, versions, rollouts in rows(_ROLLOUTS)}
-    spans = {policy: set(rows(_SPANS, policy=policy)[0][0]) for policy in made}
-    calls = {policy: set(rows(_LED, policy=policy)[0][0]) for policy in made}
+    trained = {policy: (versions, set(rollouts)) for policy, versions, rollouts in rows(_ROLLOUTS)}
+    spans = {policy: set(rows(_SPANS, policy=policy)[0][0]) for policy in trained}
+    calls = {policy: set(rows(_LED, policy=policy)[0][0]) for policy in trained}
     ((transitions, drops),) = rows(_CALLS)
     result.lineage = {
         policy: {"versions": versions, "rollouts": len(rollouts), "calls": len(calls[policy]), "spans": len(spans[policy])}
-        for policy, (versions, rollouts) in made.items()
+        for policy, (versions, rollouts) in trained.items()
     }
     result.checked = {
         "foreign_calls": rows(_FOREIGN)[0][0] + len(set.intersection(*calls.values())),
         "otherwise_counted": rows(_OTHERWISE_COUNTED)[0][0],
         "not_once": rows(_NOT_ONCE)[0][0],
-        "untrained": sum(abs(result.sampled - len(rollouts)) for _, rollouts in made.values()),
+        "untrained": sum(abs(result.sampled - len(rollouts)) for _, rollouts in trained.values()),
         "other_spans": len(set.union(*spans.values()) - set.intersection(*spans.values())),
         "untrained_calls": len(set(transitions) - set.union(*calls.values())),
         "unaccounted": abs(result.calls - len(transitions) - drops),
         "drops": drops,
-        "missing_policies": len(AGENTS) - len(made),
+        "missing_policies": len(AGENTS) - len(trained),
     }

@@ -38,54 +38,54 @@ _ID = {word: i for i, word in enumerate(WORDS)}
 
 @dataclass(frozen=True)
 class Desk:
-    """The task."""
+    """Task of the two agents: a queue of tickets, each planned by one agent and written by the other."""
 
     group: int = 16
     """Rollouts that share a baseline, and their tickets."""
     tickets: int = 4
-    """A rollout."""
+    """Number of tickets in a rollout."""
     final: bool = False
-    """Whether a rollout has a reward at its end."""
+    """True if a rollout has a reward at its end."""
 
     def goals(self, dice: random.Random, count: int) -> list[tuple[str, ...]]:
-        """So many queues of tickets; a ticket is two words."""
+        """Return `count` queues of tickets; a ticket is two words."""
         return [tuple(dice.choice(words) for _ in range(self.tickets) for words in (TROUBLES, ITEMS)) for _ in range(count)]
 
     def prompt(self, goal: Sequence[str], state: State) -> list[str]:
-        """What the agent whose turn it is reads; as long in every state of an agent."""
+        """Return the prompt of the agent whose turn it is; its length is the same in every state of an agent."""
         trouble, item = goal[2 * state.page : 2 * state.page + 2]
         return _chat(PLANNER, trouble) if agent_of(state) == PLANNER else _chat(WRITER, state.status, item)
 
     def step(self, goal: Sequence[str], state: State, reply: Sequence[str]) -> Turn:
-        """What comes of a reply of two words by the agent whose turn it is."""
+        """Return the result of a reply of two words by the agent whose turn it is."""
         trouble, item = goal[2 * state.page : 2 * state.page + 2]
         planning = agent_of(state) == PLANNER
-        said, choices = reply[0], TOOLS if planning else ARGUMENTS
-        if said not in choices or reply[1] != _END:
+        word, choices = reply[0], TOOLS if planning else ARGUMENTS
+        if word not in choices or reply[1] != _END:
             return Turn(state, None, 0.0, done=True)
         if planning:
-            return Turn(State(state.page, said), None, float(said == _needed(trouble, TROUBLES, TOOLS)), done=False)
-        right = said == _needed(item, ITEMS, ARGUMENTS)
+            return Turn(State(state.page, word), None, float(word == _needed(trouble, TROUBLES, TOOLS)), done=False)
+        right = word == _needed(item, ITEMS, ARGUMENTS)
         worked = right and state.status == _needed(trouble, TROUBLES, TOOLS)
         return Turn(State(state.page + 1, OK if worked else ERROR), state.status, float(right), done=state.page + 1 == self.tickets)
 
     def success(self, goal: Sequence[str], turns: Sequence[Turn]) -> float:
-        """The share of tickets in which both were right."""
+        """Return the share of tickets in which both agents were right."""
         return sum(turn.tool is not None and turn.state.status == OK for turn in turns) / self.tickets
 
     def own_success(self, agent: str, turns: Sequence[Turn]) -> float:
-        """The share of tickets in which one agent was right; a ticket that it never saw counts as one in which it was not."""
+        """Return the share of tickets in which one agent was right; a ticket that it never saw counts as wrong."""
         return sum(turn.grade or 0.0 for turn in turns[AGENTS.index(agent) :: len(AGENTS)]) / self.tickets
 
     def demonstration(self, agent: str, dice: random.Random) -> tuple[list[str], list[str]]:
-        """A prompt of any ticket, and a well-formed reply that knows nothing of it."""
+        """Return a prompt of a random ticket, and a well-formed reply that is independent of it."""
         if agent == PLANNER:
             return _chat(PLANNER, dice.choice(TROUBLES)), [dice.choice(TOOLS), _END]
         return _chat(WRITER, dice.choice(TOOLS), dice.choice(ITEMS)), [dice.choice(ARGUMENTS), _END]
 
 
 def agent_of(state: State) -> str:
-    """Whose turn it is: the writer's, once the planner picked a tool."""
+    """Return the agent whose turn it is: the writer once the planner has picked a tool, else the planner."""
     return WRITER if state.status in TOOLS else PLANNER
 
 
@@ -102,14 +102,14 @@ def write_agent_model(directory: Path, desk: Desk, agent: str, seed: int) -> Non
 
 
 def work(desk: Desk, goals: Sequence[tuple[str, ...]], samplers: Mapping[str, Sampler]) -> list[Sampled]:
-    """A group of rollouts of each goal, from begin to end."""
+    """Sample a group of whole rollouts for each goal."""
     everything = [Sampled(goal, place) for place, goal in enumerate(goals) for _ in range(desk.group)]
-    while going := [one for one in everything if not one.done]:
+    while going := [rollout for rollout in everything if not rollout.done]:
         agent = agent_of(going[0].state)  # the same for all: they take turns
-        prompts = [_ids(desk.prompt(one.goal, one.state)) for one in going]
-        for one, prompt, reply, logprobs in zip(going, prompts, *samplers[agent].sample(prompts), strict=True):
-            turn = desk.step(one.goal, one.state, [WORDS[token] for token in reply])
-            one.calls.append(Call(prompt, reply, logprobs, turn, agent))
+        prompts = [_ids(desk.prompt(rollout.goal, rollout.state)) for rollout in going]
+        for rollout, prompt, reply, logprobs in zip(going, prompts, *samplers[agent].sample(prompts), strict=True):
+            turn = desk.step(rollout.goal, rollout.state, [WORDS[token] for token in reply])
+            rollout.calls.append(Call(prompt, reply, logprobs, turn, agent))
     return everything
 
 
@@ -117,8 +117,8 @@ def _needed(word: str, words: Sequence[str], choices: Sequence[str]) -> str:
     return choices[words.index(word) % len(choices)]
 
 
-def _chat(agent: str, *said: str) -> list[str]:
-    return [_START, "system", agent, _END, _START, "user", *said, _END, _START, "assistant"]
+def _chat(agent: str, *words: str) -> list[str]:
+    return [_START, "system", agent, _END, _START, "user", *words, _END, _START, "assistant"]
 
 
 def _ids(words: Sequence[str]) -> list[int]:

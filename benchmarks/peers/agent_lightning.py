@@ -39,28 +39,28 @@ class AgentLightning:
         return self.start_rollouts(count)
 
     def start_rollouts(self, count: int) -> list[RolloutName]:
-        """Spans of rollouts that it does not know are refused."""
+        """Start rollouts, since the peer refuses spans of rollouts that it does not know; return their names."""
         started = [self._ask("POST", "/rollouts", {"input": {"task": number}}) for number in range(count)]
         return [RolloutName(one["rollout_id"], one["attempt"]["attempt_id"]) for one in started]
 
     def drained(self, spans: int) -> bool:
-        """Whether it counts so many spans."""
+        """Return whether the store counts at least `spans` spans."""
         return self._ask("GET", "/statistics")["total_spans"] >= spans
 
     def stored(self, workload: Workload, rollouts: Sequence[RolloutName]) -> list[Stored]:
-        """Every span of every rollout, as its own readers get them."""
-        found: list[int] = []
+        """Return the spans of all rollouts, as the peer's own readers get them."""
+        span_ids: list[int] = []
         for name in rollouts:
             page = self._ask("GET", f"/spans?rollout_id={name.rollout}&attempt_id={name.attempt}&limit={10 * SPANS_A_ROLLOUT}")
-            found += [int(span["span_id"], 16) for span in page["items"]]
-        return [Stored("spans", np.array(found, np.uint64), workload.span_ids(len(rollouts)))]
+            span_ids += [int(span["span_id"], 16) for span in page["items"]]
+        return [Stored("spans", np.array(span_ids, np.uint64), workload.span_ids(len(rollouts)))]
 
     def count_spans(self, rollout: RolloutName, name: str) -> int:
-        """How many spans of this name a rollout has."""
+        """Return the number of a rollout's spans of this name."""
         return self._ask("GET", f"/spans?rollout_id={rollout.rollout}&attempt_id={rollout.attempt}&name={name}&limit=1")["total"]
 
     def facts(self, workload: Workload, rollouts: int) -> Mapping[str, int | float]:
-        """Nothing more."""
+        """Return no further figures."""
         return {}
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
@@ -68,7 +68,7 @@ class AgentLightning:
         self._connection.request(method, f"/v1/agl{path}", content, {"Content-Type": "application/json"})
         response = self._connection.getresponse()
         answer = response.read()
-        self._connection.close()  # it closes idle connections within seconds, without a word
+        self._connection.close()  # the server closes idle connections within seconds, without notice
         if response.status >= 400:
             raise RuntimeError(f"{method} {path}: {response.status} {answer[:500]!r}")
         return json.loads(answer)

@@ -77,24 +77,24 @@ async def main():
 asyncio.run(main())
 """
 VARIANTS = {"runner": 1, "store": 100}
-"""Rollouts that a worker takes at once."""
+"""Number of rollouts that a worker takes at once."""
 
 
 class Dispatcher:
-    """Its store, and commands for it."""
+    """The peer's store, and commands of processes that use it."""
 
     def __init__(self, store: agent_lightning.AgentLightning) -> None:
         self.pids: Sequence[int] = [child.process.pid for child in store.children]
         self._url = store.url
 
     def command(self, role: str, count: int, number: int = 0) -> list[str]:
-        """Of a process with a role: `enqueue`, a name of VARIANTS, or `check`."""
+        """Return the command of a process with a role: `enqueue`, a name of VARIANTS, or `check`."""
         python = peer_environment("agent_lightning") / "python"
         return [str(python), "-c", SCRIPT, role, self._url, str(count), str(VARIANTS.get(role, 100)), str(number)]
 
 
 @contextmanager
 def running(directory: Path) -> Generator[Dispatcher]:
-    """A store of its own."""
+    """Run a store of the peer."""
     with agent_lightning.running(directory) as store:
         yield Dispatcher(store)

@@ -44,7 +44,7 @@ if __name__ == "__main__":
 class _Variant:
     kinds: frozenset[Kind]
     options: Mapping[str, Sequence[str]]
-    """Of LLMProxy."""
+    """Options of LLMProxy."""
 
 
 _RECORD = ("return_token_ids", "logprobs", "opentelemetry")
@@ -59,7 +59,7 @@ _VARIANTS = {
 
 
 class Proxy:
-    """One LLMProxy."""
+    """One LLMProxy of the peer."""
 
     def __init__(self, child: Child, port: int, kinds: frozenset[Kind], store: agent_lightning.AgentLightning) -> None:
         self.children: Sequence[Child] = [child]
@@ -69,17 +69,17 @@ class Proxy:
         self._store = store
 
     def recorded(self) -> int:
-        """How many answers its readers find."""
+        """Return the number of answers that the peer's readers find."""
         return self._store.count_spans(self._name, ANSWER_SPAN)
 
     def check(self, ids: Sequence[str], bodies: Bodies) -> Mapping[str, int]:
-        """As many as were answered: its streams have ids of their own."""
+        """Compare numbers only, because the peer's streams have ids of their own."""
         return {"lost": max(0, len(ids) - self.recorded())}
 
 
 @contextmanager
 def running(directory: Path, upstream: str) -> Generator[Mapping[str, Road]]:
-    """The store and all variants."""
+    """Run the peer's store and all variants of its proxy."""
     with ExitStack() as stack:
         store = stack.enter_context(agent_lightning.running(directory))
         ports = dict(zip(_VARIANTS, free_ports(len(_VARIANTS)), strict=True))
